@@ -1,0 +1,57 @@
+"""The exception tree. Each class is one documented exit code of the command line.
+
+    MeshwrightError          1  the job failed
+    ├── InputError           2  what a person wrote is wrong (also a ValueError)
+    ├── NothingFits          3  no plan fits the devices
+    ├── VerificationFailed   4  the run does not compute what one device computes
+    └── Interrupted         75  preempted or interrupted; the same command goes on
+
+A message is one line that says what, where, the numbers and the way out. `assert` stays for what we promised ourselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshwrightError(Exception):
+    """The job failed."""
+
+    exit_code = 1
+
+
+class InputError(MeshwrightError, ValueError):
+    """What a person wrote is wrong: a name, a number, a file."""
+
+    exit_code = 2
+
+
+class NothingFits(MeshwrightError):
+    """No legal plan fits in the memory of the devices."""
+
+    exit_code = 3
+
+
+class VerificationFailed(MeshwrightError):
+    """Loss, gradients or counts differ from those of one device."""
+
+    exit_code = 4
+
+
+class Interrupted(MeshwrightError):
+    """Stopped from outside with everything saved; the same command goes on where this one stopped."""
+
+    exit_code = 75
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A clause that names the nearest known words, or nothing when none is near.
+
+    >>> did_you_mean("memroy", ["memory", "peak"])
+    "; did you mean 'memory'?"
+    >>> did_you_mean("zebra", ["memory"])
+    ''
+    """
+    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    return "; did you mean " + " or ".join(repr(name) for name in near) + "?" if near else ""

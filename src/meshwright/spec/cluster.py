@@ -1,0 +1,65 @@
+"""Devices, the links between them, and groups of equal nodes. Calibration is Cluster -> Cluster: the same noun with measured numbers."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from meshwright.base.codec import Noun
+from meshwright.base.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
+
+
+class Device(Noun):
+    """One accelerator, or one share of a host's processor."""
+
+    name: str
+    memory: Bytes
+    bandwidth: BytesPerSecond = Field(description="of its memory")
+    peak: dict[str, FlopsPerSecond] = Field(description="dense matrix products by precision: fp32, tf32, fp16, bf16, fp8, fp64")
+    efficiency: float = Field(default=0.8, gt=0, le=1, description="share of peak that large matrix products reach")
+    context: Bytes = Field(default=0.0, description="memory that the driver and its libraries take")
+    price: float | None = Field(default=None, ge=0, description="per device hour")
+    source: str = ""
+
+
+class Link(Noun):
+    """A tier of the network. `span` consecutive devices reach each other over it; 0 means all."""
+
+    name: str
+    span: int = Field(default=0, ge=0)
+    bandwidth: BytesPerSecond = Field(gt=0, description="of one device, one direction")
+    latency: Seconds = Field(default=5e-6)
+    efficiency: float = Field(default=0.85, gt=0, le=1, description="share of bandwidth that large collectives reach")
+
+
+class NodeGroup(Noun):
+    """Equal nodes. Unlike nodes are several groups."""
+
+    nodes: int = Field(ge=1)
+    devices: int = Field(ge=1, description="per node")
+    device: Device
+    link: Link = Field(description="between the devices of a node")
+    host_memory: Bytes = 0.0
+    storage_bandwidth: BytesPerSecond = 0.0
+    host_bandwidth: BytesPerSecond = Field(default=0.0, description="between a device and its host, one direction")
+
+
+class Cluster(Noun):
+    """Groups of nodes and the network between nodes."""
+
+    name: str
+    groups: tuple[NodeGroup, ...] = Field(min_length=1)
+    network: Link = Field(description="between nodes")
+    failures_per_device_hour: float = Field(default=0.0, ge=0)
+
+    @property
+    def devices(self) -> int:
+        return sum(group.nodes * group.devices for group in self.groups)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the smallest device: what every rank of an even plan must fit in."""
+        return min(group.device.memory for group in self.groups)
+
+    @property
+    def devices_per_node(self) -> int:
+        return min(group.devices for group in self.groups)

@@ -1,0 +1,57 @@
+"""What a plan is predicted to take. `StepRecord` says the same things measured, in the same words."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from meshwright.base.codec import Noun
+
+
+class Memory(Noun):
+    """Bytes on one rank at its peak. `total` is what is allocated, `reserved` what the allocator takes from the device."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    total: float
+    reserved: float
+
+
+class Time(Noun):
+    """Seconds of one step, only what is not hidden, so that the items add up to `step`."""
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    bubble: float = 0.0
+    tensor: float = 0.0
+    data: float = 0.0
+    pipeline: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    offload: float = 0.0
+    step: float = 0.0
+
+
+class Fits(StrEnum):
+    """The verdict on memory."""
+
+    fits = "fits"
+    tight = "tight"
+    no = "no"
+
+
+class Estimate(Noun):
+    """One plan's price. `memory` is that of the busiest rank, `per_stage` that of each pipeline rank."""
+
+    memory: Memory
+    per_stage: tuple[Memory, ...]
+    time: Time
+    tokens_per_second: float
+    mfu: float
+    fits: bool
+    verdict: Fits = Fits.fits
+    notes: tuple[str, ...] = Field(default=(), description="what the estimate leaves out or assumes for this plan")

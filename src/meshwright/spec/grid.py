@@ -1,0 +1,58 @@
+"""Ranks as coordinates: pp outermost, then dp_replicate, dp_shard, cp, and tp innermost, so that tensor ranks are neighbours.
+
+>>> from meshwright.spec.plan import Plan
+>>> Grid(Plan(pp=2, dp_shard=2, zero=1, tp=2)).place(5)
+Place(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=1)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.spec.plan import Plan
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+class Place(NamedTuple):
+    """Where a rank stands on each axis."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+
+class Grid:
+    """The arithmetic between ranks and places of one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.sizes = Place(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
+
+    def place(self, rank: int) -> Place:
+        coordinates = []
+        for size in reversed(self.sizes):
+            rank, coordinate = divmod(rank, size)
+            coordinates.append(coordinate)
+        return Place(*reversed(coordinates))
+
+    def rank(self, place: Place) -> int:
+        rank = 0
+        for size, coordinate in zip(self.sizes, place, strict=True):
+            rank = rank * size + coordinate
+        return rank
+
+    def replica(self, rank: int) -> int:
+        """Which slice of the batch `rank` reads: 0 to dp - 1."""
+        place = self.place(rank)
+        return place.dp_replicate * self.sizes.dp_shard + place.dp_shard
+
+    def data_ranks(self, rank: int) -> list[int]:
+        """The ranks that hold the same layers and tensor shards as `rank`, in order of their replica."""
+        place = self.place(rank)
+        return [
+            self.rank(place._replace(dp_replicate=replicate, dp_shard=shard))
+            for replicate in range(self.sizes.dp_replicate)
+            for shard in range(self.sizes.dp_shard)
+        ]

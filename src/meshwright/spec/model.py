@@ -1,0 +1,84 @@
+"""What the planner knows of a model: layers in forward order, their parameters, work and kept activations.
+
+After a `ModelSpec` is filled (from sizes, from a Hugging Face configuration or from a live module) nobody needs the model.
+Numbers are per token, so that batch, sequence and every split scale them; elements, not bytes, where the precision decides the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import Field
+
+from meshwright.base.codec import Noun
+
+
+class Parameter(Noun):
+    """One tensor. `split` is the dimension that tensor parallelism shards (None: every tensor rank holds all of it).
+
+    Local size along `split` is ceil(size / tp), as in an uneven vocabulary; sizes that must divide stand in `Layer.divisible`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None = None
+    parts: tuple[int, ...] = Field(default=(), description="fused projections: sizes along `split`, each sharded by itself")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def local_numel(self, tp: int) -> int:
+        """Elements on the fullest of `tp` tensor ranks."""
+        if self.split is None:
+            return self.numel
+        size = self.shape[self.split]
+        local = sum(-(-part // tp) for part in self.parts or (size,))
+        return self.numel // size * local
+
+
+class Layer(Noun):
+    """A run of `repeat` equal layers: the unit of pipeline cuts, recompute and ZeRO-3 gathering."""
+
+    name: str = Field(description="'embedding', 'block', 'norm', 'head', ...: the role; blocks are what pipelines cut")
+    repeat: int = Field(default=1, ge=1)
+    parameters: tuple[Parameter, ...]
+    flops: float = Field(default=0.0, ge=0, description="forward FLOPs of matrix products per token, on one device")
+    attention_flops: float = Field(default=0.0, ge=0, description="forward FLOPs of attention per token and token of context")
+    moved: float = Field(default=0.0, ge=0, description="elements per token read or written by memory-bound operations, forward")
+    saved_split: float = Field(default=0.0, ge=0, description="elements per token kept for backward that tensor parallelism divides")
+    saved_whole: float = Field(default=0.0, ge=0, description="elements per token kept for backward that only sequence parallelism divides")
+    fixed_split: float = Field(default=0.0, ge=0, description="bytes per token kept in a fixed type that tensor parallelism divides")
+    fixed_whole: float = Field(default=0.0, ge=0, description="bytes per token kept in a fixed type that only sequence parallelism divides")
+    transient: float = Field(default=0.0, ge=0, description="elements per token alive only while the layer runs, beyond what it keeps")
+    output: float = Field(default=0.0, ge=0, description="elements per token that the layer hands on")
+    tied: str | None = Field(default=None, description="name of the layer whose first parameter this layer shares")
+
+    @property
+    def numel(self) -> int:
+        """Parameters of one of the `repeat` layers; a tied weight counts where it is first used."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+class ModelSpec(Noun):
+    """A model as the planner sees it."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    hidden: int = Field(gt=0)
+    context: int = Field(default=0, ge=0, description="longest sequence, 0 when unbounded")
+    divisible: dict[str, int] = Field(default_factory=dict, description="sizes that tp must divide: heads, kv_heads, ffn")
+    tensor_parallel: bool = Field(default=True, description="False when no rule shards its layers (a convolutional network)")
+    vocabulary: int = Field(default=0, ge=0)
+
+    @property
+    def blocks(self) -> int:
+        """How many layers a pipeline can cut between."""
+        return sum(layer.repeat for layer in self.layers if layer.name == "block")
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, tied weights once."""
+        return sum(layer.repeat * layer.numel for layer in self.layers if layer.tied is None) + sum(
+            layer.numel - layer.parameters[0].numel for layer in self.layers if layer.tied is not None
+        )

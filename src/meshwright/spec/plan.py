@@ -1,0 +1,192 @@
+"""The answer: everything that must not change the result. A plan has a short name, `dp8.tp2.pp4.z1`, that reads back to the same plan.
+
+Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (ZeRO 0) or a shard group of 8 (ZeRO 1-3); `dp2x4` is
+2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
+micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank), `rc-layer`, `off-optimizer`.
+
+World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+from pydantic import Field, model_validator
+
+from meshwright.base.codec import Noun, build
+from meshwright.base.errors import InputError, did_you_mean
+
+
+class Schedule(StrEnum):
+    """Pipeline orders; `schedules/` holds one file for each."""
+
+    gpipe = "gpipe"
+    one_f_one_b = "1f1b"
+    interleaved = "interleaved"
+
+
+class Recompute(StrEnum):
+    """Activation checkpointing: what backward computes again instead of keeping."""
+
+    none = "none"
+    layer = "layer"
+
+
+class Offload(StrEnum):
+    """What waits in host memory."""
+
+    optimizer = "optimizer"
+    parameters = "parameters"
+    activations = "activations"
+
+
+BUCKET = 25 * 2**20
+
+
+class Plan(Noun):
+    """How a job is laid over ranks. `version` is that of this schema."""
+
+    version: int = Field(default=1, ge=1, le=1)
+    dp_replicate: int = Field(default=1, ge=1)
+    dp_shard: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+    pp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1)
+    zero: int = Field(default=0, ge=0, le=3)
+    micro_batch: int = Field(default=1, ge=1, description="sequences per pass of one replica")
+    schedule: Schedule = Schedule.one_f_one_b
+    virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
+    layers_per_stage: tuple[int, ...] = Field(default=(), description="blocks of each virtual stage; empty: as even as can be")
+    recompute: Recompute = Recompute.none
+    offload: tuple[Offload, ...] = ()
+    bucket: int = Field(default=BUCKET, ge=1, description="bytes of gradients that one collective carries at least")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        if self.zero == 0 and self.dp_shard > 1:
+            raise ValueError(f"ZeRO 0 shards nothing: write dp{self.dp} without a shard group, or z1 to z3")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence parallelism (sp) splits activations over tensor ranks and needs tp > 1")
+        if (self.schedule == Schedule.interleaved) != (self.virtual_stages > 1):
+            raise ValueError(f"schedule {self.schedule} with {self.virtual_stages} virtual stages: interleaved needs 2 or more, the others 1")
+        if self.virtual_stages > 1 and self.pp == 1:
+            raise ValueError("virtual stages need pp > 1")
+        if self.layers_per_stage and len(self.layers_per_stage) != self.stages:
+            raise ValueError(f"layers_per_stage names {len(self.layers_per_stage)} stages, the plan has pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages}")
+        if self.layers_per_stage and min(self.layers_per_stage) < 1:
+            raise ValueError("every stage needs at least one block")
+        return self
+
+    @property
+    def dp(self) -> int:
+        """Replicas that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages in all. Stage s runs on pipeline rank s % pp."""
+        return self.pp * self.virtual_stages
+
+    def micro_batches(self, batch: int) -> int:
+        """Micro-batches per step of one replica. Raises InputError when `batch` does not divide."""
+        count, rest = divmod(batch, self.dp * self.micro_batch)
+        if rest or not count:
+            raise InputError(f"batch {batch} is not a multiple of dp({self.dp}) * micro_batch({self.micro_batch}) = {self.dp * self.micro_batch}")
+        return count
+
+    def stage_layers(self, blocks: int) -> tuple[int, ...]:
+        """Blocks of each virtual stage; without `layers_per_stage` as even as can be, the first stages taking the rest."""
+        if self.layers_per_stage:
+            if sum(self.layers_per_stage) != blocks:
+                raise InputError(f"layers_per_stage {list(self.layers_per_stage)} sums to {sum(self.layers_per_stage)}, the model has {blocks} blocks")
+            return self.layers_per_stage
+        if blocks < self.stages and self.stages > 1:
+            raise InputError(f"pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages} stages need as many blocks, the model has {blocks}")
+        each, rest = divmod(blocks, self.stages)
+        return tuple(each + (stage < rest) for stage in range(self.stages))
+
+    @property
+    def name(self) -> str:
+        return plan_name(self)
+
+
+def plan_name(plan: Plan) -> str:
+    """
+    >>> plan_name(Plan(dp_shard=8, tp=2, pp=4, zero=1))
+    'dp8.tp2.pp4.z1'
+    """
+    parts = []
+    if plan.dp_replicate > 1 and plan.dp_shard > 1:
+        parts.append(f"dp{plan.dp_replicate}x{plan.dp_shard}")
+    elif plan.zero > 0 and plan.dp_replicate > 1:
+        parts.append(f"dp{plan.dp_replicate}x1")
+    elif plan.dp > 1 or plan.world == 1:
+        parts.append(f"dp{plan.dp}")
+    parts += [f"{axis}{degree}" for axis, degree in (("tp", plan.tp),) if degree > 1]
+    parts += ["sp"] if plan.sequence_parallel else []
+    parts += [f"{axis}{degree}" for axis, degree in (("pp", plan.pp), ("cp", plan.cp), ("ep", plan.ep), ("z", plan.zero)) if degree > (axis != "z")]
+    parts += [f"mb{plan.micro_batch}"] if plan.micro_batch > 1 else []
+    if plan.schedule == Schedule.interleaved:
+        parts.append(f"interleaved{plan.virtual_stages}")
+    elif plan.schedule != Schedule.one_f_one_b:
+        parts.append(str(plan.schedule))
+    parts += [f"rc-{plan.recompute}"] if plan.recompute != Recompute.none else []
+    parts += [f"off-{what}" for what in plan.offload]
+    return ".".join(parts)
+
+
+_NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch"}
+_KNOWN = ("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "rc-layer", "off-optimizer")
+
+
+def parse_plan(name: str) -> Plan:
+    """The plan that `name` says.
+
+    >>> parse_plan("dp2x4.tp2.z3.rc-layer").world
+    16
+    """
+    fields: dict[str, object] = {}
+    dp: tuple[int, int | None] = (1, None)
+    offload: list[str] = []
+
+    def put(field: str, value: object, part: str) -> None:
+        if field in fields:
+            raise InputError(f"plan {name!r}: {part!r} says {field} a second time")
+        fields[field] = value
+
+    for part in name.split("."):
+        match = re.fullmatch(r"([a-z]+)(\d+)(?:x(\d+))?", part)
+        if match and match[1] == "dp":
+            put("dp", True, part)
+            dp = (int(match[2]), int(match[3]) if match[3] else None)
+        elif match and match[1] in _NUMBERED and not match[3]:
+            put(_NUMBERED[match[1]], int(match[2]), part)
+        elif match and match[1] == "interleaved" and not match[3]:
+            put("schedule", "interleaved", part)
+            fields["virtual_stages"] = int(match[2])
+        elif part in ("gpipe", "1f1b"):
+            put("schedule", part, part)
+        elif part == "sp":
+            put("sequence_parallel", True, part)
+        elif part in ("rc-none", "rc-layer"):
+            put("recompute", part[3:], part)
+        elif part.startswith("off-") and part[4:] in list(Offload):
+            offload.append(part[4:])
+        else:
+            raise InputError(f"plan {name!r}: part {part!r} is not understood{did_you_mean(part, _KNOWN)}; parts are such as {', '.join(_KNOWN)}")
+    fields.pop("dp", None)
+    if dp[1] is not None:
+        fields["dp_replicate"], fields["dp_shard"] = dp[0], dp[1]
+    else:
+        fields["dp_shard" if fields.get("zero") else "dp_replicate"] = dp[0]
+    return build(Plan, {**fields, "offload": tuple(offload)}, f"plan {name!r}")
+
+
+__all__ = ["BUCKET", "Offload", "Plan", "Recompute", "Schedule", "parse_plan", "plan_name"]

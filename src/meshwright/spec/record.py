@@ -1,0 +1,36 @@
+"""What a step measured, in the words of `Estimate`, and where a run stands."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from meshwright.base.codec import Noun
+
+
+class StepRecord(Noun):
+    """One line of `records.jsonl`. Times are seconds of the slowest rank, memory the bytes of the fullest."""
+
+    step: int
+    loss: float
+    tokens: int = Field(description="labels that counted in the loss, over all ranks")
+    gradient_norm: float
+    lr: float
+    seconds: float = Field(description="of the step, between two ends")
+    data_seconds: float = Field(default=0.0, description="waiting for the batch")
+    exposed: dict[str, float] = Field(default_factory=dict, description="seconds waiting for communication, by kind: data, tensor, pipeline")
+    tokens_per_second: float = 0.0
+    memory: dict[str, float] = Field(default_factory=dict, description="parameters, gradients, optimizer bytes; peak allocated where measured; resident")
+    loss_scale: float = 1.0
+    skipped: bool = Field(default=False, description="a non-finite gradient: no rank updated")
+    held_out_loss: float | None = None
+
+
+class RunState(Noun):
+    """Where a run stands; a checkpoint holds one."""
+
+    step: int = 0
+    samples: int = Field(default=0, description="sequences consumed since the start")
+    seed: int = 1
+    plan: str = ""
+    loss_scale: float = 1.0
+    good_steps: int = Field(default=0, description="steps since the loss scale last changed")

@@ -1,0 +1,53 @@
+"""Everything that changes the result: batch, sequence, steps, precision, optimizer, seed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.base.codec import Noun
+
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
+
+
+class Optimizer(Noun):
+    """The update rule. `warmup` steps rise linearly to `lr`, then a cosine falls to `final_lr` x `lr` at the last step."""
+
+    name: Literal["adamw", "adam", "sgd", "sgd-momentum"] = "adamw"
+    lr: float = Field(default=3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    warmup: int = Field(default=0, ge=0)
+    final_lr: float = Field(default=0.1, ge=0, le=1)
+    schedule: Literal["constant", "cosine"] = "cosine"
+    clip: float | None = Field(default=1.0, gt=0, description="largest norm of the whole gradient; null: no clipping")
+
+    @property
+    def states(self) -> int:
+        """State tensors per parameter."""
+        return OPTIMIZER_STATES[self.name]
+
+
+class Workload(Noun):
+    """`batch` is in sequences per optimizer step, over all devices."""
+
+    sequence: int = Field(default=256, ge=1)
+    batch: int = Field(default=32, ge=1)
+    steps: int = Field(default=200, ge=1)
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    optimizer: Optimizer = Optimizer()
+    seed: int = Field(default=1, ge=0)
+
+    @model_validator(mode="after")
+    def _warmup_within_steps(self) -> Workload:
+        if self.optimizer.warmup > self.steps:
+            raise ValueError(f"optimizer.warmup ({self.optimizer.warmup}) is longer than steps ({self.steps})")
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """Per optimizer step."""
+        return self.sequence * self.batch
