@@ -101,9 +101,7 @@ def parse(text: str, where: str) -> Any:
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
 
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-    )
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:

@@ -1,6 +1,6 @@
 """A piece of a logical tensor: what one rank holds of it. Checkpoints are written and read in pieces, whatever the layout.
 
-[Note: pieces] A tensor rank holds, along dimension `split`, the intervals `index` of the full tensor (several for a fused projection),
+[Note: pieces] A tensor rank holds, along dimension `split`, the intervals `intervals` of the full tensor (several for a fused projection),
 laid one after the other: the local tensor. A shard of a flat buffer holds the run [start, stop) of that local tensor, flattened.
 `split` None: the local tensor is the full one.
 """
@@ -17,7 +17,7 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     split: int | None
-    index: tuple[tuple[int, int], ...]
+    intervals: tuple[tuple[int, int], ...]
     start: int
     stop: int
 
@@ -30,5 +30,5 @@ class Piece(NamedTuple):
         """
         if self.split is None:
             return self.shape
-        size = sum(stop - start for start, stop in self.index)
+        size = sum(stop - start for start, stop in self.intervals)
         return (*self.shape[: self.split], size, *self.shape[self.split + 1 :])

@@ -71,11 +71,15 @@ class Plan(Noun):
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence parallelism (sp) splits activations over tensor ranks and needs tp > 1")
         if (self.schedule == Schedule.interleaved) != (self.virtual_stages > 1):
-            raise ValueError(f"schedule {self.schedule} with {self.virtual_stages} virtual stages: interleaved needs 2 or more, the others 1")
+            raise ValueError(
+                f"schedule {self.schedule} with {self.virtual_stages} virtual stages: interleaved needs 2 or more, the others 1"
+            )
         if self.virtual_stages > 1 and self.pp == 1:
             raise ValueError("virtual stages need pp > 1")
         if self.layers_per_stage and len(self.layers_per_stage) != self.stages:
-            raise ValueError(f"layers_per_stage names {len(self.layers_per_stage)} stages, the plan has pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages}")
+            raise ValueError(
+                f"layers_per_stage names {len(self.layers_per_stage)} stages, the plan has pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages}"
+            )
         if self.layers_per_stage and min(self.layers_per_stage) < 1:
             raise ValueError("every stage needs at least one block")
         return self
@@ -98,17 +102,23 @@ class Plan(Noun):
         """Micro-batches per step of one replica. Raises InputError when `batch` does not divide."""
         count, rest = divmod(batch, self.dp * self.micro_batch)
         if rest or not count:
-            raise InputError(f"batch {batch} is not a multiple of dp({self.dp}) * micro_batch({self.micro_batch}) = {self.dp * self.micro_batch}")
+            raise InputError(
+                f"batch {batch} is not a multiple of dp({self.dp}) * micro_batch({self.micro_batch}) = {self.dp * self.micro_batch}"
+            )
         return count
 
     def stage_layers(self, blocks: int) -> tuple[int, ...]:
         """Blocks of each virtual stage; without `layers_per_stage` as even as can be, the first stages taking the rest."""
         if self.layers_per_stage:
             if sum(self.layers_per_stage) != blocks:
-                raise InputError(f"layers_per_stage {list(self.layers_per_stage)} sums to {sum(self.layers_per_stage)}, the model has {blocks} blocks")
+                raise InputError(
+                    f"layers_per_stage {list(self.layers_per_stage)} sums to {sum(self.layers_per_stage)}, the model has {blocks} blocks"
+                )
             return self.layers_per_stage
         if blocks < self.stages and self.stages > 1:
-            raise InputError(f"pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages} stages need as many blocks, the model has {blocks}")
+            raise InputError(
+                f"pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages} stages need as many blocks, the model has {blocks}"
+            )
         each, rest = divmod(blocks, self.stages)
         return tuple(each + (stage < rest) for stage in range(self.stages))
 
@@ -131,7 +141,11 @@ def plan_name(plan: Plan) -> str:
         parts.append(f"dp{plan.dp}")
     parts += [f"{axis}{degree}" for axis, degree in (("tp", plan.tp),) if degree > 1]
     parts += ["sp"] if plan.sequence_parallel else []
-    parts += [f"{axis}{degree}" for axis, degree in (("pp", plan.pp), ("cp", plan.cp), ("ep", plan.ep), ("z", plan.zero)) if degree > (axis != "z")]
+    parts += [
+        f"{axis}{degree}"
+        for axis, degree in (("pp", plan.pp), ("cp", plan.cp), ("ep", plan.ep), ("z", plan.zero))
+        if degree > (axis != "z")
+    ]
     parts += [f"mb{plan.micro_batch}"] if plan.micro_batch > 1 else []
     if plan.schedule == Schedule.interleaved:
         parts.append(f"interleaved{plan.virtual_stages}")
@@ -180,7 +194,9 @@ def parse_plan(name: str) -> Plan:
         elif part.startswith("off-") and part[4:] in list(Offload):
             offload.append(part[4:])
         else:
-            raise InputError(f"plan {name!r}: part {part!r} is not understood{did_you_mean(part, _KNOWN)}; parts are such as {', '.join(_KNOWN)}")
+            raise InputError(
+                f"plan {name!r}: part {part!r} is not understood{did_you_mean(part, _KNOWN)}; parts are such as {', '.join(_KNOWN)}"
+            )
     fields.pop("dp", None)
     if dp[1] is not None:
         fields["dp_replicate"], fields["dp_shard"] = dp[0], dp[1]

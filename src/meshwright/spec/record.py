@@ -17,9 +17,13 @@ class StepRecord(Noun):
     lr: float
     seconds: float = Field(description="of the step, between two ends")
     data_seconds: float = Field(default=0.0, description="waiting for the batch")
-    exposed: dict[str, float] = Field(default_factory=dict, description="seconds waiting for communication, by kind: data, tensor, pipeline")
+    exposed: dict[str, float] = Field(
+        default_factory=dict, description="seconds waiting for communication, by kind: data, tensor, pipeline"
+    )
     tokens_per_second: float = 0.0
-    memory: dict[str, float] = Field(default_factory=dict, description="parameters, gradients, optimizer bytes; peak allocated where measured; resident")
+    memory: dict[str, float] = Field(
+        default_factory=dict, description="parameters, gradients, optimizer bytes; peak allocated where measured; resident"
+    )
     loss_scale: float = 1.0
     skipped: bool = Field(default=False, description="a non-finite gradient: no rank updated")
     held_out_loss: float | None = None
