@@ -1,0 +1,148 @@
+"""Warm ranks: processes forked once from the test process, which has torch imported, and used by every test.
+
+Interface, as the session fixture `ranks` (conftest.py):
+
+    def work(scale):                      # at module level of the test file; runs on every rank
+        tensor = torch.ones(2) * dist.get_rank() * scale
+        dist.all_reduce(tensor)           # the default group is there: gloo over loopback, `world` ranks
+        return tensor                     # anything that pickles; tensors come back as CPU tensors
+
+    def test_sums(ranks):
+        results = ranks.run(2, work, 3.0)       # one result per rank, in order of rank
+        assert results[0].tolist() == [3.0, 3.0]
+
+Promise: each call has a fresh default process group, torch seeded with 0, one thread a rank, default dtype float32. If a rank raises, dies or
+does not answer within `timeout` seconds, `run` raises `RankFailure` with the rank and its traceback, ends every rank, and the next call starts
+anew. To expect an exception on a rank, catch it inside the function and return what it says. Ranks end with the test process.
+A cold start costs about 0.1 s a rank, a call some hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+
+GRACE = 3.0  # seconds that the other ranks get to answer after one has failed: they may be waiting for it inside a collective
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or hung."""
+
+
+def warm() -> None:
+    """Imports and first calls that would cost every rank seconds: an optimizer step pulls in torch._dynamo."""
+    torch.set_num_threads(1)
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.sum().backward()
+    torch.optim.AdamW([weight]).step()
+
+
+class Pool:
+    """Ranks that outlive a test. Not for two callers at once."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.mkdtemp(prefix="meshwright-ranks-")
+        self._calls = 0
+
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """`function(*args)` on `world` ranks: their results in order of rank."""
+        self._grow(world)
+        os.makedirs(self._folder, exist_ok=True)
+        self._calls += 1
+        store = os.path.join(self._folder, f"store-{self._calls}")
+        message = pickle.dumps((world, store, timeout, function, args))
+        for _, pipe in self._workers[:world]:
+            pipe.send_bytes(message)
+        answers = self._collect(world, timeout)
+        failed = {rank: text for rank, (good, text) in answers.items() if not good}
+        if failed or len(answers) < world:
+            silent = [f"rank {rank} did not answer within {timeout:g} s" for rank in range(world) if rank not in answers]
+            self.close()
+            raise RankFailure("\n".join([*(f"rank {rank}: {text}" for rank, text in failed.items()), *(silent if not failed else [])]))
+        return [answers[rank][1] for rank in range(world)]
+
+    def _collect(self, world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting = {self._workers[rank][1]: rank for rank in range(world)}
+        end = time.monotonic() + timeout
+        while waiting and (left := end - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    self._workers[rank][0].join(1)
+                    answers[rank] = (False, f"died (exit code {self._workers[rank][0].exitcode})")
+                if not answers[rank][0]:
+                    end = min(end, time.monotonic() + GRACE)
+        return answers
+
+    def _grow(self, world: int) -> None:
+        if len(self._workers) < world:
+            warm()
+        context = multiprocessing.get_context("fork")
+        while len(self._workers) < world:
+            rank = len(self._workers)
+            ours, theirs = context.Pipe()
+            inherited = [pipe for _, pipe in self._workers] + [ours]
+            process = context.Process(target=_serve, args=(rank, theirs, inherited), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        """Ends every rank and its files; the next `run` starts new ones."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _serve(rank: int, pipe: Connection, inherited: list[Connection]) -> None:
+    """A rank's life: until the test process closes the pipe."""
+    for other in inherited:  # else a rank would keep its sisters' pipes open and none would see the end
+        other.close()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        try:
+            answer = pickle.dumps((True, _call(rank, message)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        try:
+            pipe.send_bytes(answer)
+        except ConnectionError:
+            os._exit(0)
+
+
+def _call(rank: int, message: bytes) -> Any:
+    world, path, timeout, function, args = pickle.loads(message)
+    store = dist.FileStore(path, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    try:
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        return function(*args)
+    finally:
+        dist.destroy_process_group()
