@@ -1,0 +1,184 @@
+"""Pipeline orders: bubbles, micro-batches in flight, messages and deadlocks against the published formulas and torch's own tables."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.base.errors import InputError
+from meshwright.schedules import Action, Kind, check, in_flight, messages, names, orders, owners, play
+from meshwright.schedules.action import parse_action
+from meshwright.spec.plan import Schedule
+
+
+def actions(text: str) -> list[Action]:
+    return [parse_action(word) for word in text.split()]
+
+
+shapes = st.tuples(st.sampled_from(names()), st.integers(1, 6), st.integers(2, 4), st.integers(1, 5)).map(
+    lambda it: (it[0], it[1], it[2] if it[0] == "interleaved" else 1, it[3] * it[1])
+)
+
+
+def test_every_schedule_of_a_plan_has_an_order() -> None:
+    assert set(names()) == {str(schedule) for schedule in Schedule}
+    assert orders(Schedule.one_f_one_b, 2, 1, 2) == orders("1f1b", 2, 1, 2)
+
+
+@given(shapes)
+@settings(max_examples=60, deadline=None)
+def test_every_order_is_complete_and_never_deadlocks(shape: tuple[str, int, int, int]) -> None:
+    schedule, pp, virtual, micro_batches = shape
+    table = orders(schedule, pp, virtual, micro_batches)
+    check(table, pp * virtual, micro_batches)
+    assert owners(table) == {stage: stage % pp for stage in range(pp * virtual)}
+
+
+@given(shapes)
+@settings(max_examples=60, deadline=None)
+def test_gradients_of_a_stage_are_summed_in_the_order_of_micro_batches_under_every_schedule(shape: tuple[str, int, int, int]) -> None:
+    schedule, pp, virtual, micro_batches = shape
+    for order in orders(schedule, pp, virtual, micro_batches):
+        for stage in {action.stage for action in order}:
+            backwards = [action.micro_batch for action in order if action.kind is Kind.B and action.stage == stage]
+            assert backwards == list(range(micro_batches))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 16), (3, 5), (8, 8), (4, 2), (1, 3)])
+def test_the_bubble_of_equal_stages_is_p_minus_1_over_m_plus_p_minus_1(schedule: str, p: int, m: int) -> None:
+    played = play(orders(schedule, p, 1, m), [1.0] * p, [2.0] * p)
+    assert played.makespan == pytest.approx(3.0 * (m + p - 1))
+    assert played.idle == pytest.approx([(p - 1) / (m + p - 1)] * p)
+    assert played.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 16), (4, 3, 8), (3, 4, 3), (8, 2, 8)])
+def test_interleaving_divides_the_bubble_by_the_virtual_stages(p: int, v: int, m: int) -> None:
+    played = play(orders("interleaved", p, v, m), [1.0] * (p * v), [2.0] * (p * v))
+    assert played.bubble == pytest.approx((p - 1) / (v * m + p - 1))
+
+
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_1f1b_holds_min_m_and_p_minus_r_micro_batches_and_gpipe_all(p: int, m: int) -> None:
+    assert [in_flight(order) for order in orders("1f1b", p, 1, m)] == [min(m, p - rank) for rank in range(p)]
+    assert [in_flight(order) for order in orders("gpipe", p, 1, m)] == [m] * p
+
+
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 6))
+def test_interleaved_holds_what_its_warm_up_counts(p: int, v: int, rounds: int) -> None:
+    m = rounds * p
+    expected = [min(m, (2 * (p - rank - 1) + (v - 1) * p + 1) / v) for rank in range(p)]
+    assert [in_flight(order) for order in orders("interleaved", p, v, m)] == pytest.approx(expected)
+
+
+def test_counts_in_flight_are_those_of_torchs_own_tables_at_p_4_and_m_16() -> None:
+    """Counted from the tables of torch 2.13's ScheduleGPipe, Schedule1F1B and ScheduleInterleaved1F1B."""
+    assert [in_flight(order) for order in orders("gpipe", 4, 1, 16)] == [16, 16, 16, 16]
+    assert [in_flight(order) for order in orders("1f1b", 4, 1, 16)] == [4, 3, 2, 1]
+    assert [in_flight(order) for order in orders("interleaved", 4, 2, 16)] == [5.5, 4.5, 3.5, 2.5]
+
+
+def test_the_peak_weighs_each_stage_by_what_it_holds() -> None:
+    first, last = orders("1f1b", 2, 1, 4)
+    assert in_flight(first, held=[10.0, 3.0]) == 20.0
+    assert in_flight(last, held=[10.0, 3.0]) == 3.0
+
+
+def test_weights_gradients_free_the_micro_batch_where_they_are_separate() -> None:
+    assert in_flight(actions("0F0 0F1 0B0 0F2 0B1 0B2 0W0 0W1 0W2")) == 3
+    assert in_flight(actions("0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2")) == 2
+
+
+@pytest.mark.parametrize("m", [6, 7, 3])
+def test_interleaving_a_count_that_pp_does_not_divide_is_one_error_that_names_the_nearest(m: int) -> None:
+    with pytest.raises(InputError, match=r"multiples of pp\(4\)") as caught:
+        orders("interleaved", 4, 2, m)
+    assert "\n" not in str(caught.value)
+    assert ("choices are 4," if m == 3 else "choices are 4 and 8,") in str(caught.value)
+
+
+def test_a_misspelt_schedule_is_named_with_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved; did you mean '1f1b'\?"):
+        orders("1f1d", 2, 1, 2)
+
+
+def test_virtual_stages_without_interleaving_are_refused() -> None:
+    with pytest.raises(InputError, match="holds 1 stage a rank"):
+        orders("gpipe", 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (["0F0 0F1 0B0 0B1", "1F0 1B0 1F1"], "1B1 is missing"),
+        (["0F0 0F0 0B0", "1F0 1B0"], "0F0 stands 2 times"),
+        (["0F0 1F0 0B0", "1B0"], "stage 1 is on pipeline ranks 0 and 1"),
+        (["0F0 0B0", "1F0 1B0 2F0 2B0"], "2F0 is outside 2 stages"),
+        (["0F0 0B0 0W0", "1F0 1B0 1F1 1B1"], "1F1 is outside"),
+        (["0B0 0F0", "1F0 1B0"], "0B0 on pipeline rank 0 can never run; it needs 0F0, which comes later on the same rank"),
+        (
+            ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
+            "0B0 on pipeline rank 0 can never run; it needs 1B0, which pipeline rank 1 cannot reach: it waits at 1F1",
+        ),
+    ],
+)
+def test_a_wrong_order_is_named_by_its_first_action(table: list[str], words: str) -> None:
+    micro_batches = 2 if any("F1" in line for line in table[:1]) else 1
+    with pytest.raises(InputError) as caught:
+        check([actions(line) for line in table], stages=2, micro_batches=micro_batches)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stage_separates_the_gradient_of_its_weights_for_all_micro_batches_or_none() -> None:
+    check([actions("0F0 0F1 0B0 0W0 0B1 0W1")], stages=1, micro_batches=2)
+    with pytest.raises(InputError, match="0W1 is missing"):
+        check([actions("0F0 0F1 0B0 0W0 0B1")], stages=1, micro_batches=2)
+
+
+def test_messages_stand_in_the_order_of_the_sender() -> None:
+    channels = messages(orders("1f1b", 2, 1, 3))
+    assert {pair: " ".join(map(str, line)) for pair, line in channels.items()} == {(0, 1): "0F0 0F1 0F2", (1, 0): "1B0 1B1 1B2"}
+
+
+@given(shapes)
+@settings(max_examples=60, deadline=None)
+def test_each_boundary_between_ranks_carries_each_micro_batch_once_each_way(shape: tuple[str, int, int, int]) -> None:
+    schedule, pp, virtual, micro_batches = shape
+    table = orders(schedule, pp, virtual, micro_batches)
+    sent = [action for line in messages(table).values() for action in line]
+    boundaries = pp * virtual - 1 if pp > 1 else 0
+    assert len(sent) == len(set(sent)) == 2 * boundaries * micro_batches
+    for (sender, _), line in messages(table).items():
+        places = [table[sender].index(action) for action in line]
+        assert places == sorted(places)
+
+
+def test_between_two_ranks_interleaving_sends_both_activations_and_gradients_over_one_channel() -> None:
+    line = messages(orders("interleaved", 2, 2, 2))[(1, 0)]
+    assert {action.kind for action in line} == {Kind.F, Kind.B}
+    assert " ".join(map(str, line)) == "1F0 1F1 3B0 3B1 1B0 1B1"
+
+
+def test_a_transfer_delays_the_receiver_and_not_the_sender() -> None:
+    played = play(orders("gpipe", 2, 1, 1), [1.0, 1.0], [2.0, 2.0], transfer=0.5)
+    assert [[(str(span.action), span.start, span.end) for span in line] for line in played.spans] == [
+        [("0F0", 0.0, 1.0), ("0B0", 5.0, 7.0)],
+        [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5)],
+    ]
+    assert played.makespan == 7.0
+
+
+def test_the_slowest_stage_paces_the_pipeline() -> None:
+    even = play(orders("1f1b", 4, 1, 16), [1.0] * 4, [2.0] * 4)
+    uneven = play(orders("1f1b", 4, 1, 16), [1.0, 1.5, 1.0, 1.0], [2.0, 3.0, 2.0, 2.0])
+    assert uneven.makespan > even.makespan
+    assert uneven.idle[1] == min(uneven.idle)
+
+
+def test_a_table_of_four_thousand_actions_keeps_the_formula_of_the_bubble() -> None:
+    table = orders("1f1b", 16, 1, 128)
+    assert sum(len(order) for order in table) == 2 * 16 * 128
+    assert play(table, [1.0] * 16, [2.0] * 16).bubble == pytest.approx(15 / 143)
