@@ -1,6 +1,8 @@
 """How parameters lie in flat buffers: the one rule that the runtime builds by and the planner counts by, so that both agree to the byte.
 
-[Note: flat layout] The layers of a rank's stages, in forward order, are grouped into units. ZeRO-3 gathers and frees layer by layer: one
+[Note: flat layout] The layers of each virtual stage, in forward order, are grouped into units; no unit spans two stages. The first stage
+holds 'embedding' (the vocabulary weight alone) and 'front', the last one 'back' and 'head'; where the head is tied and on another stage than
+the embedding, the last stage holds, after all else, one more 'embedding' layer with its own copy of the weight; the head's bias stays in 'head'. ZeRO-3 gathers and frees layer by layer: one
 unit a layer. Below it a unit is a bucket: layers in backward order until `bucket` bytes of gradients are reached. A layer with a tied
 weight is a unit alone, so that both of its holders shard it equally. Inside a unit stand first the tensors that tensor parallelism
 splits, then the whole ones (their gradients need one more sum under sequence parallelism: one contiguous run). Every tensor begins at a
@@ -60,7 +62,7 @@ def unit_of(layers: Sequence[LayerSlots], shards: int) -> Unit:
 
 
 def units(layers: Sequence[LayerSlots], zero: int, shards: int, bucket: int, size: int) -> list[Unit]:
-    """The flat buffers of one rank, in forward order. `size` is the bytes of one gradient element."""
+    """The flat buffers of one virtual stage, in forward order. `size` is the bytes of one gradient element."""
     if zero == 3:
         return [unit_of([layer], shards) for layer in layers if layer.slots]
     groups: list[list[LayerSlots]] = []

@@ -1,0 +1,200 @@
+"""A flat unit: the parameters of one or several layers as views of one buffer, with their gradients and optimizer shard beside it.
+
+[Note: ZeRO is three settings] What differs between ZeRO stages is only which of three buffers is a shard of 1 / dp_shard:
+
+| stage | weights | gradients | master weights and optimizer states |
+|---|---|---|---|
+| 0 | whole | whole | whole |
+| 1 | whole | whole | shard |
+| 2 | whole | shard | shard |
+| 3 | shard, gathered for use | shard | shard |
+
+Source: Rajbhandari et al., ZeRO (2020). Gradients are sums, already divided by the number of labels of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from meshwright.parallel.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.layout import Unit
+from meshwright.spec.precision import Recipe
+
+
+class FlatUnit:
+    """One buffer. `own` is the run of elements that this rank updates."""
+
+    def __init__(self, unit: Unit, parameters: dict[str, nn.Parameter], mesh: Mesh, recipe: Recipe) -> None:
+        self.unit, self.parameters, self.mesh = unit, parameters, mesh
+        self.zero = mesh.plan.zero
+        self.dtype = getattr(torch, recipe.compute)
+        shards = mesh.plan.dp_shard
+        self.group, self.replicas = mesh.group("dp_shard"), mesh.group("dp_replicate")
+        each = unit.numel // shards
+        first = mesh.place.dp_shard * each if self.zero else 0
+        self.own = slice(first, first + each) if self.zero else slice(0, unit.numel)
+        self.arrivals = 1
+        self._arrived = dict.fromkeys(unit.offsets, 0)
+        self._full_gradient: torch.Tensor | None = None
+        self.on_complete: Callable[[FlatUnit], None] | None = None
+        self._gathering: Pending | None = None
+        self.is_open = True
+        self._lay_weights()
+        self._lay_gradients()
+        self._make_master(recipe)
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._taker(name))
+
+    # --- construction ---------------------------------------------------------------------------------------------------------
+
+    def _lay_weights(self) -> None:
+        self.weights = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.mesh.device)
+        for name, parameter in self.parameters.items():
+            view = self.view(self.weights, name)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        if self.zero == 3:
+            self.shard = self.weights[self.own].clone()
+            self.close()
+        else:
+            self.shard = self.weights[self.own]
+
+    def _lay_gradients(self) -> None:
+        size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
+        self.gradients = torch.zeros(size, dtype=self.dtype, device=self.mesh.device)
+        self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
+
+    def _make_master(self, recipe: Recipe) -> None:
+        """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
+        self.has_master = bool(recipe.master)
+        self.master = nn.Parameter(self.shard.to(torch.float32) if self.has_master else self.shard)
+
+    def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor `name` inside a whole buffer of this unit."""
+        parameter = self.parameters[name]
+        offset = self.unit.offsets[name]
+        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+    # --- gradients ------------------------------------------------------------------------------------------------------------
+
+    def _taker(self, name: str) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            parameter.grad = None
+            self._take(name, gradient)
+
+        return take
+
+    def _take(self, name: str, gradient: torch.Tensor) -> None:
+        arrived = self._arrived[name] = self._arrived[name] + 1
+        if self.zero < 2:
+            target = self.view(self.gradients, name)
+            target.copy_(gradient) if arrived == 1 else target.add_(gradient)
+            complete = arrived == self.arrivals and min(self._arrived.values()) == arrived
+        else:
+            if self._full_gradient is None:
+                self._full_gradient = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.mesh.device)
+            self.view(self._full_gradient, name).copy_(gradient)
+            complete = min(self._arrived.values()) == arrived
+        if complete and self.on_complete is not None:
+            self.on_complete(self)
+
+    def finish_backward(self, passes: int) -> bool:
+        """After backward pass number `passes`: parameters that took no part count as zero. True when that completes the unit."""
+        if min(self._arrived.values()) >= passes:
+            return False
+        for name, arrived in self._arrived.items():
+            if arrived == 0 and self.zero < 2:
+                self.view(self.gradients, name).zero_()
+            self._arrived[name] = max(arrived, passes)
+        if self.zero >= 2 and self._full_gradient is None:
+            self._full_gradient = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.mesh.device)
+        return self.zero >= 2 or passes == self.arrivals
+
+    def reduce(self) -> Pending:
+        """Sum the gradients of this unit over the data ranks (over the shard group only at ZeRO 2 and 3, whose shards accumulate)."""
+        if self.zero == 0:
+            return all_reduce(self.gradients, self.replicas)
+        if self.zero == 1:
+            return self._then_over_replicas(reduce_scatter(self.gradients, self.own_gradients, self.group))
+        full = self._full_gradient
+        assert full is not None
+        self._full_gradient = None
+        first = max(self._arrived.values()) == 1
+        out = self.gradients if first else torch.empty_like(self.gradients)
+        scattering = reduce_scatter(full, out, self.group)
+
+        def finish() -> None:
+            scattering.wait()
+            if not first:
+                self.gradients.add_(out)
+
+        return Pending(None, finish)
+
+    def reduce_over_replicas(self) -> Pending:
+        """ZeRO 2 and 3 with replicas: the shards, once a step."""
+        return all_reduce(self.gradients, self.replicas) if self.zero >= 2 else DONE
+
+    def _then_over_replicas(self, pending: Pending) -> Pending:
+        if self.replicas is None:
+            return pending
+
+        def finish() -> None:
+            pending.wait()
+            all_reduce(self.own_gradients, self.replicas).wait()
+
+        return Pending(None, finish)
+
+    def begin_step(self, arrivals: int) -> None:
+        """Before the first of `arrivals` backward passes."""
+        self.arrivals = arrivals
+        self._arrived = dict.fromkeys(self._arrived, 0)
+        self._full_gradient = None
+
+    # --- weights --------------------------------------------------------------------------------------------------------------
+
+    def prefetch(self) -> None:
+        """Start gathering the weights (ZeRO 3); what uses them calls `open`."""
+        if self.zero < 3 or self.is_open or self._gathering is not None:
+            return
+        self.weights.untyped_storage().resize_(self.unit.numel * self.weights.element_size())
+        self._gathering = all_gather(self.weights, self.shard, self.group)
+
+    def open(self) -> None:
+        """Whole weights from here on."""
+        if self.is_open:
+            return
+        self.prefetch()
+        assert self._gathering is not None
+        self._gathering.wait()
+        self._gathering, self.is_open = None, True
+
+    def close(self) -> None:
+        """Free the whole weights (ZeRO 3); views and saved tensors keep their storage, which `open` fills again."""
+        if self.zero < 3:
+            return
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        self.is_open = False
+        self.weights.untyped_storage().resize_(0)
+
+    def write_back(self) -> None:
+        """After the update: the master's values into the weights of the compute type."""
+        if self.has_master:
+            self.shard.copy_(self.master.detach())
+
+    def share(self) -> Pending:
+        """After the update: everyone's updated run into everyone's weights (ZeRO 1 and 2)."""
+        return all_gather(self.weights, self.shard, self.group) if self.zero in (1, 2) else DONE
+
+    def bytes(self) -> tuple[int, int]:
+        """Held for weights and for gradients."""
+        weights = self.shard if self.zero == 3 else self.weights
+        return weights.numel() * weights.element_size(), self.gradients.numel() * self.gradients.element_size()

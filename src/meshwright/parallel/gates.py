@@ -1,0 +1,129 @@
+"""Gates: a block's `forward` replaced on the instance, so that one unmodified model can run any stage of itself.
+
+[Note: stages without stage code] Every pipeline rank calls the forward of the whole model with the same batch, so that masks, positions and
+rotary tables are made by the model's own code on every stage. Blocks that are not of the running stage hand their input on; the first block
+of the stage takes the hidden state that arrived instead of its input; after the last block of the stage the call is left by `StageDone`,
+which carries the hidden state out. What a rank does not hold is replaced by `Absent`, which has no parameters. Names never change.
+
+A gate is also where weights are gathered (ZeRO 3), where a layer is recomputed, and where the sequence is cut and joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.parallel.flat import FlatUnit
+
+
+class StageDone(Exception):
+    """Leaves the model's forward with the hidden state after a stage's last block. Not an error."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass
+class Run:
+    """Which stage is running: blocks [start, stop), the hidden state that arrived, whether the head follows."""
+
+    start: int = 0
+    stop: int = 0
+    is_last: bool = True
+    received: torch.Tensor | None = None
+    recompute: bool = False
+
+
+class Absent(nn.Module):
+    """Stands where a module is held by another rank: an embedding gives zeros, anything else its input."""
+
+    def __init__(self, original: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width = original.embedding_dim if isinstance(original, nn.Embedding) else None
+        self.dtype = dtype
+        for name, value in vars(original).items():
+            if not name.startswith("_") and isinstance(value, str | int | float | bool) and not hasattr(self, name):
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first = hidden_of(args, kwargs)
+        if self.width is None:
+            return first
+        return torch.zeros((), dtype=self.dtype, device=first.device).expand(*first.shape, self.width)
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The tensor that flows through: the first positional argument, or the one called hidden_states."""
+    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+
+
+def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (hidden, *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: hidden}
+
+
+class Gate:
+    """The forward of one module. `index` is its place among the blocks, None outside of them."""
+
+    def __init__(self, module: nn.Module, run: Run, index: int | None = None) -> None:
+        self.inner: Callable[..., Any] = module.forward
+        self.run, self.index = run, index
+        self.unit: FlatUnit | None = None
+        self.previous: FlatUnit | None = None
+        self.following: FlatUnit | None = None
+        self.needs_weights_backward = not isinstance(module, nn.Embedding)
+        self.before: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.after: Callable[[torch.Tensor], torch.Tensor] | None = None
+        module.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run, index = self.run, self.index
+        if index is not None:
+            if not run.start <= index < run.stop:
+                return hidden_of(args, kwargs)
+            hidden = run.received if index == run.start and run.received is not None else hidden_of(args, kwargs)
+            if self.before is not None:
+                hidden = self.before(hidden)
+            args, kwargs = with_hidden(args, kwargs, hidden)
+        output = self._compute(args, kwargs)
+        if index is None:
+            return output
+        if self.after is not None:
+            output = _map_first(self.after, output)
+        if index == run.stop - 1 and not run.is_last:
+            raise StageDone(output[0] if isinstance(output, tuple) else output)
+        return output
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.unit is not None:
+            self.unit.open()
+            if self.following is not None:
+                self.following.prefetch()
+        if self.index is not None and self.run.recompute and torch.is_grad_enabled():
+            output = checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+        else:
+            output = self.inner(*args, **kwargs)
+        if self.unit is not None:
+            self.unit.close()
+            tensor = output[0] if isinstance(output, tuple) else output
+            if self.needs_weights_backward and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._open_for_backward)
+        return output
+
+    def _open_for_backward(self, gradient: torch.Tensor) -> None:
+        assert self.unit is not None
+        self.unit.open()
+        if self.previous is not None:
+            self.previous.prefetch()
+
+
+def _map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    return (function(output[0]), *output[1:]) if isinstance(output, tuple) else function(output)

@@ -1,0 +1,76 @@
+"""What a step minimises: the sum of the losses of all valid labels, divided once by their number in the whole batch.
+
+Source of many wrong runs: a mean per rank, then a mean of means, is another loss as soon as ranks hold unequal numbers of valid labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.base.errors import InputError
+from meshwright.parallel.loss import count_labels, sum_loss
+from meshwright.parallel.mesh import Group
+
+Batch = dict[str, Any]
+LossFunction = Callable[[Any, Batch], torch.Tensor]
+
+
+class Objective:
+    """Loss and count of a micro-batch.
+
+    Three forms, tried in this order: `loss(output, batch)`, a mean over the rows of the batch, given by the user; logits and labels (the
+    model's own loss is not computed; -100 is not valid; causal models shift by one); the model's own mean loss.
+    """
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None, vocabulary_group: Group) -> None:
+        self.loss, self.group = loss, vocabulary_group
+        name = type(model).__name__
+        self.shift = bool(getattr(model, "shift_labels", name.endswith(("ForCausalLM", "LMHeadModel"))))
+
+    def inputs(self, batch: Batch) -> Batch:
+        """What the model is called with: without labels, so that it makes logits and nothing more."""
+        if self.loss is not None:
+            return batch
+        return {name: value for name, value in batch.items() if name != "labels"}
+
+    def count(self, batch: Batch) -> int:
+        """Valid labels, or rows when the loss is the user's."""
+        if self.loss is None and "labels" in batch:
+            return count_labels(batch["labels"], self.shift)
+        return rows_of(batch)
+
+    def sum(self, output: Any, batch: Batch) -> torch.Tensor:
+        """The sum over valid labels (or rows) of the micro-batch."""
+        if self.loss is not None:
+            return self.loss(output, batch) * rows_of(batch)
+        logits = logits_of(output)
+        if logits is None or "labels" not in batch:
+            raise InputError(
+                f"the loss is not known: the batch has {sorted(batch)} and the model returns {type(output).__name__}; "
+                "give 'labels' and a model that returns logits, or pass loss=function(output, batch)"
+            )
+        return sum_loss(logits, batch["labels"], self.shift, self.group)
+
+
+def rows_of(batch: Batch) -> int:
+    """Sequences (rows) in a batch: the first dimension that all its tensors share."""
+    sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
+    if not sizes:
+        raise InputError("the batch holds no tensors")
+    if len(set(sizes.values())) > 1:
+        raise InputError(f"the tensors of the batch differ in rows: {sizes}")
+    return next(iter(sizes.values()))
+
+
+def logits_of(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, dict):
+        return output.get("logits")
+    if isinstance(output, tuple):
+        return output[0]
+    return getattr(output, "logits", None)

@@ -1,0 +1,140 @@
+"""The state of a sharded run as pieces of logical tensors (spec/piece.py): what checkpoints write, read and what full tensors are made of.
+
+Saving: every element once over all ranks, the copies of a replicated run divided among their holders. Loading: each rank asks for all
+it holds. Weights are the master weights where there are any, so that nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.tensor import intervals
+from meshwright.spec.piece import Piece
+
+
+class Held(NamedTuple):
+    """A piece and the run of this rank's buffer that holds it."""
+
+    piece: Piece
+    data: torch.Tensor
+
+
+def _runs(engine: Parallel, kind: str, unit: FlatUnit, flat: torch.Tensor, saving: bool) -> Iterator[Held]:
+    """`flat` is the own run of `unit`, cut into pieces named `kind/parameter`."""
+    mesh, plan = engine.mesh, engine.mesh.plan
+    first, last = unit.own.start, unit.own.stop
+    if saving:
+        holders = plan.dp if plan.zero == 0 else plan.dp_replicate
+        index = mesh.replica if plan.zero == 0 else mesh.place.dp_replicate
+        if mesh.place.cp:
+            return
+        length = last - first
+        first, last = first + length * index // holders, first + length * (index + 1) // holders
+    for name, offset in unit.unit.offsets.items():
+        split = engine.anatomy.splits.get(name) if plan.tp > 1 else None
+        if saving and split is None and mesh.place.tp:
+            continue
+        begin, end = max(offset, first), min(offset + unit.parameters[name].numel(), last)
+        if begin < end:
+            shape = tuple(engine.shapes[name])
+            held = () if split is None else intervals(shape[split.dim], split.parts, mesh.place.tp, plan.tp)
+            dtype = str(flat.dtype).removeprefix("torch.")
+            piece = Piece(f"{kind}/{name}", shape, dtype, split.dim if split else None, held, begin - offset, end - offset)
+            yield Held(piece, flat[begin - unit.own.start : end - unit.own.start])
+
+
+def _units(engine: Parallel, saving: bool) -> Iterator[FlatUnit]:
+    copies = {id(unit) for unit, counts in engine.zero.tied if not counts}
+    for unit in engine.zero.units:
+        if not (saving and id(unit) in copies):
+            yield unit
+
+
+def weight_pieces(engine: Parallel, saving: bool) -> Iterator[Held]:
+    for unit in _units(engine, saving):
+        yield from _runs(engine, "model", unit, unit.master.detach(), saving)
+
+
+def gradient_pieces(engine: Parallel) -> Iterator[Held]:
+    for unit in _units(engine, True):
+        yield from _runs(engine, "gradient", unit, unit.own_gradients, True)
+
+
+def optimizer_pieces(engine: Parallel, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[Held]:
+    """States that have one element per weight. Scalars such as the step count stand in `optimizer_scalars`."""
+    for unit in _units(engine, saving):
+        for key, value in sorted(optimizer.state.get(unit.master, {}).items()):
+            if isinstance(value, torch.Tensor) and value.numel() == unit.master.numel() and value.ndim:
+                yield from _runs(engine, f"optimizer/{key}", unit, value, saving)
+
+
+def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers of the optimizer: types of the states, scalars of a unit (equal for all), options of the groups."""
+    kinds: dict[str, str] = {}
+    scalars: dict[str, float] = {}
+    for unit in engine.zero.units:
+        for key, value in optimizer.state.get(unit.master, {}).items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.numel() == unit.master.numel():
+                kinds[key] = str(value.dtype).removeprefix("torch.")
+            elif isinstance(value, torch.Tensor | int | float):
+                scalars[key] = float(value)
+    options = [{key: value for key, value in group.items() if _is_plain(value)} for group in optimizer.param_groups]
+    return {"kinds": kinds, "scalars": scalars, "groups": options}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, int | float | str) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
+
+
+def prepare_optimizer(engine: Parallel, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading."""
+    for unit in engine.zero.units:
+        state: dict[str, Any] = {}
+        for key, kind in saved["kinds"].items():
+            state[key] = torch.zeros_like(unit.master, dtype=getattr(torch, kind), requires_grad=False)
+        for key, value in saved["scalars"].items():
+            state[key] = torch.tensor(value, dtype=torch.float32)
+        if state:
+            optimizer.state[unit.master] = state
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+
+
+def assemble(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Full tensors from pieces that cover them, by name without its kind."""
+    local: dict[tuple[str, Any], tuple[Piece, torch.Tensor]] = {}
+    full: dict[str, torch.Tensor] = {}
+    for piece, data in pieces:
+        key = (piece.name, piece.intervals)
+        if key not in local:
+            local[key] = (piece, torch.empty(piece.local_shape, dtype=data.dtype))
+        local[key][1].view(-1)[piece.start : piece.stop] = data
+    for piece, tensor in local.values():
+        name = piece.name.partition("/")[2] if piece.name.startswith(("model/", "gradient/")) else piece.name
+        if piece.split is None:
+            full[name] = tensor
+            continue
+        target = full.setdefault(name, torch.empty(piece.shape, dtype=tensor.dtype))
+        offset = 0
+        for start, stop in piece.intervals:
+            target.narrow(piece.split, start, stop - start).copy_(tensor.narrow(piece.split, offset, stop - start))
+            offset += stop - start
+    return full
+
+
+def gather_full(engine: Parallel, held: Iterable[Held]) -> dict[str, torch.Tensor] | None:
+    """The full tensors on rank 0 (on the CPU), None elsewhere."""
+    mine = [(tuple(item.piece), item.data.detach().cpu()) for item in held]
+    if engine.mesh.world is None:
+        return assemble((Piece(*piece), data.clone()) for piece, data in mine)
+    gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None
+    dist.gather_object(mine, gathered, dst=0)
+    if gathered is None:
+        return None
+    return assemble((Piece(*piece), data) for part in gathered for piece, data in part)

@@ -1,0 +1,186 @@
+"""Data parallelism and ZeRO over flat units: reductions in a fixed order while backward runs, one norm, one update, one gather.
+
+[Note: fixed order] Units of a stage are reduced strictly in backward order, whatever order autograd finishes them in, so that every rank
+starts the same collectives in the same order and sums are the same in every step and after every resume (torch's DDP rebuilds its buckets
+after the first step). ZeRO 0 and 1 reduce once a step, after the last micro-batch; ZeRO 2 and 3 after each, which is what frees the memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.parallel.exchange import Pending
+from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.mesh import Mesh
+
+IN_FLIGHT = 2
+"""Reductions under way at ZeRO 2 and 3; each holds a whole unit of gradients."""
+
+
+@dataclass
+class Stage:
+    """The units of one virtual stage in forward order, and how many backward passes it has seen this step."""
+
+    units: list[FlatUnit]
+    passes: int = 0
+    waiting: deque[FlatUnit] = field(default_factory=deque)
+    ready: set[int] = field(default_factory=set)
+
+
+class Zero:
+    """All flat units of this rank. `partial` names parameters whose gradients are partial sums over the tensor ranks."""
+
+    def __init__(self, mesh: Mesh, stages: dict[int, list[FlatUnit]], partial: set[str], tied: dict[int, bool]) -> None:
+        self.mesh = mesh
+        self.stages = {stage: Stage(units) for stage, units in stages.items()}
+        self.units = [unit for units in stages.values() for unit in units]
+        self.tied = [(unit, counts) for unit in self.units if (counts := tied.get(id(unit))) is not None]
+        self._partial = [run for unit in self.units for run in _partial_runs(unit, partial)]
+        self._pending: deque[Pending] = deque()
+        self.exposed = 0.0
+        for stage in self.stages.values():
+            for unit in stage.units:
+                unit.on_complete = self._completer(stage)
+
+    # --- while backward runs --------------------------------------------------------------------------------------------------
+
+    def begin_step(self, passes: int) -> None:
+        """Before the first of `passes` backward passes of each stage."""
+        self.exposed = 0.0
+        for stage in self.stages.values():
+            stage.passes = 0
+            self._expect(stage)
+            for unit in stage.units:
+                unit.begin_step(passes)
+
+    def _expect(self, stage: Stage) -> None:
+        stage.waiting = deque(reversed(stage.units))
+        stage.ready.clear()
+
+    def _completer(self, stage: Stage) -> Callable[[FlatUnit], None]:
+        def complete(unit: FlatUnit) -> None:
+            stage.ready.add(id(unit))
+            while stage.waiting and id(stage.waiting[0]) in stage.ready:
+                self._start(stage.waiting.popleft())
+
+        return complete
+
+    def _start(self, unit: FlatUnit) -> None:
+        if unit.zero >= 2:
+            while len(self._pending) >= IN_FLIGHT:
+                self._wait(self._pending.popleft())
+        self._pending.append(unit.reduce())
+        unit.close()
+
+    def end_backward(self, number: int) -> None:
+        """One backward pass of stage `number` is over: parameters that took no part count as zero."""
+        stage = self.stages[number]
+        stage.passes += 1
+        complete = self._completer(stage)
+        for unit in reversed(stage.units):
+            if unit.finish_backward(stage.passes):
+                complete(unit)
+        if self.mesh.plan.zero >= 2:
+            assert not stage.waiting, "a unit was not reduced"
+            self._expect(stage)
+
+    def _wait(self, pending: Pending) -> None:
+        began = time.perf_counter()
+        pending.wait()
+        self.exposed += time.perf_counter() - began
+
+    # --- between backward and update ------------------------------------------------------------------------------------------
+
+    def finish_gradients(self) -> None:
+        """Every gradient is the sum over all ranks that read data, all tensor ranks' parts, and both ends of a tie."""
+        while self._pending:
+            self._wait(self._pending.popleft())
+        for pending in [unit.reduce_over_replicas() for unit in self.units]:
+            self._wait(pending)
+        if self._partial and self.mesh.tp is not None:
+            joined = torch.cat(self._partial)
+            dist.all_reduce(joined, group=self.mesh.tp)
+            for run, total in zip(self._partial, joined.split([run.numel() for run in self._partial]), strict=True):
+                run.copy_(total)
+        for unit, _ in self.tied:
+            if self.mesh.tie is not None:
+                dist.all_reduce(unit.own_gradients, group=self.mesh.tie)
+
+    def square_norm(self) -> torch.Tensor:
+        """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each element once."""
+        plan = self.mesh.plan
+        copies = plan.cp * (plan.dp_replicate if plan.zero else plan.dp)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        uncounted = {id(unit) for unit, counts in self.tied if not counts}
+        for unit in self.units:
+            if id(unit) in uncounted:
+                continue
+            border = min(max(unit.unit.split_end - unit.own.start, 0), unit.own_gradients.numel())
+            for run, holders in ((unit.own_gradients[:border], 1), (unit.own_gradients[border:], plan.tp)):
+                if run.numel():
+                    kind = torch.float64 if run.dtype == torch.float64 else torch.float32
+                    total += torch.linalg.vector_norm(run, dtype=kind).double().square() / (holders * copies)
+        return total
+
+    # --- update ---------------------------------------------------------------------------------------------------------------
+
+    def masters(self) -> list[nn.Parameter]:
+        return [unit.master for unit in self.units]
+
+    def update(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
+        """Gradients times `scale` through the optimizer.
+
+        With master weights the update goes unit by unit: torch's optimizers pass over parameters without a gradient, so only one
+        unit's gradients exist in float32 at a time.
+        """
+        plain = [unit for unit in self.units if not unit.has_master]
+        for unit in plain:
+            if scale != 1.0:
+                unit.own_gradients.mul_(scale)
+            unit.master.grad = unit.own_gradients
+        if plain:
+            optimizer.step()
+        for unit in plain:
+            unit.master.grad = None
+        for unit in self.units:
+            if unit.has_master:
+                unit.master.grad = unit.own_gradients.to(torch.float32).mul_(scale)
+                optimizer.step()
+                unit.master.grad = None
+                unit.write_back()
+        for pending in [unit.share() for unit in self.units]:
+            self._wait(pending)
+
+    # --- gathering for use ----------------------------------------------------------------------------------------------------
+
+    def open_all(self) -> Iterator[FlatUnit]:
+        """Each unit with whole weights, one at a time."""
+        for unit in self.units:
+            was_open = unit.is_open
+            unit.open()
+            yield unit
+            if not was_open:
+                unit.close()
+
+    def close_all(self) -> None:
+        for unit in self.units:
+            unit.close()
+
+
+def _partial_runs(unit: FlatUnit, partial: set[str]) -> list[torch.Tensor]:
+    """Where this rank's own gradients of `unit` hold partial parameters, as views."""
+    runs = []
+    for name, offset in unit.unit.offsets.items():
+        if name in partial:
+            first = max(offset, unit.own.start)
+            last = min(offset + unit.parameters[name].numel(), unit.own.stop)
+            if first < last:
+                runs.append(unit.own_gradients[first - unit.own.start : last - unit.own.start])
+    return runs

@@ -1,0 +1,1 @@
+"""One optimizer step over the mesh, and the loop around it."""

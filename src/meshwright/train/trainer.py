@@ -1,0 +1,220 @@
+"""The trainer: one optimizer step over the whole mesh behind `step(batch)`, whatever the plan.
+
+Promise: the loss and the update are those of one device on the same global batch, up to the order of floating-point sums. The loss is the
+sum over all valid labels of the batch divided by their number, so ranks with unequal numbers of labels change nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.parallel import state
+from meshwright.parallel.apply import Parallel, parallelize_model
+from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.objective import Batch, LossFunction, rows_of
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.precision import recipe
+from meshwright.spec.record import RunState, StepRecord
+from meshwright.train.scaler import LossScale
+
+
+@dataclass
+class Share:
+    """Only what this replica reads of a batch: its micro-batches in order. `tokens`: valid labels of the whole batch, where known."""
+
+    micro_batches: list[Batch]
+    tokens: int | None = None
+
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: MakeOptimizer,
+    plan: Plan | str,
+    *,
+    precision: str = "fp32",
+    clip: float | None = None,
+    seed: int = 1,
+    loss: LossFunction | None = None,
+) -> Trainer:
+    """Shard `model` over the ranks of the default process group as `plan` says, and return what trains it.
+
+    `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters: it is given flat
+    float tensors, so its rule must be elementwise (AdamW, SGD, ...). `clip` is the largest norm of the whole gradient. `loss(output, batch)`
+    is needed only where the model returns no logits; it gives a mean over the rows of the batch.
+    Raises InputError when the world is not the plan's or a size does not divide.
+    """
+    plan = parse_plan(plan) if isinstance(plan, str) else plan
+    mesh = make_mesh(plan)
+    engine = parallelize_model(model, mesh, recipe(precision), loss)
+    torch.manual_seed(seed * 1_000_003 + mesh.replica * plan.pp + mesh.place.pp)
+    return Trainer(engine, optimizer(engine.zero.masters()), clip, seed)
+
+
+class Trainer:
+    """Owns the run's state: step, samples, loss scale. Made by `parallelize`."""
+
+    def __init__(self, engine: Parallel, optimizer: torch.optim.Optimizer, clip: float | None, seed: int) -> None:
+        self.engine, self.optimizer, self.clip, self.seed = engine, optimizer, clip, seed
+        self.mesh, self.plan = engine.mesh, engine.mesh.plan
+        self.scale = LossScale.start(engine.recipe.loss_scaling)
+        self.steps = self.samples = 0
+
+    # --- steps ----------------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch | Share) -> StepRecord:
+        """Forward, backward, reduce, clip, update.
+
+        `batch`: a dict of tensors with the whole batch on every rank, sequences first (batch a multiple of dp x micro_batch), or a `Share`.
+        A step with a non-finite gradient is skipped by all ranks alike.
+        """
+        began = time.perf_counter()
+        loss, tokens, square = self._backward(batch)
+        norm = square**0.5 / self.scale.factor
+        finite = norm == norm and norm != float("inf")
+        scale_used = self.scale.factor
+        if finite:
+            factor = 1.0 / scale_used
+            if self.clip is not None and norm > self.clip:
+                factor *= self.clip / (norm + 1e-6)
+            self.engine.zero.update(self.optimizer, factor)
+        self.scale.update(finite)
+        self.steps += 1
+        self.samples += self._rows
+        seconds = time.perf_counter() - began
+        return StepRecord(
+            step=self.steps,
+            loss=loss,
+            tokens=tokens,
+            gradient_norm=norm if finite else 0.0,
+            lr=float(self.optimizer.param_groups[0]["lr"]),
+            seconds=seconds,
+            exposed={"data": self.engine.zero.exposed, "pipeline": self.engine.pipeline.wire.exposed},
+            tokens_per_second=tokens / seconds,
+            memory=dict(zip(("parameters", "gradients", "optimizer"), map(float, self.bytes().values()), strict=True)),
+            loss_scale=scale_used,
+            skipped=not finite,
+        )
+
+    def _backward(self, batch: Batch | Share) -> tuple[float, int, float]:
+        """Mean loss, valid labels, squared norm of the scaled gradient; the gradients are left in the flat units."""
+        batches, tokens = self._share(batch)
+        total = self.engine.forward_backward(batches, self.scale.factor / max(tokens, 1))
+        self.engine.zero.finish_gradients()
+        tp_copies = self.plan.tp * self.plan.cp
+        sums = torch.stack([total / tp_copies, self.engine.zero.square_norm()])
+        if self.mesh.world is not None:
+            dist.all_reduce(sums)
+        loss, square = sums.tolist()
+        return loss / max(tokens, 1), tokens, square
+
+    def _share(self, batch: Batch | Share) -> tuple[list[Batch], int]:
+        """This replica's micro-batches on the device, and the valid labels of the whole batch."""
+        objective = self.engine.objective
+        if isinstance(batch, Share):
+            batches = batch.micro_batches
+            tokens = batch.tokens
+            self._rows = sum(map(rows_of, batches)) * self.plan.dp
+            if tokens is None:
+                count = torch.tensor(float(sum(map(objective.count, batches))), dtype=torch.float64, device=self.mesh.device)
+                if self.mesh.world is not None:
+                    dist.all_reduce(count)
+                tokens = round(float(count) / (self.plan.pp * self.plan.tp * self.plan.cp))
+        else:
+            tokens = objective.count(batch)
+            self._rows = rows_of(batch)
+            size = self.plan.micro_batch
+            count = self.plan.micro_batches(self._rows)
+            first = self.mesh.replica * count * size
+            batches = [
+                {
+                    name: value[first + k * size : first + (k + 1) * size] if isinstance(value, torch.Tensor) else value
+                    for name, value in batch.items()
+                }
+                for k in range(count)
+            ]
+        return [self._on_device(part) for part in batches], tokens
+
+    def _on_device(self, batch: Batch) -> Batch:
+        dtype = getattr(torch, self.engine.recipe.compute)
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.to(self.mesh.device, dtype if value.is_floating_point() else None, non_blocking=True)
+
+        return {name: move(value) for name, value in batch.items()}
+
+    def evaluate(self, batch: Batch | Share) -> float:
+        """Mean loss over the valid labels of the whole batch, without gradients, dropout off."""
+        training = self.engine.model.training
+        self.engine.model.eval()
+        batches, tokens = self._share(batch)
+        total = self.engine.forward_backward(batches, None) / (self.plan.tp * self.plan.cp)
+        if self.mesh.world is not None:
+            dist.all_reduce(total)
+        self.engine.model.train(training)
+        return float(total) / max(tokens, 1)
+
+    def gradients(self, batch: Batch | Share) -> tuple[float, int, dict[str, torch.Tensor] | None]:
+        """Mean loss, valid labels, and on rank 0 every full gradient by name. Nothing is updated."""
+        loss, tokens, _ = self._backward(batch)
+        full = state.gather_full(self.engine, state.gradient_pieces(self.engine))
+        return loss, tokens, {name: value / self.scale.factor for name, value in full.items()} if full is not None else None
+
+    # --- state ----------------------------------------------------------------------------------------------------------------
+
+    def learning_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def full_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Every weight whole, on rank 0 (CPU); None on the other ranks. All ranks must call it. Tied weights stand once."""
+        return state.gather_full(self.engine, state.weight_pieces(self.engine, saving=True))
+
+    def bytes(self) -> dict[str, int]:
+        """Held on this rank for weights, gradients and optimizer (states and master weights)."""
+        held = [unit.bytes() for unit in self.engine.zero.units]
+        optimizer = sum(unit.master.numel() * unit.master.element_size() for unit in self.engine.zero.units if unit.has_master)
+        for values in self.optimizer.state.values():
+            optimizer += sum(
+                value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor) and value.ndim
+            )
+        return {
+            "parameters": sum(weights for weights, _ in held),
+            "gradients": sum(gradients for _, gradients in held),
+            "optimizer": optimizer,
+        }
+
+    @property
+    def run_state(self) -> RunState:
+        return RunState(
+            step=self.steps,
+            samples=self.samples,
+            seed=self.seed,
+            plan=self.plan.name,
+            loss_scale=self.scale.factor,
+            good_steps=self.scale.good_steps,
+        )
+
+    def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
+        """Write a checkpoint of this step under `folder`; all ranks must call it."""
+        from meshwright.train.keep import save_trainer
+
+        return save_trainer(self, Path(folder), extra or {})
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint, written under any plan; returns what was given as `extra`. All ranks must call it."""
+        from meshwright.train.keep import load_trainer
+
+        return load_trainer(self, Path(path))
