@@ -1,0 +1,104 @@
+"""Several runs side by side, one column each; what they should share is checked: the loss at equal steps.
+
+The axiom behind the last rows: the workload decides the result and the plan must not, so runs of one workload under several plans have
+one loss curve. The difference is the largest over the steps that a run shares with the first run, relative to the first run's loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshwright.base.codec import Noun
+from meshwright.base.errors import InputError
+from meshwright.base.units import show_bytes, show_count, show_seconds
+from meshwright.report.run import Pair, Run, Summary, summarise
+from meshwright.report.text import columns
+
+
+class Comparison(Noun):
+    """Runs and, for each, how far its losses are from those of the first: what `report --json` prints for several."""
+
+    runs: tuple[Summary, ...]
+    shared_steps: tuple[int, ...]
+    loss_difference: tuple[float | None, ...]
+    same_workload: tuple[bool | None, ...]
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    if len(runs) < 2:
+        raise InputError(f"a comparison needs two runs or more, got {len(runs)}")
+    first = {record.step: record.loss for record in runs[0].records}
+    shared: list[int] = []
+    differences: list[float | None] = []
+    for run in runs:
+        pairs = [(first[record.step], record.loss) for record in run.records if record.step in first]
+        shared.append(len(pairs))
+        differences.append(max((_apart(mine, theirs) for theirs, mine in pairs), default=None))
+    return Comparison(
+        runs=tuple(summarise(run) for run in runs),
+        shared_steps=tuple(shared),
+        loss_difference=tuple(differences),
+        same_workload=tuple(_same(runs[0], run) for run in runs),
+    )
+
+
+def _apart(loss: float, other: float) -> float:
+    """Relative difference. Two losses that are not finite are the same loss; one of two is infinitely far."""
+    if not (math.isfinite(loss) and math.isfinite(other)):
+        return 0.0 if math.isfinite(loss) == math.isfinite(other) else math.inf
+    return abs(loss - other) / max(abs(other), 1e-300)
+
+
+def _same(first: Run, other: Run) -> bool | None:
+    """Whether both had one question; None when a job is not known."""
+    if first.job is None or other.job is None:
+        return None
+    return first.job.workload == other.job.workload and first.job.model == other.job.model
+
+
+def compare_text(comparison: Comparison) -> str:
+    """What `meshwright report RUN RUN ...` prints."""
+    runs = comparison.runs
+    names = [Path(run.run).name for run in runs]
+    rows: list[tuple[str, ...]] = [("", *(names if len(set(names)) == len(names) else [run.run for run in runs]))]
+
+    def add(name: str, cells: Sequence[str]) -> None:
+        if any(cell != "-" for cell in cells):
+            rows.append((name, *cells))
+
+    add("model", [run.model or "-" for run in runs])
+    add("plan", [run.plan or "-" for run in runs])
+    add("ranks", [str(run.devices or "-") for run in runs])
+    add("steps", [str(run.steps) for run in runs])
+    add("first loss", [f"{run.loss.first.loss:.4f}" if run.loss else "-" for run in runs])
+    add("last loss", [f"{run.loss.last.loss:.4f}" if run.loss else "-" for run in runs])
+    add("best loss", [f"{run.loss.best.loss:.4f}" if run.loss else "-" for run in runs])
+    add("held-out loss", [f"{run.held_out.last.loss:.4f}" if run.held_out else "-" for run in runs])
+    add("tokens/s", [_shown(run.tokens_per_second, show_count) for run in runs])
+    add("seconds per step", [_shown(run.pair("time", "step"), show_seconds) for run in runs])
+    add("measured/predicted", [_ratio(run.pair("time", "step")) for run in runs])
+    for kind in sorted({row.name for run in runs for row in run.time if row.name != "step" and row.measured}):
+        add(f"  {kind}", [_shown(run.pair("time", kind), show_seconds) for run in runs])
+    for kind in dict.fromkeys(row.name for run in runs for row in run.memory if row.measured):
+        add(f"memory {kind}", [_shown(run.pair("memory", kind), show_bytes) for run in runs])
+    add("skipped steps", [str(len(run.skipped)) for run in runs])
+    add("loss difference", [_difference(comparison, at) for at in range(len(runs))])
+    return columns(rows)
+
+
+def _shown(pair: Pair, show: Callable[[float], str]) -> str:
+    return "-" if pair.measured is None else show(pair.measured)
+
+
+def _ratio(pair: Pair) -> str:
+    return "-" if pair.ratio is None else f"{pair.ratio:.2f}"
+
+
+def _difference(comparison: Comparison, at: int) -> str:
+    difference = comparison.loss_difference[at]
+    if at == 0 or difference is None:
+        return "-"
+    other = " (another job)" if comparison.same_workload[at] is False else ""
+    return f"{difference:.1e} over {comparison.shared_steps[at]}{other}"

@@ -1,0 +1,222 @@
+"""A run folder, read back: what was planned, what was measured, in the same words and side by side.
+
+RUN/records.jsonl holds a `StepRecord` a line; RUN/plan.json, job.json and estimate.json the nouns that the run was started with (a run
+without them is reported by what it measured); RUN/checkpoints a folder a step. A step that was run again after a restart counts once, as
+it was run last. A line that a kill cut off is left out and counted. Times are medians over the steps after the first, which warms up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from pydantic import Field
+
+from meshwright.base.codec import Noun, NounType, build, read, read_text
+from meshwright.base.errors import InputError, did_you_mean
+from meshwright.spec.estimate import Estimate, Memory, Time
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+from meshwright.spec.record import StepRecord
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds. `repeated` counts records of steps that were run again, `cut` lines that a kill cut off."""
+
+    folder: str
+    records: tuple[StepRecord, ...]
+    plan: Plan | None
+    job: Job | None
+    estimate: Estimate | None
+    checkpoints: tuple[int, ...]
+    repeated: int
+    cut: int
+
+
+class Point(Noun):
+    """A loss and its step."""
+
+    step: int
+    loss: float
+
+
+class Curve(Noun):
+    """Where a loss began, where it is, how low it was."""
+
+    first: Point
+    last: Point
+    best: Point
+
+
+class Pair(Noun):
+    """One quantity, predicted and measured, in SI units. `within` names the row whose measurement contains this one.
+
+    `contained` is what is predicted for the rows within this one: the ratio compares like with like.
+    """
+
+    name: str
+    predicted: float | None = None
+    measured: float | None = None
+    within: str = ""
+    contained: float = 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        return self.measured / (self.predicted + self.contained) if self.measured is not None and self.predicted else None
+
+
+class Summary(Noun):
+    """A run in numbers: what `report --json` prints."""
+
+    run: str
+    model: str | None
+    plan: str | None
+    devices: int | None
+    steps: int
+    planned_steps: int | None
+    repeated: int
+    cut: int
+    tokens: int
+    loss: Curve | None
+    held_out: Curve | None
+    tokens_per_second: Pair
+    time: tuple[Pair, ...]
+    memory: tuple[Pair, ...] = Field(description="bytes of the fullest rank")
+    skipped: tuple[int, ...] = Field(description="steps at which no rank updated")
+    checkpoints: tuple[int, ...]
+
+    def pair(self, kind: str, name: str) -> Pair:
+        """The row `name` of `time` or `memory`; empty where the run has none."""
+        rows = self.time if kind == "time" else self.memory
+        return next((row for row in rows if row.name == name), Pair(name=name))
+
+
+def read_run(folder: Path | str) -> Run:
+    """The run in `folder`. Raises InputError when it is not one."""
+    path = Path(folder)
+    if not path.is_dir():
+        siblings = [str(path.parent / other.name) for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
+        kind = "is a file; name the run's folder" if path.exists() else "does not exist"
+        raise InputError(f"run {str(path)!r} {kind}{did_you_mean(str(path), siblings)}")
+    lines = path / "records.jsonl"
+    if not lines.exists():
+        raise InputError(f"run {str(path)!r} has no records.jsonl; name a folder that `meshwright train` has written")
+    records, cut = read_records(lines)
+    by_step = {record.step: record for record in records}
+    return Run(
+        folder=str(path),
+        records=tuple(by_step[step] for step in sorted(by_step)),
+        plan=_read(Plan, path / "plan.json"),
+        job=_read(Job, path / "job.json"),
+        estimate=_read(Estimate, path / "estimate.json"),
+        checkpoints=_checkpoints(path / "checkpoints"),
+        repeated=len(records) - len(by_step),
+        cut=cut,
+    )
+
+
+def _read(kind: type[NounType], path: Path) -> NounType | None:
+    return read(kind, path) if path.exists() else None
+
+
+def read_records(path: Path) -> tuple[list[StepRecord], int]:
+    """The records of `path` and how many lines a kill cut off. Raises InputError for a file of something else."""
+    records: list[StepRecord] = []
+    cut: list[tuple[int, str]] = []
+    for number, line in enumerate(read_text(path, "records").splitlines(), 1):
+        if not line.strip("\0 \t"):
+            continue
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError:
+            cut.append((number, line))
+            continue
+        records.append(build(StepRecord, data, f"{path}:{number}: $"))
+    foreign = [number for number, line in cut if not line.startswith("{")]
+    if foreign or (len(cut) > 1 and not records):
+        place = foreign[0] if foreign else cut[0][0]
+        raise InputError(f'{path}:{place}: not a step record; a line is one JSON object such as {{"step": 0, "loss": 5.5, ...}}')
+    return records, len(cut)
+
+
+def _checkpoints(folder: Path) -> tuple[int, ...]:
+    """Steps of the checkpoints in `folder`, by the number that ends a folder's name; unfinished ones have another ending."""
+    found = [re.search(r"(\d+)$", entry.name) for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    return tuple(sorted(int(match[1]) for match in found if match))
+
+
+def _curve(points: list[Point]) -> Curve | None:
+    finite = [point for point in points if math.isfinite(point.loss)]
+    if not points:
+        return None
+    return Curve(first=points[0], last=points[-1], best=min(finite, key=lambda point: point.loss, default=points[-1]))
+
+
+def summarise(run: Run) -> Summary:
+    records = run.records
+    settled = records[1:] if len(records) > 1 else records
+    speeds = [record.tokens_per_second or record.tokens / record.seconds for record in settled if record.seconds > 0 and not record.skipped]
+    return Summary(
+        run=run.folder,
+        model=run.job.model.name if run.job else None,
+        plan=run.plan.name if run.plan else None,
+        devices=run.plan.world if run.plan else None,
+        steps=len(records),
+        planned_steps=run.job.workload.steps if run.job else None,
+        repeated=run.repeated,
+        cut=run.cut,
+        tokens=sum(record.tokens for record in records),
+        loss=_curve([Point(step=record.step, loss=record.loss) for record in records]),
+        held_out=_curve([Point(step=record.step, loss=record.held_out_loss) for record in records if record.held_out_loss is not None]),
+        tokens_per_second=Pair(
+            name="tokens/s", predicted=run.estimate.tokens_per_second if run.estimate else None, measured=median(speeds) if speeds else None
+        ),
+        time=_time(run.estimate.time if run.estimate else None, settled),
+        memory=_memory(run.estimate.memory if run.estimate else None, records),
+        skipped=tuple(record.step for record in records if record.skipped),
+        checkpoints=run.checkpoints,
+    )
+
+
+def _time(predicted: Time | None, records: tuple[StepRecord, ...]) -> tuple[Pair, ...]:
+    """Rows by kind. What a clock cannot tell apart stands in the row that contains it: recompute in compute, bubble in pipeline."""
+    measured: dict[str, float] = {}
+    if records:
+        kinds = sorted({kind for record in records for kind in record.exposed})
+        measured = {kind: median(record.exposed.get(kind, 0.0) for record in records) for kind in kinds}
+        measured["batch"] = median(record.data_seconds for record in records)
+        measured["compute"] = median(max(0.0, r.seconds - r.data_seconds - sum(r.exposed.values())) for r in records)
+        measured["step"] = median(record.seconds for record in records)
+    within = {name: at for name, at in _WITHIN.items() if name not in measured and at in measured}
+    rows = []
+    for name in (*(field for field in Time.model_fields if field != "step"), "batch", "step"):
+        row = Pair(
+            name=name,
+            predicted=getattr(predicted, name, None),
+            measured=measured.get(name),
+            within=within.get(name, ""),
+            contained=sum(getattr(predicted, part, 0.0) for part, at in within.items() if at == name),
+        )
+        if row.predicted or row.measured or name == "step":
+            rows.append(row)
+    return tuple(rows)
+
+
+_WITHIN = {"recompute": "compute", "bubble": "pipeline"}
+
+
+def _memory(predicted: Memory | None, records: tuple[StepRecord, ...]) -> tuple[Pair, ...]:
+    """Rows by kind, the largest of all steps. `total` is what was allocated at the peak, `resident` what the host gave the process."""
+    measured: dict[str, float] = {}
+    for record in records:
+        for kind, size in record.memory.items():
+            measured[kind] = max(size, measured.get(kind, 0.0))
+    names = [*Memory.model_fields, *(kind for kind in measured if kind not in Memory.model_fields)]
+    rows = [Pair(name=name, predicted=getattr(predicted, name, None), measured=measured.get(name)) for name in names]
+    return tuple(row for row in rows if row.predicted or row.measured)

@@ -1,0 +1,247 @@
+"""Run folders as text: whole ones, ones cut off by a kill, and things that are not runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from meshwright.base.errors import InputError
+from meshwright.report.compare import compare, compare_text
+from meshwright.report.run import Run, read_run, summarise
+from meshwright.report.run_text import run_text
+from meshwright.report.text import columns, sparkline
+from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
+from meshwright.spec.estimate import Estimate, Memory, Time
+from meshwright.spec.job import Job
+from meshwright.spec.model import Layer, ModelSpec, Parameter
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.record import StepRecord
+from meshwright.spec.workload import Workload
+
+MIB = 2.0**20
+
+
+def record(step: int, loss: float, **other: object) -> StepRecord:
+    fields = {
+        "tokens": 1000,
+        "gradient_norm": 1.0,
+        "lr": 1e-3,
+        "seconds": 0.5,
+        "data_seconds": 0.05,
+        "exposed": {"data": 0.1, "pipeline": 0.15},
+    }
+    return StepRecord.model_validate({"step": step, "loss": loss, "memory": {"parameters": 4 * MIB, "total": 30 * MIB}, **fields, **other})
+
+
+def job() -> Job:
+    link = Link(name="shared memory", bandwidth=1e9)
+    device = Device(name="core", memory=2**30, bandwidth=1e10, peak={"fp32": 1e11})
+    model = ModelSpec(name="tiny", hidden=8, layers=(Layer(name="block", parameters=(Parameter(name="w", shape=(1000, 10)),)),))
+    return Job(
+        model=model,
+        cluster=Cluster(name="local", groups=(NodeGroup(nodes=1, devices=4, device=device, link=link),), network=link),
+        workload=Workload(sequence=125, batch=8, steps=40),
+    )
+
+
+def estimate() -> Estimate:
+    memory = Memory(
+        parameters=4 * MIB, gradients=4 * MIB, optimizer=8 * MIB, activations=8 * MIB, buffers=MIB, total=25 * MIB, reserved=30 * MIB
+    )
+    time = Time(compute=0.25, recompute=0.05, bubble=0.05, data=0.05, pipeline=0.1, step=0.4)
+    return Estimate(memory=memory, per_stage=(memory,), time=time, tokens_per_second=2500.0, mfu=0.3, fits=True)
+
+
+def write_run(folder: Path, records: list[StepRecord], plan: str = "dp2.pp2.z1", nouns: bool = True) -> Path:
+    folder.mkdir()
+    (folder / "records.jsonl").write_text("".join(line.to_json(indent=None) + "\n" for line in records))
+    if nouns:
+        (folder / "plan.json").write_text(parse_plan(plan).to_json())
+        (folder / "job.json").write_text(job().to_json())
+        (folder / "estimate.json").write_text(estimate().to_json())
+    return folder
+
+
+def losses(count: int) -> list[StepRecord]:
+    return [record(step, 6.0 / (1 + 0.1 * step)) for step in range(count)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    folder = write_run(tmp_path / "a", [*losses(39), record(39, 3.0, held_out_loss=1.5)])
+    (folder / "checkpoints" / "step-00000020").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000040").mkdir()
+    (folder / "checkpoints" / "step-00000041.partial").mkdir()
+    return read_run(folder)
+
+
+def test_a_summary_says_where_the_loss_began_ended_and_was_lowest(run: Run) -> None:
+    loss = summarise(run).loss
+    assert loss is not None
+    assert (loss.first.step, loss.first.loss) == (0, 6.0)
+    assert (loss.last.step, loss.last.loss) == (39, 3.0)
+    assert (loss.best.step, loss.best.loss) == (38, pytest.approx(6.0 / 4.8))
+
+
+def test_time_is_shown_predicted_beside_measured_in_the_same_words(run: Run) -> None:
+    summary = summarise(run)
+    assert {row.name: (row.predicted, row.measured) for row in summary.time} == {
+        "compute": (0.25, pytest.approx(0.2)),
+        "recompute": (0.05, None),
+        "bubble": (0.05, None),
+        "data": (0.05, 0.1),
+        "pipeline": (0.1, 0.15),
+        "batch": (None, 0.05),
+        "step": (0.4, 0.5),
+    }
+    assert summary.pair("time", "bubble").within == "pipeline"
+    assert summary.pair("time", "recompute").within == "compute"
+    assert summary.pair("time", "step").ratio == pytest.approx(1.25)
+    assert summary.pair("time", "compute").ratio == pytest.approx(0.2 / (0.25 + 0.05))
+    assert summary.pair("time", "pipeline").ratio == pytest.approx(0.15 / (0.1 + 0.05))
+
+
+def test_measured_times_add_up_to_the_step(run: Run) -> None:
+    rows = {row.name: row.measured or 0.0 for row in summarise(run).time}
+    assert sum(seconds for name, seconds in rows.items() if name != "step") == pytest.approx(rows["step"])
+
+
+def test_memory_is_shown_by_kind_with_its_ratio(run: Run) -> None:
+    summary = summarise(run)
+    assert summary.pair("memory", "parameters").ratio == 1.0
+    assert summary.pair("memory", "total").ratio == pytest.approx(1.2)
+    assert summary.pair("memory", "gradients").measured is None
+
+
+def test_the_text_of_a_run_names_plan_losses_checkpoints_and_both_tables(run: Run) -> None:
+    text = run_text(run)
+    for words in (
+        "tiny (10.0 k parameters), plan dp2.pp2.z1 on 4 ranks, 2.50 k tokens/s predicted",
+        "40 of 40 steps, 40.0 k tokens, 2.00 k tokens/s (median)",
+        "6.0000 at step 0, 3.0000 at step 39, best 1.2500 at step 38  █",
+        "1.5000 at step 39",
+        "steps 20, 40",
+        "time per step  predicted     measured  measured/predicted",
+        "memory of the fullest rank",
+        "in pipeline",
+    ):
+        assert words in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_the_first_step_which_warms_up_is_in_no_median(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [record(0, 6.0, seconds=60.0), record(1, 5.0)])
+    assert summarise(read_run(folder)).pair("time", "step").measured == 0.5
+
+
+def test_a_last_line_that_a_kill_cut_off_is_left_out_and_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", losses(5))
+    whole = (folder / "records.jsonl").read_text()
+    (folder / "records.jsonl").write_text(whole[:-40])
+    run = read_run(folder)
+    assert (len(run.records), run.cut) == (4, 1)
+    assert "1 cut off by a kill and left out" in run_text(run)
+
+
+@pytest.mark.parametrize("kept", [1, 10, 60])
+def test_a_run_killed_in_its_very_first_record_has_no_step_yet(tmp_path: Path, kept: int) -> None:
+    folder = write_run(tmp_path / "a", losses(1))
+    whole = (folder / "records.jsonl").read_text()
+    (folder / "records.jsonl").write_text(whole[:kept])
+    assert "no step yet" in run_text(read_run(folder))
+
+
+def test_a_step_that_was_run_again_after_a_restart_counts_once_as_it_was_run_last(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [record(0, 6.0), record(1, 5.0), record(2, 4.0), record(1, 5.5), record(2, 4.5)])
+    run = read_run(folder)
+    assert [line.loss for line in run.records] == [6.0, 5.5, 4.5]
+    assert "3 of 40 steps, 3.00 k tokens" in run_text(run)
+    assert "2 run again after a restart" in run_text(run)
+
+
+def test_a_run_without_plan_and_estimate_is_reported_by_what_it_measured(tmp_path: Path) -> None:
+    text = run_text(read_run(write_run(tmp_path / "a", losses(3), nouns=False)))
+    assert "the folder has no plan.json" in text
+    assert "500.0 ms" in text
+
+
+def test_losses_that_are_not_finite_and_skipped_steps_are_told_not_hidden(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [record(0, 6.0), record(1, math.nan, skipped=True), record(2, 5.0)])
+    summary = summarise(read_run(folder))
+    assert summary.skipped == (1,)
+    assert summary.loss is not None
+    assert summary.loss.best.loss == 5.0
+    assert "step 1: a gradient was not finite" in run_text(read_run(folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("hello\nworld\n", "records.jsonl:1: not a step record"),
+        ('{"step": 1}\n', "records.jsonl:1: $: StepRecord needs field 'loss'"),
+        ("[1, 2]\n", "records.jsonl:1: $"),
+        ('{\n"step": 1\n}\n', "records.jsonl:2: not a step record"),
+    ],
+)
+def test_a_file_that_is_not_records_is_one_line_with_its_place(tmp_path: Path, content: str, words: str) -> None:
+    folder = write_run(tmp_path / "a", [])
+    (folder / "records.jsonl").write_text(content)
+    with pytest.raises(InputError) as caught:
+        read_run(folder)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_field_of_a_record_is_named_with_its_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", losses(2))
+    data = json.loads(losses(1)[0].to_json())
+    data["lose"] = data.pop("loss")
+    with (folder / "records.jsonl").open("a") as stream:
+        stream.write(json.dumps(data) + "\n")
+    with pytest.raises(InputError, match=r"records.jsonl:3: \$: StepRecord"):
+        read_run(folder)
+
+
+def test_a_run_that_does_not_exist_is_named_with_the_nearest_that_does(tmp_path: Path) -> None:
+    write_run(tmp_path / "first", losses(1))
+    with pytest.raises(InputError, match=r"does not exist; did you mean '.*first'\?"):
+        read_run(tmp_path / "frist")
+
+
+def test_a_folder_that_is_no_run_and_a_file_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has no records\.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is a file; name the run's folder"):
+        read_run(tmp_path / "file")
+
+
+def test_runs_of_one_workload_stand_side_by_side_with_the_difference_of_their_losses(tmp_path: Path) -> None:
+    one = read_run(write_run(tmp_path / "one", losses(5), plan="dp4"))
+    two = read_run(write_run(tmp_path / "two", [record(step, 6.0 / (1 + 0.1 * step) * (1 + 1e-7)) for step in range(4)]))
+    comparison = compare([one, two])
+    assert comparison.shared_steps == (5, 4)
+    assert comparison.loss_difference == (0.0, pytest.approx(1e-7, rel=1e-6))
+    assert comparison.same_workload == (True, True)
+    text = compare_text(comparison)
+    assert "dp4" in text and "dp2.pp2.z1" in text and "1.0e-07 over 4" in text
+
+
+def test_a_loss_that_became_nan_in_one_run_only_is_infinitely_far(tmp_path: Path) -> None:
+    one = read_run(write_run(tmp_path / "one", [record(0, 6.0)]))
+    two = read_run(write_run(tmp_path / "two", [record(0, math.nan)]))
+    assert compare([one, two]).loss_difference == (0.0, math.inf)
+
+
+def test_columns_line_up_and_lines_do_not_end_in_blanks() -> None:
+    assert columns([("a", "1", ""), ("long", "20", "x")]) == "a      1\nlong  20  x"
+
+
+def test_a_sparkline_of_many_values_keeps_its_width_and_of_equal_ones_its_height() -> None:
+    assert len(sparkline(list(range(1000)), width=20)) == 20
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([math.nan, 1.0, 2.0]) == " ▁█"
+    assert sparkline([]) == ""
