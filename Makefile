@@ -1,0 +1,74 @@
+# Every target does its own set-up: a virtual environment in .venv with the versions of requirements/development.txt (hashes checked)
+# and torch $(TORCH). Set-up is done once, again when the lock file changes, and from the start when it was interrupted.
+#
+#   make train       train the default model on this machine (ARGS="--steps 50" hands options on)
+#   make test        checks and tests          make check   lint, format, types, architecture
+#   make soak        the long sweeps           make bench   speed against plain PyTorch
+#   make docs        write the command pages   make gpu-check   one CUDA device: train, speed, memory against the estimate
+#   make lock        renew the lock file       make clean   remove what was built, .venv too
+#
+# PYTHON=python3.12 chooses the interpreter. Which registry or mirror pip asks is pip's own configuration.
+
+PYTHON ?= python3
+TORCH  ?= 2.13.0
+ARGS   ?=
+
+LOCK   := requirements/development.txt
+BIN    := .venv/bin
+READY  := .venv/ready-$(shell { echo $(TORCH) "$(PYTHON)" "$(CURDIR)"; cat $(LOCK); } | cksum | cut -d' ' -f1)
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: train test check soak bench docs gpu-check lock setup clean
+.SILENT:
+
+train: $(READY)
+	$(BIN)/meshwright train $(ARGS)
+
+test: check
+	$(PYTEST) -m "not soak" $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted: run $(BIN)/ruff format ."; exit 1; }
+	$(BIN)/mypy
+	$(PYTEST) tests/unit/test_house.py
+
+soak: $(READY)
+	$(PYTEST) -m soak $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m bench $(ARGS)
+
+docs: $(READY)
+	$(BIN)/python docs/write_cli.py
+	$(PYTEST) tests/unit/test_docs.py
+
+gpu-check: $(READY)
+	$(BIN)/python bench/gpu_check.py $(ARGS)
+
+setup: $(READY)
+
+# Torch's own small dependencies are in the lock file, so that installing torch after it changes none of them; --no-deps in the first
+# step keeps every other package from pulling a torch of its choice. The stamp is written last: without it everything starts again.
+$(READY):
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}; name another: make PYTHON=python3.12")'
+	echo "set-up, once: virtual environment in .venv" >&2
+	$(PYTHON) -m venv --clear .venv
+	echo "set-up, once: $$(grep -c == $(LOCK)) packages of $(LOCK)" >&2
+	$(PIP) install --require-hashes --no-deps -r $(LOCK)
+	echo "set-up, once: torch $(TORCH)" >&2
+	$(PIP) install torch==$(TORCH)
+	$(PIP) install --no-deps --no-build-isolation -e .
+	$(PIP) check
+	touch $@
+
+# In an environment of its own, because the tool that writes the lock file is no part of it. No address of a registry is written.
+lock:
+	tool=$$(mktemp -d) && trap 'rm -rf "$$tool"' EXIT && $(PYTHON) -m venv "$$tool" && "$$tool/bin/python" -m pip -qq install pip-tools && \
+	"$$tool/bin/pip-compile" --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras --no-emit-index-url --no-emit-find-links \
+	  --no-emit-trusted-host --no-emit-options --no-header --no-annotate -o $(LOCK) requirements/development.in
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
+	find src tests bench docs examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
