@@ -1,0 +1,65 @@
+"""A small residual convolutional network for classification, for data parallelism and ZeRO.
+
+Source: He et al., Deep Residual Learning (2016), section 3; norms are GroupNorm (Wu and He, 2018), which has no statistics over the batch,
+so that the loss does not depend on how a batch is divided. Inputs: `images` (B, channels, height, width), `labels` (B,).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.models.output import Output, output
+
+
+@dataclass(frozen=True)
+class ConvNetConfig:
+    """Sizes. `layers` residual blocks of equal width after a stem that halves the image; `batch_norm` brings batch statistics in."""
+
+    layers: int
+    hidden: int
+    classes: int
+    channels: int = 3
+    groups: int = 4
+    batch_norm: bool = False
+
+    def norm(self) -> nn.Module:
+        return nn.BatchNorm2d(self.hidden) if self.batch_norm else nn.GroupNorm(self.groups, self.hidden)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ConvNetConfig) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(config.hidden, config.hidden, 3, padding=1, bias=False)
+        self.norm1 = config.norm()
+        self.conv2 = nn.Conv2d(config.hidden, config.hidden, 3, padding=1, bias=False)
+        self.norm2 = config.norm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class ConvNet(nn.Module):
+    """Stem, blocks, mean over places, classifier."""
+
+    shift_labels = False
+
+    def __init__(self, config: ConvNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.stem = nn.Conv2d(config.channels, config.hidden, 3, stride=2, padding=1, bias=False)
+        self.norm = config.norm()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.classifier = nn.Linear(config.hidden, config.classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
+        x = F.relu(self.norm(self.stem(images)))
+        for block in self.blocks:
+            x = block(x)
+        return output(self.classifier(x.mean(dim=(2, 3))), labels, self.shift_labels)

@@ -1,0 +1,111 @@
+"""A decoder in the style of GPT-2: learned positions, LayerNorm before each part, biases, one fused projection for query, key and value,
+GELU, the vocabulary head tied to the embedding.
+
+Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3; residual projections start smaller by
+sqrt(2 x layers). Parameter names are those of Hugging Face's GPT2LMHeadModel; the weights are ordinary Linear ones (out, in).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.models.output import Output, output
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes. `dropout` is off unless asked for."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    tied: bool = True
+    dropout: float = 0.0
+    eps: float = 1e-5
+    init_std: float = 0.02
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.num_heads = config.heads
+        self.head_dim = config.hidden // config.heads
+        self.c_attn = nn.Linear(config.hidden, 3 * config.hidden)
+        self.c_proj = nn.Linear(config.hidden, config.hidden)
+        self.dropout = config.dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (part.view(batch, length, self.num_heads, self.head_dim).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.hidden, config.ffn)
+        self.c_proj = nn.Linear(config.ffn, config.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.hidden, eps=config.eps)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.hidden, eps=config.eps)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attn(self.ln_1(x)))
+        return x + self.dropout(self.mlp(self.ln_2(x)))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab, config.hidden)
+        self.wpe = nn.Embedding(config.seq, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.ln_f = nn.LayerNorm(config.hidden, eps=config.eps)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device)))
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)
+
+
+class GPT2(nn.Module):
+    """The language model: decoder and vocabulary head."""
+
+    shift_labels = True
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                shrink = (2 * config.layers) ** -0.5 if name.endswith("c_proj") else 1.0
+                nn.init.normal_(module.weight, std=config.init_std * shrink)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if config.tied:
+            self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
+        return output(self.lm_head(self.transformer(input_ids)), labels, self.shift_labels)

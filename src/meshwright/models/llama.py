@@ -1,0 +1,155 @@
+"""A decoder in the style of Llama: rotary positions, RMSNorm before each part, SiLU-gated feed-forward, grouped key-value heads, no biases.
+
+Sources: Touvron et al., LLaMA (2023), section 2.2; Su et al., RoFormer (2021), section 3.4 (rotation of halves, as Hugging Face stores it);
+Ainslie et al., GQA (2023). Parameter names are those of Hugging Face's LlamaForCausalLM. Tensors: B batch, T sequence, C hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.models.output import Output, output
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes. `head_dim` 0 means hidden / heads; `qkv_bias` is Qwen's."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    tied: bool = False
+    head_dim: int = 0
+    qkv_bias: bool = False
+    rope_base: float = 10_000.0
+    eps: float = 1e-5
+    init_std: float = 0.02
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32 at least. Source: Zhang and Sennrich (2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Cosines and sines (T, head_dim) of the rotation of each position; no parameters, nothing in checkpoints."""
+
+    def __init__(self, head_size: int, base: float) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+        steps = torch.arange(0, self.head_size, 2, device=x.device, dtype=precise) / self.head_size
+        angles = torch.outer(torch.arange(x.shape[1], device=x.device, dtype=precise), self.base**-steps)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`x` (B, heads, T, head_dim) turned by its position."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_size
+        self.q_proj = nn.Linear(config.hidden, config.heads * self.head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden, config.kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.heads * self.head_dim, config.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        q = rotate(self.q_proj(x).view(shape).transpose(1, 2), *positions)
+        k = rotate(self.k_proj(x).view(shape).transpose(1, 2), *positions)
+        v = self.v_proj(x).view(shape).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x)). Source: Shazeer, GLU Variants (2020)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.ffn, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.ffn, bias=False)
+        self.down_proj = nn.Linear(config.ffn, config.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden, config.eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), positions)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
+        self.rotary = Rotary(config.head_size, config.rope_base)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.eps)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(input_ids)
+        positions = self.rotary(x)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    """The language model: decoder and vocabulary head."""
+
+    shift_labels = True
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=config.init_std)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
+        return output(self.lm_head(self.model(input_ids)), labels, self.shift_labels)

@@ -1,0 +1,97 @@
+"""A model by name or from the sizes of an architecture (the keys of the catalog: layers, hidden, heads, kv_heads, ffn, vocab, seq, ...).
+
+Promise: the same torch seed gives the same parameters, whatever the plan. A size that no model here can have is an InputError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from meshwright.base.errors import InputError, did_you_mean
+from meshwright.models.bert import Bert, BertConfig
+from meshwright.models.convnet import ConvNet, ConvNetConfig
+from meshwright.models.gpt2 import GPT2, GPT2Config
+from meshwright.models.llama import Llama, LlamaConfig
+
+TINY: Mapping[str, Mapping[str, Any]] = {
+    "llama-tiny": {"kind": "llama", "layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 384, "vocab": 512, "seq": 512},
+    "gpt2-tiny": {"kind": "gpt2", "layers": 4, "hidden": 128, "heads": 8, "ffn": 512, "vocab": 512, "seq": 512, "tied": True},
+    "bert-tiny": {"kind": "bert", "layers": 4, "hidden": 128, "heads": 8, "ffn": 512, "vocab": 512, "seq": 512, "tied": True},
+    "convnet-tiny": {"kind": "convnet", "layers": 4, "hidden": 32, "classes": 10},
+}
+KINDS = ("llama", "gpt2", "bert", "convnet")
+
+
+def build(model: str | Mapping[str, Any]) -> nn.Module:
+    """The model of that name, or with those sizes. Empty sizes ('' or None) count as left out.
+
+    >>> sum(p.numel() for p in build({"layers": 1, "hidden": 8, "heads": 2, "ffn": 16, "vocab": 32, "seq": 4}).parameters())
+    1176
+    """
+    if isinstance(model, str):
+        if model not in TINY:
+            raise InputError(f"model {model!r} is not one of {', '.join(TINY)}{did_you_mean(model, TINY)}")
+        return build(TINY[model])
+    given = {name: value for name, value in model.items() if value not in ("", None)}
+    kind = str(given.get("kind") or kind_of(given))
+    if kind not in KINDS:
+        raise InputError(f"model kind {kind!r} is not one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
+    _refuse(given)
+    if kind == "convnet":
+        return ConvNet(
+            ConvNetConfig(_size(given, "layers"), _size(given, "hidden"), _size(given, "classes"), channels=int(given.get("channels", 3)))
+        )
+    layers, hidden, heads, ffn, vocab, seq = (_size(given, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"))
+    head_dim = int(float(given.get("head_dim", 0)))
+    if kind != "llama" or not head_dim:  # the others have no size of a head of their own
+        head_dim = head_dim or hidden // heads
+        if head_dim * heads != hidden:
+            raise InputError(f"hidden ({hidden}) must be heads ({heads}) times head_dim ({head_dim}): choose heads that divide hidden")
+    tied = bool(int(given.get("tied", given.get("tied_embeddings", kind != "llama"))))
+    if kind == "gpt2":
+        return GPT2(GPT2Config(layers, hidden, heads, ffn, vocab, _positions(given, seq), tied))
+    if kind == "bert":
+        return Bert(BertConfig(layers, hidden, heads, ffn, vocab, _positions(given, seq), tied))
+    kv_heads = int(given.get("kv_heads", heads))
+    if heads % kv_heads:
+        raise InputError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+    bias = bool(int(given.get("qkv_bias", 0)))
+    base = float(given.get("rope_base", LlamaConfig.rope_base))
+    return Llama(LlamaConfig(layers, hidden, heads, kv_heads, ffn, vocab, seq, tied, head_dim, bias, base))
+
+
+def kind_of(sizes: Mapping[str, Any]) -> str:
+    """Which model has those sizes: by its family, then by its positions."""
+    if "classes" in sizes:
+        return "convnet"
+    if str(sizes.get("family", "")).lower() in ("bert", "roberta"):
+        return "bert"
+    return "gpt2" if sizes.get("pos", "rope") == "learned" else "llama"
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    """What no model here has yet."""
+    if int(float(given.get("experts", 0))) > 1:
+        raise InputError(f"experts ({given['experts']}): no reference model has experts; name a Hugging Face folder or a module instead")
+    if given.get("mla") not in (None, 0, "0"):
+        raise InputError("mla: no reference model has latent attention; name a Hugging Face folder or a module instead")
+    if given.get("qk_norm") not in (None, 0, "0"):
+        raise InputError("qk_norm: no reference model norms queries and keys; name a Hugging Face folder or a module instead")
+    if given.get("pos") not in (None, "rope", "learned"):
+        raise InputError(f"pos {given['pos']!r} is not one of rope, learned; name a Hugging Face folder or a module instead")
+
+
+def _size(given: Mapping[str, Any], name: str) -> int:
+    if name not in given:
+        raise InputError(f"model needs {name!r}{did_you_mean(name, given)}")
+    value = int(given[name])
+    if value < 1:
+        raise InputError(f"{name} ({value}) must be at least 1")
+    return value
+
+
+def _positions(given: Mapping[str, Any], seq: int) -> int:
+    return int(float(given.get("pos_rows", seq)))

@@ -1,0 +1,149 @@
+"""The reference models are ordinary, exact and the same whatever the plan."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from meshwright.base.errors import InputError
+from meshwright.models.registry import TINY, build
+
+torch.set_num_threads(1)
+SMALL = {name: {**sizes, "layers": 2, "hidden": 32} for name, sizes in TINY.items()}
+
+
+def batch(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    if name.startswith("convnet"):
+        return torch.randn(8, 3, 8, 8, generator=generator), torch.randint(10, (8,), generator=generator)
+    tokens = torch.randint(64, (4, 16), generator=generator)
+    labels = tokens.clone()
+    labels[0, 9:] = -100
+    return tokens, labels
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_model_starts_near_chance_and_overfits_one_batch(name: str) -> None:
+    torch.manual_seed(1)
+    model = build(SMALL[name])
+    inputs, labels = batch(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    losses = []
+    for _ in range(40):
+        loss = model(inputs, labels).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+    chance = math.log(10 if name.startswith("convnet") else 512)
+    assert abs(losses[0] - chance) < (1.5 if name.startswith("convnet") else 0.1)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_same_seed_gives_the_same_model_and_another_seed_another(name: str) -> None:
+    states = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        states.append(build(SMALL[name]).state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert any(not torch.equal(states[0][key], states[2][key]) for key in states[0])
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != "convnet-tiny"])
+def test_the_loss_is_the_mean_over_valid_labels_with_the_shift_of_a_causal_model(name: str) -> None:
+    torch.manual_seed(1)
+    model = build(SMALL[name])
+    tokens, labels = batch(name)
+    result = model(tokens, labels)
+    logits, wanted = (result.logits[:, :-1], labels[:, 1:]) if model.shift_labels else (result.logits, labels)
+    valid = wanted != -100
+    expected = F.cross_entropy(logits[valid], wanted[valid])
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert model(tokens).loss is None
+    assert model.shift_labels == (name != "bert-tiny")
+
+
+@pytest.mark.parametrize(("name", "causal"), [("llama-tiny", True), ("gpt2-tiny", True), ("bert-tiny", False)])
+def test_a_decoder_does_not_see_the_future_and_an_encoder_does(name: str, causal: bool) -> None:
+    torch.manual_seed(1)
+    model = build(SMALL[name])
+    tokens, _ = batch(name)
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 64
+    first, second = model(tokens).logits[:, :-1], model(changed).logits[:, :-1]
+    assert torch.equal(first, second) == causal
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_computes_what_hugging_face_computes(tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {**SMALL["llama-tiny"], "tied": tied}
+    model = build(sizes).double()
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, intermediate_size=384,
+            rms_norm_eps=1e-5, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+    state = {key: value for key, value in model.state_dict().items() if not (tied and key == "lm_head.weight")}
+    assert set(state) | {"lm_head.weight"} == set(theirs.state_dict())
+    theirs.double().load_state_dict(model.state_dict())
+    tokens, labels = batch("llama")
+    ours, other = model(tokens, labels), theirs(tokens, labels=labels)
+    # Hugging Face keeps its rotary angles and its norms in float32
+    assert torch.allclose(ours.logits, other.logits, atol=1e-5)
+    assert ours.loss.item() == pytest.approx(other.loss.item(), rel=1e-5)
+
+
+def test_gpt2_and_bert_tie_their_head_and_count_one_weight() -> None:
+    for name in ("gpt2-tiny", "bert-tiny"):
+        tied, untied = build(SMALL[name]), build({**SMALL[name], "tied": False})
+        difference = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
+        assert difference == 512 * 32
+
+
+def test_the_catalogs_published_sizes_give_the_published_parameter_counts() -> None:
+    known = {
+        ("gpt2-small", 124_439_808): {"layers": 12, "hidden": 768, "heads": 12, "ffn": 3072, "vocab": 50257, "seq": 1024, "pos": "learned"},
+        ("llama1-7b", 6_738_415_616): {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "vocab": 32000, "seq": 2048},
+        ("qwen2.5-0.5b", 494_032_768): {
+            "layers": 24,
+            "hidden": 896,
+            "heads": 14,
+            "kv_heads": 2,
+            "ffn": 4864,
+            "vocab": 151936,
+            "seq": 32768,
+            "tied_embeddings": "1",
+            "qkv_bias": "1",
+        },
+    }
+    for (name, published), sizes in known.items():
+        with torch.device("meta"):
+            assert sum(p.numel() for p in build(sizes).parameters()) == published, name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 7}, "hidden (128) must be heads (7) times head_dim (18)"),
+        ({"kv_heads": 3}, "heads (8) must be a multiple of kv_heads (3)"),
+        ({"vocab": None}, "model needs 'vocab'"),
+        ({"layers": 0}, "layers (0) must be at least 1"),
+        ({"experts": 8}, "experts (8): no reference model has experts"),
+        ({"kind": "lama"}, "did you mean 'llama'"),
+    ],
+)
+def test_sizes_that_no_model_can_have_are_one_line(change: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        build({**TINY["llama-tiny"], **change})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_model_names_its_neighbour() -> None:
+    with pytest.raises(InputError, match="did you mean 'llama-tiny'"):
+        build("lama-tiny")
