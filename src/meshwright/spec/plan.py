@@ -9,6 +9,7 @@ World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from enum import StrEnum
 
@@ -125,6 +126,11 @@ class Plan(Noun):
     @property
     def name(self) -> str:
         return plan_name(self)
+
+    @property
+    def digest(self) -> str:
+        """Of everything the plan says; checkpoints and records quote it."""
+        return hashlib.sha256(self.to_json(None).encode()).hexdigest()[:16]
 
 
 def plan_name(plan: Plan) -> str:

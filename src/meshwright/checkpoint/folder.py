@@ -1,0 +1,96 @@
+"""A folder of checkpoints: which are there, which is the newest valid one, and which may go.
+
+[Note: newest] A folder `step-N` is complete by construction (it got its name last). Newest is the one saved last, by the `serial` in its manifest,
+not the one of the highest step: a run that went back and took another way saves lower steps later. `latest` names it for people and
+other tools; nothing here trusts it. A folder `step-N.replaced.ID` is the old save of a step whose new save was cut short.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.base.errors import InputError
+from meshwright.checkpoint import disk
+from meshwright.checkpoint.manifest import MANIFEST, STEP_FOLDER, Damaged, read_manifest
+from meshwright.checkpoint.verify import verify as problems_of
+
+_SERIAL = re.compile(rb'"serial":(\d{1,19})')
+
+
+def checkpoints(folder: Path | str) -> list[Path]:
+    """The checkpoints of `folder`, newest first ([Note: newest])."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    found = [(path, match) for path in folder.iterdir() if (match := STEP_FOLDER.fullmatch(path.name)) and path.is_dir()]
+    return [path for path, match in sorted(found, key=lambda pair: (_serial(pair[0]), int(pair[1][1])), reverse=True)]
+
+
+def _serial(path: Path) -> int:
+    """The serial as the first lines say it; 0 where they do not. For order alone: nothing is read by it."""
+    try:
+        with (path / MANIFEST).open("rb") as file:
+            match = _SERIAL.search(file.read(512))
+    except OSError:
+        return 0
+    return int(match[1]) if match else 0
+
+
+def next_serial(folder: Path) -> int:
+    return 1 + max((_serial(path) for path in checkpoints(folder)), default=0)
+
+
+def newest(folder: Path | str, verify: bool = True, say: Callable[[str], None] | None = None) -> Path | None:
+    """The newest valid checkpoint, or None when `folder` has none at all. `verify` False trusts the data and checks the manifest alone.
+
+    Each damaged one passed over is a sentence to `say` (default: a logged warning). Raises Damaged when there are some and none is valid:
+    a run must not begin anew in silence.
+    """
+    say = logging.getLogger("meshwright.checkpoint").warning if say is None else say
+    found = checkpoints(folder)
+    first = ""
+    for path in found:
+        problem = _first_problem(path, verify)
+        if problem is None:
+            return path
+        first = first or problem
+        say(f"checkpoint {path.name} is passed over: {problem}")
+    if found:
+        raise Damaged(
+            f"none of the {len(found)} checkpoints in {str(folder)!r} is valid: {first}; restore one, or begin anew in another folder"
+        )
+    return None
+
+
+def _first_problem(path: Path, verify: bool) -> str | None:
+    if verify:
+        problems = problems_of(path)
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        return problems[0] + more if problems else None
+    try:
+        read_manifest(path)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def prune(folder: Path | str, keep: int, verified: Path | None = None) -> list[Path]:
+    """Removes all but the `keep` newest checkpoints and returns what went. The last valid one always stays.
+
+    Nothing goes before one that stays is known to be valid: `verified` (just saved, so read back), or else read for this.
+    """
+    if keep < 1:
+        raise InputError(f"keep = {keep}: at least one checkpoint must stay")
+    found = checkpoints(folder)
+    kept, rest = found[:keep], found[keep:]
+    if not rest:
+        return []
+    if verified not in kept and not any(_first_problem(path, True) is None for path in kept):
+        valid = next((path for path in rest if _first_problem(path, True) is None), None)
+        rest = [path for path in rest if path != valid] if valid else []
+    for path in rest:
+        disk.remove(path)
+    return rest

@@ -1,0 +1,158 @@
+"""Loading: fills the tensors of a rank, whatever layout the checkpoint was saved under, and gives the trainer's state back.
+
+Names, shapes and types are checked before any tensor is touched, and the digest of every saved piece that is read. After an error from a damaged
+piece the tensors hold a part of the checkpoint: load another before going on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.base.errors import InputError, MeshwrightError, did_you_mean
+from meshwright.checkpoint.assemble import Copy, Full, copies, needed
+from meshwright.checkpoint.manifest import Entry, Manifest, Part
+from meshwright.checkpoint.save import ALONE, Held, Ranks
+from meshwright.checkpoint.shard import DTYPES, dtype_name
+from meshwright.checkpoint.verify import Reader
+from meshwright.spec.plan import Plan
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint said beside its tensors. `local` is None when world or plan changed: random states then begin from the seed."""
+
+    step: int
+    state: dict[str, Any]
+    plan: str
+    world: int
+    local: dict[str, torch.Tensor] | None
+
+
+def load(path: Path | str, wanted: Iterable[Held], *, plan: Plan | None = None, ranks: Ranks = ALONE, cast: bool = False) -> Loaded:
+    """Fills each wanted tensor (flat, of its piece's length). `cast` allows another type than the saved one.
+
+    With `ranks`, a failure on one rank is the same InputError on all.
+    """
+    result: list[Loaded] = []
+
+    def work() -> None:
+        result.append(_load(Path(path), list(wanted), plan, ranks, cast))
+
+    _together(ranks, work)
+    return result[0]
+
+
+def _together(ranks: Ranks, work: Callable[[], None]) -> None:
+    problem, cause = "", None
+    try:
+        work()
+    except (MeshwrightError, OSError) as error:
+        problem, cause = str(error), error
+    answers = [json.loads(text) for text in ranks.share(json.dumps(problem))]
+    failed = [(rank, answer) for rank, answer in enumerate(answers) if answer]
+    if failed:
+        place = f"rank {failed[0][0]}: " if ranks.world > 1 else ""
+        raise InputError(f"{place}{failed[0][1]}") from cause
+
+
+def _load(path: Path, wanted: list[Held], plan: Plan | None, ranks: Ranks, cast: bool) -> Loaded:
+    reader = Reader(path)
+    manifest = reader.manifest
+    by_name: dict[str, list[Held]] = defaultdict(list)
+    for piece, tensor in wanted:
+        by_name[piece.name].append((piece, tensor))
+    _check(path, manifest, by_name, cast)
+    for name, held in by_name.items():
+        _fill(reader, name, held)
+    local = None
+    if manifest.world == ranks.world and plan is not None and manifest.plan_digest == plan.digest:
+        prefix = f"rank/{ranks.rank}/"
+        local = {name.removeprefix(prefix): full(reader, name) for name in manifest.tensors if name.startswith(prefix)}
+    return Loaded(manifest.step, manifest.state, manifest.plan, manifest.world, local)
+
+
+def _check(path: Path, manifest: Manifest, by_name: dict[str, list[Held]], cast: bool) -> None:
+    missing = [name for name in by_name if name not in manifest.tensors]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(
+            f"{path}: has no tensor {missing[0]!r}{more}{did_you_mean(missing[0], manifest.tensors)}: saved from another model?"
+        )
+    for name, held in by_name.items():
+        entry = manifest.tensors[name]
+        for piece, tensor in held:
+            if tuple(piece.shape) != entry.shape:
+                raise InputError(
+                    f"{path}: {name} has shape {list(entry.shape)}, this model's is {list(piece.shape)}: saved from another model?"
+                )
+            if not cast and dtype_name(tensor.dtype) != entry.dtype:
+                raise InputError(f"{path}: {name} is {entry.dtype}, this job's is {dtype_name(tensor.dtype)}: keep workload.precision")
+            if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start:
+                raise InputError(f"{name}: the wanted piece has {piece.stop - piece.start} elements, its tensor {list(tensor.shape)}")
+
+
+@torch.no_grad()
+def _fill(reader: Reader, name: str, held: list[Held]) -> None:
+    entry = reader.manifest.tensors[name]
+    saved = [entry.piece(name, part) for part in entry.pieces]
+    rest = []
+    for piece, tensor in held:
+        plan = copies(piece, saved) if piece.start < piece.stop else []
+        if plan is None:
+            rest.append((piece, tensor))
+        else:
+            _copy(reader, name, entry, plan, tensor)
+    if rest:
+        whole = _rebuild(reader, name, needed([piece for piece, _ in rest], saved))
+        for piece, tensor in rest:
+            tensor.copy_(whole.cut(piece))
+
+
+def _copy(reader: Reader, name: str, entry: Entry, plan: list[Copy], tensor: torch.Tensor) -> None:
+    """Runs of saved pieces into runs of `tensor`; a whole piece is read where it belongs, without a copy."""
+    sources: dict[int, list[Copy]] = defaultdict(list)
+    for copy in plan:
+        sources[copy.source].append(copy)
+    for source, copied in sources.items():
+        part = entry.pieces[source]
+        direct = tensor.is_contiguous() and tensor.device.type == "cpu" and tensor.dtype == DTYPES[entry.dtype]
+        if direct and len(copied) == 1 and copied[0].length == part.stop - part.start:
+            reader.read(name, part, tensor[copied[0].to : copied[0].to + copied[0].length])
+            continue
+        data = reader.read(name, part)
+        for copy in copied:
+            tensor[copy.to : copy.to + copy.length].copy_(data[copy.start : copy.start + copy.length])
+
+
+def _rebuild(reader: Reader, name: str, indices: list[int]) -> Full:
+    """The full tensor as far as the parts at `indices` make it."""
+    entry = reader.manifest.tensors[name]
+    whole = Full(entry.shape, DTYPES[entry.dtype])
+    groups: dict[tuple[tuple[int, int], ...], list[Part]] = defaultdict(list)
+    for index in indices:
+        groups[entry.pieces[index].intervals].append(entry.pieces[index])
+    for parts in groups.values():
+        piece = entry.piece(name, parts[0])
+        memory = whole.part(piece)
+        for part in parts:
+            reader.read(name, part, memory[part.start : part.stop])
+        whole.lay(piece, memory)
+    return whole
+
+
+def full(reader: Reader, name: str) -> torch.Tensor:
+    """The full tensor `name`."""
+    return _rebuild(reader, name, list(range(len(reader.manifest.tensors[name].pieces)))).tensor
+
+
+def full_tensors(path: Path | str, prefix: str = "model/") -> Iterator[tuple[str, torch.Tensor]]:
+    """The full tensors whose names begin with `prefix`, one at a time, under the names behind it."""
+    reader = Reader(path)
+    for name in reader.manifest.tensors:
+        if name.startswith(prefix):
+            yield name.removeprefix(prefix), full(reader, name)

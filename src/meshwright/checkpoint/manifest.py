@@ -1,0 +1,226 @@
+"""The manifest: what a checkpoint folder holds, where each piece lies, and the digest of everything, itself included.
+
+Form: one JSON object whose first line is its own digest, `{"xxh3_128": "...",`, taken over all bytes after that line. No byte of the file is
+outside the digest. Reading ends in a `Manifest` that is consistent in itself (every tensor covered, every piece inside its file and of
+its own bytes) or in one `Damaged` line; never in another exception, and never in memory beyond the size of the files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import xxhash
+from pydantic import Field
+
+from meshwright.base.codec import Noun, build, parse
+from meshwright.base.errors import InputError
+from meshwright.checkpoint import disk
+from meshwright.checkpoint.shard import DTYPES, SHARD_NAME
+from meshwright.spec.piece import Piece
+
+MANIFEST = "manifest.json"
+STEP_FOLDER = re.compile(r"step-(\d{8,18})(\.replaced\.[0-9a-f]{8})?")
+_HEAD = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
+_MOST = 2**62
+
+Count = Annotated[int, Field(ge=0, le=_MOST, strict=True)]
+
+
+class Damaged(InputError):
+    """A checkpoint that is not what was saved: the line names file, tensor and what is wrong."""
+
+
+class Part(Noun):
+    """A saved piece: what of its tensor ([Note: pieces]), where its bytes are, and their xxh3."""
+
+    intervals: tuple[tuple[Count, Count], ...]
+    start: Count
+    stop: Count
+    file: str
+    key: str
+    offset: Count
+    xxh3: str
+
+
+class Entry(Noun):
+    """A tensor of the checkpoint and its parts."""
+
+    shape: tuple[Count, ...] = Field(max_length=16)
+    dtype: str
+    split: Annotated[int, Field(ge=0, lt=16, strict=True)] | None
+    pieces: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def piece(self, name: str, part: Part) -> Piece:
+        return Piece(name, self.shape, self.dtype, self.split, part.intervals, part.start, part.stop)
+
+    def bytes_of(self, part: Part) -> int:
+        return (part.stop - part.start) * DTYPES[self.dtype].itemsize
+
+
+class ShardEntry(Noun):
+    """A file: its bytes, where its data begin, and the xxh3 of all before them."""
+
+    bytes: Count
+    data: Count
+    xxh3: str
+
+
+class Manifest(Noun):
+    """`serial` counts the saves of a folder, so that the newest is known even after a run went back to an older step."""
+
+    version: int = Field(ge=1, le=1)
+    step: Count
+    serial: Count
+    id: str
+    world: int = Field(ge=1, le=2**31)
+    plan: str
+    plan_digest: str
+    files: dict[str, ShardEntry]
+    tensors: dict[str, Entry]
+    state: dict[str, Any]
+
+    def encode(self) -> bytes:
+        rest = json.dumps(self.model_dump(), allow_nan=False, separators=(",", ":")).encode()[1:]
+        return b'{"xxh3_128": "%s",\n' % xxhash.xxh3_128(rest).hexdigest().encode() + rest
+
+
+def folder_name(step: int) -> str:
+    """
+    >>> folder_name(100)
+    'step-00000100'
+    """
+    return f"step-{step:08d}"
+
+
+def read_manifest(folder: Path | str) -> Manifest:
+    """The checked manifest of the checkpoint `folder`. Raises Damaged."""
+    folder = Path(folder)
+    where = f"{folder / MANIFEST}"
+    if not folder.is_dir():
+        raise InputError(f"checkpoint {str(folder)!r} does not exist; `meshwright checkpoint list FOLDER` shows those that do")
+    try:
+        data = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise Damaged(f"{where}: cannot be read: {error.strerror}; the checkpoint is incomplete") from None
+    head = _HEAD.match(data)
+    if head is None:
+        raise Damaged(f"{where}: does not begin with its digest: damaged, or not a checkpoint of Meshwright")
+    rest = data[head.end() :]
+    digest = xxhash.xxh3_128(rest).hexdigest()
+    if digest.encode() != head[1]:
+        raise Damaged(f"{where}: its xxh3 is {digest}, its first line says {head[1].decode()}: damaged")
+    try:
+        manifest = build(Manifest, parse("{" + rest.decode(), where), where)
+    except InputError as error:
+        raise Damaged(str(error).partition("\n")[0]) from None
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise Damaged(f"{where}: not a manifest: {str(error).partition(chr(10))[0]}") from None
+    problem = next(_contradictions(manifest), None)
+    if problem:
+        raise Damaged(f"{where}: {problem}")
+    return manifest
+
+
+def contradictions_of(tensors: dict[str, Entry]) -> str | None:
+    """The first reason why these entries describe no whole tensors, or None."""
+    for name, entry in tensors.items():
+        problem = _wrong_shape(entry) or _gap(entry)
+        if problem:
+            return f"{name}: {problem}"
+    return None
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    used: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for file, shard in manifest.files.items():
+        if not SHARD_NAME.fullmatch(file):
+            yield f"file name {file[:80]!r} is not one of a checkpoint"
+        if shard.data > shard.bytes:
+            yield f"{file}: data begin at {shard.data} of {shard.bytes} bytes"
+    problem = contradictions_of(manifest.tensors)
+    if problem:
+        yield problem
+    for name, entry in manifest.tensors.items():
+        for part in entry.pieces:
+            shard_entry = manifest.files.get(part.file)
+            if shard_entry is None:
+                yield f"{name}: file {part.file[:80]!r} is not in the list of files"
+                return
+            end = part.offset + entry.bytes_of(part)
+            if part.offset < shard_entry.data or end > shard_entry.bytes:
+                yield f"{name}: bytes {part.offset} to {end} are outside {part.file}"
+            used[part.file].append((part.offset, end, name))
+    for file, spans in used.items():
+        spans.sort()
+        for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
+            if begin < end:
+                yield f"{file}: {first} and {second} share bytes {begin} to {end}"
+
+
+def _wrong_shape(entry: Entry) -> str | None:
+    if entry.dtype not in DTYPES:
+        return f"dtype {entry.dtype[:40]!r} is not one of {', '.join(DTYPES)}"
+    if entry.numel > _MOST:
+        return f"shape {list(entry.shape)} is beyond any memory"
+    if entry.split is not None and entry.split >= len(entry.shape):
+        return f"split along dimension {entry.split} of shape {list(entry.shape)}"
+    for part in entry.pieces:
+        size = 0 if entry.split is None else entry.shape[entry.split]
+        if entry.split is None and part.intervals:
+            return "has intervals and no split"
+        if any(not start <= stop <= size for start, stop in part.intervals):
+            return f"intervals {[list(interval) for interval in part.intervals[:4]]} are outside dimension {entry.split} of {size}"
+        local = math.prod(entry.piece("", part).local_shape)
+        if not part.start <= part.stop <= local:
+            return f"run [{part.start}, {part.stop}) is outside a part of {local} elements"
+    return None
+
+
+def _gap(entry: Entry) -> str | None:
+    """What no piece covers, or None. Every tensor rank's part must be whole, and together they must make the tensor."""
+    if entry.numel == 0:
+        return None
+    runs: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = defaultdict(list)
+    for part in entry.pieces:
+        runs[part.intervals].append((part.start, part.stop))
+    covered: list[tuple[int, int]] = []
+    for intervals, spans in runs.items():
+        local = math.prod(Piece("", entry.shape, "", entry.split, intervals, 0, 0).local_shape)
+        missing = first_gap(spans, local)
+        if missing is not None:
+            where = f" of {[list(interval) for interval in intervals]}" if intervals else ""
+            return f"no piece holds element {missing}{where} of {local}"
+        covered += intervals
+    if entry.split is None:
+        return None if runs else "has no pieces"
+    missing = first_gap(covered, entry.shape[entry.split])
+    return None if missing is None else f"no piece holds index {missing} of dimension {entry.split} ({entry.shape[entry.split]})"
+
+
+def first_gap(spans: Iterable[tuple[int, int]], end: int) -> int | None:
+    """The first of 0 to end - 1 that no span covers.
+
+    >>> first_gap([(4, 8), (0, 3)], 8), first_gap([(0, 3), (2, 8)], 8)
+    (3, None)
+    """
+    reached = 0
+    for start, stop in sorted(spans):
+        if start > reached:
+            break
+        reached = max(reached, stop)
+    return reached if reached < end else None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    disk.write_file(folder / MANIFEST, [manifest.encode()])

@@ -1,0 +1,352 @@
+"""Saving: every rank writes its own file into a folder with a temporary name; the folder gets its name only when all of it is durable and right.
+
+Order: agree on who writes what; write, flush and read back each file; merge the manifest; rename; flush the parent; then `latest`. Ranks meet
+only in `Ranks.share` and in small JSON files inside the temporary folder. What a rank holds that another holds too is written once, the
+bytes spread evenly. A failure on any rank is a failure on all, with one sentence; the temporary folder goes, the checkpoint before stays.
+
+[Note: read back] The xxh3 in the manifest is that of the live tensor, taken apart from writing; the file is read again, from the disk,
+and must have it. A save that wrote an old buffer, or a disk that lies, is caught at the save and not at the load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.base.errors import MeshwrightError
+from meshwright.base.units import show_bytes
+from meshwright.checkpoint import disk
+from meshwright.checkpoint.assemble import canonical
+from meshwright.checkpoint.folder import checkpoints, next_serial
+from meshwright.checkpoint.manifest import Entry, Manifest, Part, ShardEntry, contradictions_of, folder_name, write_manifest
+from meshwright.checkpoint.shard import DTYPES, Item, digest, dtype_name, shard_name, write_shard
+from meshwright.spec.piece import Piece
+from meshwright.spec.plan import Plan
+
+LATEST = "latest"
+_LEFT_OVER = re.compile(r"\.(step-|latest\.).*\.(tmp|trash)")
+Held = tuple[Piece, torch.Tensor]
+TensorKey = tuple[str, tuple[int, ...], str, int | None]
+Parts = dict[TensorKey, list[Part]]
+
+
+class SaveFailed(MeshwrightError):
+    """No rank saved this step; the checkpoint before is untouched. Training may go on."""
+
+
+class Ranks(NamedTuple):
+    """This rank among `world`. `share` gives every rank's text, in order of rank: all that ranks need to act together."""
+
+    rank: int
+    world: int
+    share: Callable[[str], list[str]]
+
+
+ALONE = Ranks(0, 1, lambda text: [text])
+
+
+def save(
+    folder: Path | str,
+    step: int,
+    pieces: Iterable[Held],
+    state: Mapping[str, Any],
+    *,
+    plan: Plan | None = None,
+    ranks: Ranks = ALONE,
+    local: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """Saves `pieces` of all ranks as FOLDER/step-N and returns that path once it is durable and read back. Every rank calls it.
+
+    `state` (JSON; rank 0's counts) is the trainer's; `local` are tensors of this rank alone (random states), given back only
+    to the same rank of the same plan. Raises SaveFailed on every rank when any rank failed.
+    """
+    held = [(_same(piece), tensor.detach()) for piece, tensor in pieces if piece.start < piece.stop or not math.prod(piece.shape)]
+    held += [
+        (Piece(f"rank/{ranks.rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel()), tensor.reshape(-1))
+        for name, tensor in (local or {}).items()
+    ]
+    work = _Save(Path(folder), step, held, ranks, Plan(dp_replicate=ranks.world) if plan is None else plan)
+    try:
+        work.begin(work.together(work.open))
+        work.together(work.offer)
+        work.together(work.assign)
+        work.together(work.write)
+        work.together(lambda: work.commit(dict(state)))
+    except BaseException:
+        work.abandon()
+        raise
+    return work.final
+
+
+class _Save:
+    """One save on one rank; each method is a stage between two meetings."""
+
+    def __init__(self, folder: Path, step: int, held: list[Held], ranks: Ranks, plan: Plan) -> None:
+        self.folder, self.step, self.held, self.ranks, self.plan = folder, step, held, ranks, plan
+        self.final = folder / folder_name(step)
+        self.temporary: Path | None = None
+        self.id = ""
+        self.needs = sum(_bytes(piece) for piece, _ in held)
+
+    def together(self, stage: Callable[[], str | None]) -> str:
+        """Runs `stage` here and everywhere; the result is rank 0's. One failure is everyone's."""
+        word, problem, cause = "", "", None
+        try:
+            word = stage() or ""
+        except Exception as error:
+            cause, problem = error, self.sentence(error)
+        answers = [json.loads(text) for text in self.ranks.share(json.dumps([word, problem]))]
+        failed = [(rank, answer[1]) for rank, answer in enumerate(answers) if answer[1]]
+        if failed:
+            rank, first = failed[0]
+            more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            raise SaveFailed(
+                f"checkpoint of step {self.step} is not saved in {str(self.folder)!r}: rank {rank}{more}: {first}; earlier checkpoints are untouched"
+            ) from cause
+        return str(answers[0][0])
+
+    def sentence(self, error: Exception) -> str:
+        if isinstance(error, OSError):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return self.no_room()
+            return f"{error.filename or self.temporary}: {error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"
+        if isinstance(error, MeshwrightError | _Refused):
+            return str(error)
+        return f"{type(error).__name__}: {error}"
+
+    def no_room(self) -> str:
+        free = disk.free_bytes(self.folder) + _size_of(self.temporary)
+        return f"no space left: the checkpoint needs {show_bytes(self.needs)}, {show_bytes(free)} are free; make room or keep fewer checkpoints"
+
+    # Stages, in order.
+
+    def open(self) -> str | None:
+        """Rank 0 makes the temporary folder, after removing what killed saves left."""
+        if self.ranks.rank:
+            return None
+        disk.make_folder(self.folder)
+        for name in os.listdir(self.folder):
+            if _LEFT_OVER.fullmatch(name):
+                disk.remove(self.folder / name)
+        self.begin(os.urandom(4).hex())
+        os.mkdir(self.place(), 0o700)
+        return self.id
+
+    def begin(self, id: str) -> None:
+        self.id, self.temporary = id, self.folder / f".{folder_name(self.step)}.{id}.tmp"
+
+    def offer(self) -> None:
+        """What this rank holds."""
+        for piece, tensor in self.held:
+            _check(piece, tensor)
+        self.put("offer", self.ranks.rank, [piece for piece, _ in self.held])
+
+    def assign(self) -> None:
+        """Rank 0 gives each distinct piece to one of its holders, the one with the fewest bytes so far."""
+        if self.ranks.rank:
+            return
+        holders: dict[Piece, list[int]] = defaultdict(list)
+        for rank in range(self.ranks.world):
+            for fields in self.get("offer", rank):
+                holders[_piece(fields)].append(rank)
+        _check_whole(holders)
+        self.needs = sum(_bytes(piece) for piece in holders) + 4096 * self.ranks.world + 512 * len(holders)
+        if self.needs > disk.free_bytes(self.folder):
+            raise _Refused(self.no_room())
+        load: Counter[int] = Counter()
+        tasks: dict[int, list[Piece]] = {rank: [] for rank in range(self.ranks.world)}
+        for piece in sorted(holders, key=lambda piece: (-_bytes(piece), piece.name, piece.intervals, piece.start)):
+            rank = min(holders[piece], key=lambda rank: (load[rank], rank))
+            load[rank] += _bytes(piece)
+            tasks[rank].append(piece)
+        for rank, task in tasks.items():
+            self.put("task", rank, [self.needs, task])
+
+    def write(self) -> None:
+        """This rank's file: written, flushed, read back, and listed for rank 0 ([Note: read back])."""
+        rank, temporary = self.ranks.rank, self.place()
+        self.needs, task = self.get("task", rank)
+        held = dict(self.held)
+        mine = {key_of(piece): piece for piece in map(_piece, task)}
+        live = {key: digest(held[piece]) for key, piece in mine.items()}
+        items = [Item(key, piece.dtype, (piece.stop - piece.start,), _bytes(piece), _later(held[piece])) for key, piece in mine.items()]
+        metadata = {"step": str(self.step), "id": self.id, "rank": str(rank), "world": str(self.ranks.world)}
+        path = temporary / shard_name(rank)
+        written = write_shard(path, items, metadata)
+        handle = disk.open_file(path)
+        try:
+            if disk.digest_of(handle, 0, written.data) != written.header_xxh3:
+                raise _Refused(f"{path.name}: its header reads back otherwise than written; the disk or its driver is at fault")
+            for key, piece in mine.items():
+                at = written.offsets[key]
+                if disk.digest_of(handle, at, at + _bytes(piece)) != live[key]:
+                    raise _Refused(f"{path.name}: {piece.name} reads back otherwise than it is in memory: wrong data were written")
+        finally:
+            os.close(handle)
+        shard = ShardEntry(bytes=written.size, data=written.data, xxh3=written.header_xxh3)
+        self.put("index", rank, [shard.model_dump(), [[piece, key, written.offsets[key], live[key]] for key, piece in mine.items()]])
+
+    def commit(self, state: dict[str, Any]) -> None:
+        """Rank 0 merges the manifest and gives the folder its name, then `latest`."""
+        if self.ranks.rank:
+            return
+        temporary = self.place()
+        files: dict[str, ShardEntry] = {}
+        parts: Parts = defaultdict(list)
+        for rank in range(self.ranks.world):
+            shard, listed = self.get("index", rank)
+            files[shard_name(rank)] = ShardEntry(**shard)
+            for fields, key, offset, xxh3 in listed:
+                piece = _piece(fields)
+                part = Part(
+                    intervals=piece.intervals, start=piece.start, stop=piece.stop, file=shard_name(rank), key=key, offset=offset, xxh3=xxh3
+                )
+                parts[_tensor_of(piece)].append(part)
+        manifest = Manifest(
+            version=1, step=self.step, serial=next_serial(self.folder), id=self.id, world=self.ranks.world,
+            plan=self.plan.name, plan_digest=self.plan.digest, files=files, tensors=_entries(parts), state=_json_state(state),
+        )  # fmt: skip
+        for name in os.listdir(temporary):
+            if name.endswith(".json"):
+                os.unlink(temporary / name)
+        write_manifest(temporary, manifest)
+        disk.sync_folder(temporary)
+        self.name_it(temporary)
+
+    def name_it(self, temporary: Path) -> None:
+        """The moment at which the checkpoint exists. One of the same step from before stays beside it until this one is named."""
+        latest = self.folder / f".{LATEST}.{self.id}.tmp"
+        disk.write_file(latest, [f"{self.final.name}\n".encode()])
+        if self.final.exists():
+            os.rename(self.final, self.final.with_name(f"{self.final.name}.replaced.{self.id}"))
+        os.rename(temporary, self.final)
+        disk.sync_folder(self.folder)
+        os.replace(latest, self.folder / LATEST)
+        disk.sync_folder(self.folder)
+        for path in checkpoints(self.folder):
+            if path.name.startswith(f"{self.final.name}."):
+                disk.remove(path)
+
+    def abandon(self) -> None:
+        """After a failure: what was begun goes. What cannot be removed now, the next save removes."""
+        if self.ranks.rank == 0 and self.temporary is not None:
+            for path in (self.temporary, self.folder / f".{LATEST}.{self.id}.tmp"):
+                with contextlib.suppress(OSError):
+                    disk.remove(path)
+
+    # Notes between ranks.
+
+    def place(self) -> Path:
+        assert self.temporary is not None
+        return self.temporary
+
+    def put(self, kind: str, rank: int, value: Any) -> None:
+        disk.write_file(self.place() / f"{kind}-{rank:05d}.json", [json.dumps(value).encode()], durable=False)
+
+    def get(self, kind: str, rank: int) -> Any:
+        path = self.place() / f"{kind}-{rank:05d}.json"
+        try:
+            return json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise _Refused(
+                f"rank {self.ranks.rank} does not see {path.name} of rank {rank}: {str(self.folder)!r} must be on storage that all hosts share"
+            ) from None
+
+
+class _Refused(Exception):
+    """A sentence for all ranks."""
+
+
+def _piece(fields: Iterable[Any]) -> Piece:
+    """A piece as JSON gave it back."""
+    name, shape, dtype, split, intervals, start, stop = fields
+    return Piece(name, tuple(shape), dtype, split, tuple((first, last) for first, last in intervals), start, stop)
+
+
+def _same(piece: Piece) -> Piece:
+    """Two ranks that hold the same elements say so in the same words."""
+    return canonical(_piece(piece))
+
+
+def _bytes(piece: Piece) -> int:
+    return (piece.stop - piece.start) * DTYPES[piece.dtype].itemsize if piece.dtype in DTYPES else 0
+
+
+def _later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: tensor
+
+
+def key_of(piece: Piece) -> str:
+    """The key in the file: the name, then what of it.
+
+    >>> key_of(Piece("model/w", (8, 4), "float32", 0, ((0, 2), (4, 6)), 0, 16))
+    'model/w|0:0-2,4-6|0-16'
+    """
+    part = "" if piece.split is None else f"{piece.split}:" + ",".join(f"{first}-{last}" for first, last in piece.intervals)
+    return f"{piece.name}|{part}|{piece.start}-{piece.stop}"
+
+
+def _check(piece: Piece, tensor: torch.Tensor) -> None:
+    if piece.dtype not in DTYPES:
+        raise _Refused(f"{piece.name}: dtype {piece.dtype!r} is not one of {', '.join(DTYPES)}")
+    if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start or dtype_name(tensor.dtype) != piece.dtype:
+        raise _Refused(
+            f"{piece.name}: the piece says {piece.stop - piece.start} elements of {piece.dtype}, its tensor is {dtype_name(tensor.dtype)}{list(tensor.shape)}"
+        )
+
+
+def _tensor_of(piece: Piece) -> TensorKey:
+    return piece.name, piece.shape, piece.dtype, piece.split
+
+
+def _entries(parts: Parts) -> dict[str, Entry]:
+    """Entries by name; parts that do not speak of one tensor are refused."""
+    entries: dict[str, Entry] = {}
+    for (name, shape, dtype, split), listed in parts.items():
+        if name in entries:
+            other = entries[name]
+            raise _Refused(
+                f"{name}: ranks disagree: {dtype}{list(shape)} split along {split}, and {other.dtype}{list(other.shape)} along {other.split}"
+            )
+        entries[name] = Entry(shape=shape, dtype=dtype, split=split, pieces=tuple(listed))
+    return entries
+
+
+def _check_whole(pieces: Iterable[Piece]) -> None:
+    """What all ranks hold together must be whole tensors."""
+    parts: Parts = defaultdict(list)
+    for piece in pieces:
+        part = Part(intervals=piece.intervals, start=piece.start, stop=piece.stop, file="", key="", offset=0, xxh3="")
+        parts[_tensor_of(piece)].append(part)
+    problem = contradictions_of(_entries(parts))
+    if problem:
+        raise _Refused(f"{problem}: the ranks together do not hold it")
+
+
+def _json_state(value: Any, where: str = "$") -> Any:
+    """`value`, if JSON gives it back as it is (tuples as lists)."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise _Refused(f"state {where}: key {key!r} is not text")
+        return {key: _json_state(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_state(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise _Refused(f"state {where}: {value!r} ({type(value).__name__}) is not JSON; tensors belong in pieces or in `local`")
+
+
+def _size_of(folder: Path | None) -> int:
+    """Bytes that a failed save gives back."""
+    return sum(file.stat().st_size for file in folder.iterdir()) if folder is not None and folder.exists() else 0

@@ -1,0 +1,151 @@
+"""Reading pieces with their digests, and verifying whole checkpoints: any flip, cut, swap or stale file is named, with file and tensor.
+
+Order of the checks on a file: it is there and plain; it says of itself that it is this rank's of this save (a stale or swapped file is called
+so); its size; the xxh3 of its header; then the xxh3 of each piece that is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import xxhash
+
+from meshwright.base.errors import InputError
+from meshwright.checkpoint import disk
+from meshwright.checkpoint.manifest import Damaged, Entry, Manifest, Part, read_manifest
+from meshwright.checkpoint.shard import DTYPES, LONGEST_HEADER, metadata_of, shard_name
+
+
+class Reader:
+    """Pieces of one checkpoint. A file's own account is checked when it is first read."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.manifest: Manifest = read_manifest(path)
+        self.checked: set[str] = set()
+
+    def open(self, file: str) -> int:
+        """A handle to a file that is the one of the manifest. Raises Damaged."""
+        try:
+            handle = disk.open_file(self.path / file)
+        except OSError as error:
+            raise Damaged(f"{self.path / file}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}") from None
+        if file not in self.checked:
+            problem = self._problem(file, handle)
+            if problem:
+                os.close(handle)
+                raise Damaged(f"{self.path / file}: {problem}")
+            self.checked.add(file)
+        return handle
+
+    def _problem(self, file: str, handle: int) -> str | None:
+        entry = self.manifest.files[file]
+        size = os.fstat(handle).st_size
+        other = self._other(file, metadata_of(_head(handle, size)))
+        if other:
+            return other
+        if size != entry.bytes:
+            return f"has {size} bytes, {entry.bytes} were written{self._lost(file, size) if size < entry.bytes else ''}"
+        digest = disk.digest_of(handle, 0, entry.data)
+        if digest != entry.xxh3:
+            return f"its header is damaged: xxh3 {digest}, {entry.xxh3} was written{self._lost(file, 0)}"
+        return None
+
+    def _other(self, file: str, said: dict[str, str]) -> str | None:
+        """A healthy file of another rank, step or save, in words."""
+        if not {"step", "id", "rank", "world"} <= set(said):
+            return None
+        if said["step"] != str(self.manifest.step):
+            return f"is stale: it is of step {said['step'][:20]}, this checkpoint of step {self.manifest.step}{self._lost(file, 0)}"
+        if said["id"] != self.manifest.id:
+            return f"is stale: it is of save {said['id'][:20]}, this checkpoint of save {self.manifest.id}{self._lost(file, 0)}"
+        if said["rank"].isdigit() and len(said["rank"]) < 10 and shard_name(int(said["rank"])) != file:
+            return f"holds the pieces of rank {said['rank']}: files are swapped{self._lost(file, 0)}"
+        return None
+
+    def _lost(self, file: str, end: int) -> str:
+        """The tensors of `file` that reach beyond `end`."""
+        names = [
+            name
+            for name, entry in self.manifest.tensors.items()
+            if any(part.file == file and part.offset + entry.bytes_of(part) > end for part in entry.pieces)
+        ]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"; it holds {names[0]}{more}" if names and not end else f"; lost are {names[0]}{more}" if names else ""
+
+    def read(self, name: str, part: Part, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The elements of `part` of tensor `name`, digest checked, in `out` (flat, of the saved type, on the host) where given."""
+        entry = self.manifest.tensors[name]
+        dtype = DTYPES[entry.dtype]
+        result = torch.empty(part.stop - part.start, dtype=dtype) if out is None else out
+        if not result.numel():
+            return result
+        view = result.view(torch.uint8).numpy().data
+        handle = self.open(part.file)
+        try:
+            disk.read_into(handle, part.offset, view)
+        except (OSError, EOFError):
+            raise Damaged(f"{self.path / part.file}: {name}: cannot be read to its end") from None
+        finally:
+            os.close(handle)
+        self.compare(name, entry, part, xxhash.xxh3_64(view).hexdigest())
+        return result
+
+    def compare(self, name: str, entry: Entry, part: Part, digest: str) -> None:
+        if digest != part.xxh3:
+            what = f" {[list(interval) for interval in part.intervals]}" if part.intervals else ""
+            raise Damaged(
+                f"{self.path / part.file}: {name}{what} [{part.start}, {part.stop}): xxh3 {digest}, {part.xxh3} was saved: damaged"
+            )
+
+    def verify(self) -> Iterator[str]:
+        """Every problem, a sentence each; memory is bounded by a chunk."""
+        broken = set()
+        for file in self.manifest.files:
+            try:
+                os.close(self.open(file))
+            except InputError as error:
+                broken.add(file)
+                yield str(error)
+        for name, entry in self.manifest.tensors.items():
+            for part in entry.pieces:
+                if part.file not in broken:
+                    try:
+                        self._verify(name, entry, part)
+                    except InputError as error:
+                        yield str(error)
+
+    def _verify(self, name: str, entry: Entry, part: Part) -> None:
+        handle = self.open(part.file)
+        try:
+            digest = disk.digest_of(handle, part.offset, part.offset + entry.bytes_of(part))
+        except (OSError, EOFError):
+            raise Damaged(f"{self.path / part.file}: {name}: cannot be read to its end") from None
+        finally:
+            os.close(handle)
+        self.compare(name, entry, part, digest)
+
+
+def _head(handle: int, size: int) -> bytes:
+    """The header by the file's own account of its length."""
+    if size < 8:
+        return b""
+    prefix = bytearray(8)
+    disk.read_into(handle, 0, memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
+    if length > min(size - 8, LONGEST_HEADER):
+        return b""
+    head = bytearray(8 + length)
+    disk.read_into(handle, 0, memoryview(head))
+    return bytes(head)
+
+
+def verify(path: Path | str) -> list[str]:
+    """What is wrong with the checkpoint at `path`: nothing, or a sentence for each problem."""
+    try:
+        return list(Reader(path).verify())
+    except InputError as error:
+        return [str(error)]
