@@ -1,0 +1,178 @@
+"""Where text comes from: files, folders and patterns of text, JSON lines and Parquet, or the sources of Python's own standard library.
+
+Promise: the same files give the same passages in the same order on every machine; whatever is wrong with a file is one `InputError` line
+with its name and, where there is one, its line. A document is a text file, a JSON line or a Parquet row. Long text files come in passages
+of about a MiB, cut after a line end, so that no file has to fit in memory; joined, the passages are the file, character for character.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.base.errors import InputError, did_you_mean
+
+LINES = (".jsonl", ".ndjson", ".json")
+TABLES = (".parquet",)
+ARRAYS = (".npy", ".bin")
+STDLIB = "stdlib"
+
+_BLOCK = 2**20
+_NOT_STDLIB = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+
+
+class Passage(NamedTuple):
+    """A piece of a document, the last one where `ends`."""
+
+    text: str
+    ends: bool
+
+
+def find_files(sources: tuple[str, ...]) -> list[Path]:
+    """The files that `sources` name: named ones in the given order, those of a folder or a pattern by name. At least one, none empty."""
+    files: list[Path] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if source == STDLIB:
+            found = _stdlib_files()
+        elif path.is_dir():
+            found = _filled(sorted(item for item in path.rglob("*") if item.is_file() and not _hidden(item.relative_to(path))))
+        elif path.is_file():
+            found = [path]
+            if not path.stat().st_size:
+                raise InputError(f"data file {source!r} is empty")
+        elif any(sign in source for sign in "*?["):
+            found = _filled(sorted(item for item in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if item.is_file()))
+        else:
+            near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+            raise InputError(f"data source {source!r} does not exist{did_you_mean(path.name, near)}")
+        if not found:
+            raise InputError(f"data source {source!r} holds no file that is not empty")
+        files += found
+    return files
+
+
+def _filled(files: list[Path]) -> list[Path]:
+    return [path for path in files if path.stat().st_size]
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+
+
+def _stdlib_files() -> list[Path]:
+    """Python's own sources, without tests, tools and what is installed or configured on this machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files: list[Path] = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_STDLIB and not name.startswith("config-")]
+        files += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+    if not files:
+        raise InputError(f"data source 'stdlib': no Python sources under {str(root)!r}; name files of text instead")
+    return _filled(sorted(files, key=lambda path: path.relative_to(root).as_posix()))
+
+
+def passages(files: list[Path], field: str) -> Iterator[Passage]:
+    """The text of `files`; `field` is where a JSON line or a Parquet row has it."""
+    for path in files:
+        suffix = path.suffix.lower()
+        try:
+            if suffix in LINES:
+                yield from _json_lines(path, field)
+            elif suffix in TABLES:
+                yield from _table_rows(path, field)
+            else:
+                yield from _text_file(path)
+        except OSError as error:
+            raise InputError(f"data file {str(path)!r} cannot be read: {error.strerror or error}") from None
+
+
+def _text_file(path: Path) -> Iterator[Passage]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    rest, at = "", 0
+    with path.open("rb") as file:
+        while True:
+            block = file.read(_BLOCK)
+            waiting = len(decoder.getstate()[0])
+            try:
+                rest += decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise InputError(f"data file {str(path)!r} is not UTF-8 text (byte {at - waiting + error.start})") from None
+            if not block:
+                break
+            at += len(block)
+            if len(rest) >= _BLOCK:
+                cut = rest.rfind("\n") + 1 or len(rest)
+                yield Passage(rest[:cut], False)
+                rest = rest[cut:]
+    yield Passage(rest, True)
+
+
+def _json_lines(path: Path, field: str) -> Iterator[Passage]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield from _whole(_json_text(line, field, f"{path}:{number}"))
+
+
+def _json_text(line: bytes, field: str, place: str) -> str:
+    try:
+        found: Any = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        what = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise InputError(f"{place}: not a line of JSON: {what}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{place}: a line holds an object with field {field!r}, this one holds a {type(found).__name__}")
+    if field not in found:
+        raise InputError(f"{place}: no field {field!r}{_fields(field, list(found))}")
+    return _checked(found[field], field, place)
+
+
+def _fields(field: str, known: list[str]) -> str:
+    return did_you_mean(field, known) or f"; it has {', '.join(known[:8]) or 'none'}: set data.field to the one with the text"
+
+
+def _checked(text: Any, field: str, place: str) -> str:
+    if not isinstance(text, str):
+        raise InputError(f"{place}: field {field!r} is {type(text).__name__}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{place}: field {field!r} holds half a character (a lone surrogate at {error.start})") from None
+    return text
+
+
+def _whole(text: str) -> Iterator[Passage]:
+    if text:
+        yield Passage(text, True)
+
+
+def _table_rows(path: Path, field: str) -> Iterator[Passage]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f"data file {str(path)!r} is Parquet, which needs pyarrow: pip install 'meshwright[parquet]'") from None
+    with path.open("rb") as file:
+        try:
+            yield from _rows_of(pyarrow.parquet.ParquetFile(file), field, str(path))
+        except pyarrow.ArrowInvalid as error:
+            raise InputError(f"data file {str(path)!r} is not whole Parquet: {str(error).splitlines()[0]}") from None
+
+
+def _rows_of(table: Any, field: str, name: str) -> Iterator[Passage]:
+    known = table.schema_arrow.names
+    if field not in known:
+        raise InputError(f"data file {name!r} has no column {field!r}{_fields(field, known)}")
+    row = 0
+    for batch in table.iter_batches(columns=[field]):
+        for text in batch.column(0).to_pylist():
+            row += 1
+            yield from _whole(_checked(text, field, f"{name}, row {row}"))

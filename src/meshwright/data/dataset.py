@@ -1,0 +1,197 @@
+"""From the `data` section of a job to a set of rows: find the files, choose or train the tokenizer, encode once, split, cut into rows.
+
+Promise: the same files and settings give the same rows on every machine; `digest` says so in one word, so that ranks and checkpoints can
+compare. Everything slow is done once per user and kept: on later runs opening takes as long as looking at the files' names and times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from meshwright.base.errors import InputError
+from meshwright.base.units import show_bytes
+from meshwright.data import packing
+from meshwright.data.arrays import open_arrays
+from meshwright.data.cache import kept
+from meshwright.data.corpus import ARRAYS, STDLIB, Passage, find_files, passages
+from meshwright.data.images import ShapeImages
+from meshwright.data.masking import mask_rows
+from meshwright.data.tokens import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, Tokenizer, has_library, open_tokenizer, train_bpe
+from meshwright.spec.data import Data
+
+Objective = Literal["causal", "masked", "images"]
+Say = Callable[[str], None]
+Integers = NDArray[np.int64]
+
+BPE_VOCABULARY = 8192
+_TRAINING_TEXT = 2**26  # bytes of text that a BPE is trained on at most: every n-th passage of a larger corpus
+SHAPES = "shapes"
+_VERSION = 1  # of what stands in the cache
+
+
+class Dataset(Protocol):
+    """Rows to train on and rows held out. `labels_per_row` is how many labels of a row count in the loss, None where rows differ."""
+
+    rows: int
+    held_out_rows: int
+    vocabulary: int
+    digest: str
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def labels_per_row(self) -> int | None: ...
+
+    def describe(self) -> str: ...
+
+    def training(self, rows: Integers, numbers: Integers, seed: int) -> dict[str, torch.Tensor]: ...
+
+    def held_out(self, rows: Integers) -> dict[str, torch.Tensor]: ...
+
+
+class Tokens(NamedTuple):
+    """A corpus as token ids. `tokenizer` is None for arrays that somebody made with one that is not named."""
+
+    arrays: list[packing.TokenArray]
+    documents: packing.Documents
+    tokenizer: Tokenizer | None
+    vocabulary: int
+    digest: str
+
+
+class TextDataset:
+    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Causal models shift labels themselves, as Hugging Face's do."""
+
+    def __init__(self, name: str, training: packing.Rows, held_out: packing.Rows, tokens: Tokens, objective: Objective) -> None:
+        self.name, self.tokenizer, self.objective = name, tokens.tokenizer, objective
+        self.vocabulary = tokens.vocabulary
+        self._training, self._held_out = training, held_out
+        self.rows, self.held_out_rows = len(training), len(held_out)
+        self.sequence = training.sequence
+        self.digest = _digest(tokens.digest, self.sequence, self.rows, self.held_out_rows, objective)
+        self.labels_per_row = self.sequence - 1 if objective == "causal" else None
+
+    def describe(self) -> str:
+        unit = f"{self.tokenizer.name}, {self.vocabulary:,} tokens" if self.tokenizer else "token arrays"
+        return f"{self.name} ({unit}): {self.rows:,} rows of {self.sequence:,} to train on, {self.held_out_rows:,} held out"
+
+    def training(self, rows: Integers, numbers: Integers, seed: int) -> dict[str, torch.Tensor]:
+        return self._labelled(self._training.read(rows), numbers, seed)
+
+    def held_out(self, rows: Integers) -> dict[str, torch.Tensor]:
+        return self._labelled(self._held_out.read(rows), rows, 0)
+
+    def _labelled(self, tokens: Integers, numbers: Integers, seed: int) -> dict[str, torch.Tensor]:
+        if self.objective == "masked":
+            assert self.tokenizer is not None and self.tokenizer.mask is not None
+            special = [self.tokenizer.end_of_text, self.tokenizer.mask]
+            inputs, labels = mask_rows(tokens, numbers, seed, self.tokenizer.mask, special, self.vocabulary)
+            return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        ids = torch.from_numpy(tokens)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def open_dataset(
+    data: Data, sequence: int, vocabulary: int = 0, objective: Objective = "causal", say: Say = lambda line: None
+) -> TextDataset | ShapeImages:
+    """The rows of `data`.
+
+    `vocabulary` is how many tokens (or classes) the model has, 0 when it follows the data. `objective` is what the model learns: `causal`,
+    `masked` or `images`. `say` is told, in a line each, what is made for the first time and takes seconds.
+    """
+    if objective == "images" or SHAPES in data.sources:
+        return _open_images(data, vocabulary, objective)
+    name = ", ".join(data.sources)
+    files = find_files(data.sources)
+    arrays = [path for path in files if path.suffix.lower() in ARRAYS]
+    if arrays and len(arrays) < len(files):
+        other = next(path for path in files if path not in arrays)
+        raise InputError(f"data source {name}: token array {arrays[0].name!r} and text {other.name!r} do not mix; name one kind")
+    tokens = _arrays(data, files, vocabulary) if arrays else _text(data, files, vocabulary, name, say)
+    if objective == "masked" and (tokens.tokenizer is None or tokens.tokenizer.mask is None):
+        what = f"tokenizer {tokens.tokenizer.name!r} has none" if tokens.tokenizer else "token arrays name none"
+        raise InputError(f"data source {name}: a masked-language model needs a mask token, {what}; set data.tokenizer to one that has")
+    training, held_out = packing.split(tokens.documents, sequence, data.held_out, name)
+    rows, held_out_rows = (packing.Rows(tokens.arrays, part, sequence) for part in (training, held_out))
+    return TextDataset(name, rows, held_out_rows, tokens, objective)
+
+
+def _open_images(data: Data, vocabulary: int, objective: Objective) -> ShapeImages:
+    if objective != "images":
+        raise InputError("data source 'shapes' holds images, the model reads text; set data.source=stdlib")
+    if data.sources not in ((STDLIB,), (SHAPES,)):
+        raise InputError(f"data source {', '.join(data.sources)}: a model that classifies images reads source 'shapes'")
+    return ShapeImages(vocabulary) if vocabulary else ShapeImages()
+
+
+def _digest(*parts: object) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
+
+def _look(files: list[Path]) -> list[list[object]]:
+    """What tells that files have not changed, without reading them."""
+    seen = [(path, path.stat()) for path in files]
+    return [[os.path.abspath(path), state.st_size, state.st_mtime_ns] for path, state in seen]
+
+
+def _arrays(data: Data, files: list[Path], vocabulary: int) -> Tokens:
+    tokenizer = None if data.tokenizer in ("auto", "bytes", "bpe") else open_tokenizer(data.tokenizer)
+    bound = min(filter(None, (vocabulary, tokenizer.vocabulary if tokenizer else 0)), default=0)
+    names = [f"array-{_digest(_VERSION, look, bound > 2**16)}" for look in _look(files)]
+    arrays, documents, largest = open_arrays(files, names, bound)
+    return Tokens(arrays, documents, tokenizer, bound or largest + 1, _digest(documents.digest.tolist()))
+
+
+def _text(data: Data, files: list[Path], vocabulary: int, name: str, say: Say) -> Tokens:
+    look = _look(files)
+    size = sum(path.stat().st_size for path in files)
+    tokenizer = _tokenizer(data, files, look, vocabulary, lambda what: say(f"{what} {name} ({show_bytes(size)}), once"))
+    if vocabulary and tokenizer.vocabulary > vocabulary:
+        raise InputError(
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocabulary:,} tokens, the model's vocabulary {vocabulary:,}: "
+            "enlarge the model's, or set data.tokenizer to a smaller one"
+        )
+
+    def make(folder: Path) -> None:
+        say(f"encoding {name} ({show_bytes(size)}), once")
+        packing.encode(passages(files, data.field), tokenizer, folder)
+
+    folder = kept(f"tokens-{_digest(_VERSION, look, data.field, tokenizer.digest)}", make, packing.is_encoded)
+    arrays, documents = packing.read_encoded(folder)
+    return Tokens(arrays, documents, tokenizer, tokenizer.vocabulary, _digest(packing.read_entry(folder).digest, tokenizer.digest))
+
+
+def _tokenizer(data: Data, files: list[Path], look: list[list[object]], vocabulary: int, say: Say) -> Tokenizer:
+    if data.tokenizer == "bytes":
+        return ByteTokenizer()
+    if data.tokenizer not in ("auto", "bpe"):
+        return open_tokenizer(data.tokenizer)
+    size = vocabulary or BPE_VOCABULARY
+    if data.tokenizer == "auto" and (size < SMALLEST_BPE or not has_library()):
+        return ByteTokenizer()
+    if size < ByteTokenizer.vocabulary:
+        raise InputError(f"a BPE has {ByteTokenizer.vocabulary} tokens before its first merge, the model's vocabulary is {size}")
+
+    def make(folder: Path) -> None:
+        say(f"training a BPE of {size:,} tokens on")
+        text = train_bpe(_sample(passages(files, data.field), files), size)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+
+    folder = kept(f"bpe-{_digest(_VERSION, look, data.field, size)}", make, lambda folder: (folder / "tokenizer.json").exists())
+    return LibraryTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), "bpe")
+
+
+def _sample(found: Iterator[Passage], files: list[Path]) -> Iterator[str]:
+    """Every n-th passage, so that a BPE is trained on a bounded amount of text from all over the corpus."""
+    stride = max(1, sum(path.stat().st_size for path in files) // _TRAINING_TEXT)
+    return (passage.text for number, passage in enumerate(found) if number % stride == 0)

@@ -1,0 +1,96 @@
+"""A set of drawn images, so that models that classify images train on a machine with no images: ten kinds of shape, turned, moved, scaled,
+coloured at random on a coloured ground, under noise.
+
+Promise: image n is a pure function of n and the size; the held-out images are other numbers than those to train on.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from meshwright.base.errors import InputError
+from meshwright.data.randomness import key_of, uniform
+
+KINDS = ("disc", "ring", "square", "frame", "diamond", "triangle", "plus", "cross", "bars", "checker")
+TRAINING, HELD_OUT = 8192, 512
+_KEY = key_of(0x5348415045)  # one set for all runs: the seed of a job orders the images, it does not draw them
+_NOISE = 0.15
+
+Integers = NDArray[np.int64]
+
+
+class ShapeImages:
+    """`rows` images to train on and `held_out_rows` others, 3 x side x side, values about 0 to 1."""
+
+    tokenizer = None
+    rows, held_out_rows = TRAINING, HELD_OUT
+    labels_per_row = 1
+
+    def __init__(self, classes: int = len(KINDS), side: int = 32) -> None:
+        if classes < 2:
+            raise InputError(f"a model that classifies images needs 2 or more classes, it has {classes}")
+        self.vocabulary = min(classes, len(KINDS))
+        self.side = side
+        self.digest = f"shapes-1-{self.vocabulary}-{side}"
+
+    def describe(self) -> str:
+        return (
+            f"shapes: {self.rows:,} drawn images of 3 x {self.side} x {self.side} to train on, "
+            f"{self.held_out_rows:,} held out, {self.vocabulary} kinds"
+        )
+
+    def training(self, rows: Integers, numbers: Integers, seed: int) -> dict[str, torch.Tensor]:
+        """The images `rows`; the order and the seed change nothing in them."""
+        return self._draw(rows)
+
+    def held_out(self, rows: Integers) -> dict[str, torch.Tensor]:
+        return self._draw(rows + self.rows)
+
+    def _draw(self, numbers: Integers) -> dict[str, torch.Tensor]:
+        """Images (n, 3, side, side) float32 and labels (n,) int64."""
+        traits = torch.from_numpy(uniform(_KEY, numbers, 11))
+        labels = (traits[:, 0] * self.vocabulary).long()
+        u, v = self._places(traits)
+        inside = _inside(labels, u, v)[:, None]
+        ground, ink = traits[:, 5:8, None, None], traits[:, 8:11, None, None]
+        ink = torch.where((ink - ground).abs().amax(dim=1, keepdim=True) < 0.3, 1.0 - ground.round(), ink)
+        noise = torch.from_numpy(uniform(key_of(_KEY, 1), numbers, 3 * self.side**2)).view(-1, 3, self.side, self.side)
+        images = torch.where(inside, ink, ground) + _NOISE * (2 * noise - 1)
+        return {"images": images.float(), "labels": labels}
+
+    def _places(self, traits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Coordinates (n, side, side) of every point in the shape's own frame, where the shape spans -1 to 1."""
+        radius = 0.45 + 0.4 * traits[:, 1]
+        angle = (traits[:, 2] - 0.5) * math.pi / 6
+        line = (torch.arange(self.side, dtype=torch.float64) + 0.5) * 2 / self.side - 1
+        free = (1 - radius)[:, None, None]
+        x = line[None, None, :] - (2 * traits[:, 3, None, None] - 1) * free
+        y = line[None, :, None] - (2 * traits[:, 4, None, None] - 1) * free
+        cos, sin, scale = (value[:, None, None] for value in (angle.cos(), angle.sin(), radius))
+        return (cos * x + sin * y) / scale, (cos * y - sin * x) / scale
+
+
+def _inside(labels: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Which points lie in the shape of each image's kind."""
+    radius, edge, sum_ = (u * u + v * v).sqrt(), torch.maximum(u.abs(), v.abs()), u.abs() + v.abs()
+    arms = torch.minimum(u.abs(), v.abs())
+    slant = (u.abs() - v.abs()).abs()
+    shapes = torch.stack(
+        [
+            radius < 1,
+            (radius < 1) & (radius > 0.6),
+            edge < 0.85,
+            (edge < 0.85) & (edge > 0.5),
+            sum_ < 1.1,
+            (v < 0.8) & (2 * u.abs() - v < 0.9),
+            (edge < 1) & (arms < 0.3),
+            (edge < 0.9) & (slant < 0.35),
+            (edge < 0.9) & ((v * 2.8).abs() % 1.6 > 0.8),
+            (edge < 0.9) & (u * v > 0),
+        ]
+    )
+    return shapes[labels, torch.arange(len(labels))]

@@ -1,0 +1,53 @@
+"""Batches by (step, first, count): the same rows whoever asks, directly or ahead of time by a thread.
+
+Promise: `rows(step, first, count)` depends on nothing but its arguments, the data set, the batch size and the seed. So a rank reads its own
+part of a batch under any plan, and a run that goes on at step k reads what an uninterrupted one would have read. There is no state to save.
+Steps count from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from meshwright.base.errors import InputError
+from meshwright.data.dataset import Dataset
+from meshwright.data.prefetch import Prefetch
+from meshwright.data.sampler import samples
+
+Batch = dict[str, torch.Tensor]
+Range = tuple[int, int]
+
+
+class Loader:
+    """The batches of `dataset`, `batch` rows a step, ordered by `seed`."""
+
+    def __init__(self, dataset: Dataset, batch: int, seed: int) -> None:
+        self.dataset, self.batch, self.seed = dataset, batch, seed
+
+    @property
+    def labels_per_step(self) -> int | None:
+        """Labels of a whole batch that count in the loss; None where only counting them tells."""
+        per_row = self.dataset.labels_per_row
+        return None if per_row is None else per_row * self.batch
+
+    def rows(self, step: int, first: int = 0, count: int | None = None) -> Batch:
+        """Rows `first` to `first + count - 1` of the batch of `step`; without `count` to its end."""
+        count = self.batch - first if count is None else count
+        if not (step >= 0 and first >= 0 and 0 < count <= self.batch - first):
+            raise InputError(f"step {step} has rows 0 to {self.batch - 1}, not {count} rows from {first} on")
+        start = step * self.batch + first
+        chosen = samples(self.seed, start, count, self.dataset.rows)
+        return self.dataset.training(chosen, np.arange(start, start + count, dtype=np.int64), self.seed)
+
+    def held_out(self, count: int, first: int = 0) -> Batch:
+        """Held-out rows `first` to `first + count - 1`: always the same, masked alike every time."""
+        if not (first >= 0 and 0 < count <= self.dataset.held_out_rows - first):
+            raise InputError(f"{count} held-out rows from {first} on: the data set has {self.dataset.held_out_rows}")
+        return self.dataset.held_out(np.arange(first, first + count, dtype=np.int64))
+
+    def prefetch(self, ranges: Sequence[Range], first: int, stop: int, depth: int = 2) -> Prefetch[list[Batch]]:
+        """For each step from `first` to `stop` - 1 a list with the rows of every (first, count) of `ranges`, read up to `depth` steps ahead."""
+        return Prefetch(lambda step: [self.rows(step, *part) for part in ranges], first, stop, depth)

@@ -1,0 +1,207 @@
+"""Documents become rows: each document is followed by the end-of-text token, all are laid one after the other and cut into rows of `sequence` tokens.
+
+Promise: the encoded corpus is made once, kept as an array on disk and read through a memory map, so that its size does not matter. It does
+not depend on the sequence length or on what is held out: those only choose and cut.
+[Note: held out] Whole documents are held out, in the order of the digest of their content: the choice depends on no seed, survives a change
+of file names or order, and puts equal documents on the same side. They make up at least `fraction` of the rows and at least 32 rows, but
+no more than a fifth of a small corpus. Where documents are too coarse for that (one long file), the tail of the corpus is held out instead,
+cut between two tokens. The rest of less than one row is dropped on either side.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from meshwright.base.codec import Noun
+from meshwright.base.errors import InputError
+from meshwright.data.corpus import Passage
+from meshwright.data.tokens import Tokenizer
+
+Integers = NDArray[np.int64]
+TokenArray = NDArray[np.integer[Any]]
+
+SMALLEST_HELD_OUT = 32
+_GROUP = 2**20  # characters that are encoded in one call: enough for all cores, little enough for memory
+
+
+class Encoded(Noun):
+    """What stands beside the encoded corpus: `digest` is that of its documents, in order."""
+
+    dtype: str
+    tokens: int
+    documents: int
+    characters: int
+    digest: str
+
+
+class Documents(NamedTuple):
+    """Where each document lies: its array, first token and number of tokens; and the digest of its content."""
+
+    array: Integers
+    start: Integers
+    length: Integers
+    digest: NDArray[np.uint64]
+
+
+class Segments(NamedTuple):
+    """Runs of tokens: array, first token, number of tokens."""
+
+    array: Integers
+    start: Integers
+    length: Integers
+
+
+def encode(passages: Iterable[Passage], tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes tokens.bin, documents.npy and encoded.json into `folder`."""
+    dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32)
+    lengths: list[int] = []
+    digests: list[int] = []
+    open_length, open_digest, characters = 0, xxhash.xxh3_64(), 0
+    end = np.array([tokenizer.end_of_text], dtype=dtype)
+    with (folder / "tokens.bin").open("wb") as file:
+        for group in _groups(passages):
+            for passage, ids in zip(group, tokenizer.encode([passage.text for passage in group])):
+                ids.astype(dtype).tofile(file)
+                open_length += len(ids)
+                open_digest.update(passage.text.encode())
+                characters += len(passage.text)
+                if passage.ends:
+                    end.tofile(file)
+                    lengths.append(open_length + 1)
+                    digests.append(open_digest.intdigest())
+                    open_length, open_digest = 0, xxhash.xxh3_64()
+    table = np.array([lengths, digests], dtype=np.uint64)
+    np.save(folder / "documents.npy", table)
+    digest = xxhash.xxh3_128_hexdigest(table.tobytes())
+    entry = Encoded(dtype=dtype.name, tokens=sum(lengths), documents=len(lengths), characters=characters, digest=digest)
+    (folder / "encoded.json").write_text(entry.to_json())
+
+
+def _groups(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
+    group: list[Passage] = []
+    size = 0
+    for passage in passages:
+        group.append(passage)
+        size += len(passage.text)
+        if size >= _GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def is_encoded(folder: Path) -> bool:
+    """Whether `folder` is a whole encoded corpus: present, and as long as it says."""
+    try:
+        entry = read_entry(folder)
+        return (folder / "tokens.bin").stat().st_size == entry.tokens * np.dtype(entry.dtype).itemsize and (
+            folder / "documents.npy"
+        ).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def read_entry(folder: Path) -> Encoded:
+    return Encoded.model_validate(json.loads((folder / "encoded.json").read_text()))
+
+
+def read_encoded(folder: Path) -> tuple[list[TokenArray], Documents]:
+    """The memory-mapped tokens of `folder` and its documents."""
+    entry = read_entry(folder)
+    lengths, digests = np.load(folder / "documents.npy")
+    length = lengths.astype(np.int64)
+    tokens = np.memmap(folder / "tokens.bin", dtype=entry.dtype, mode="r")
+    return [tokens], Documents(np.zeros_like(length), np.cumsum(length) - length, length, digests)
+
+
+def held_out_rows(rows: int, fraction: float) -> int:
+    """How many of `rows` rows are held out at least.
+
+    >>> held_out_rows(10_000, 0.01), held_out_rows(1_000, 0.01), held_out_rows(50, 0.01), held_out_rows(50, 0.0)
+    (100, 32, 10, 0)
+    """
+    if fraction == 0:
+        return 0
+    share = math.ceil(fraction * rows)
+    return max(share, min(SMALLEST_HELD_OUT, rows // 5), 1)
+
+
+def split(documents: Documents, sequence: int, fraction: float, name: str) -> tuple[Segments, Segments]:
+    """What is trained on and what is held out; see [Note: held out]. Raises InputError when there is not one row for each."""
+    total = int(documents.length.sum())
+    needed = held_out_rows(total // sequence, fraction) * sequence
+    if total < needed + sequence:
+        rows = "one row" if fraction == 0 else "one row to train on and one to hold out"
+        raise InputError(
+            f"data source {name}: {total:,} tokens are too few for {rows} of {sequence:,}; name more text or shorten workload.sequence"
+        )
+    order = np.argsort(documents.digest, kind="stable")
+    reached = np.cumsum(documents.length[order])
+    count = int(np.searchsorted(reached, needed)) + 1 if needed else 0
+    while 0 < count < len(order) and documents.digest[order[count]] == documents.digest[order[count - 1]]:
+        count += 1
+    taken = int(reached[count - 1]) if count else 0
+    bound = max(min(2 * needed, (total + needed) // 2), total // 10)
+    if taken > bound or total - taken < sequence:
+        return _cut(documents, total - needed)
+    held_out = np.zeros(len(order), dtype=bool)
+    held_out[order[:count]] = True
+    return _segments(documents, ~held_out), _segments(documents, held_out)
+
+
+def _segments(documents: Documents, chosen: NDArray[np.bool_]) -> Segments:
+    """The `chosen` documents; neighbours become one run."""
+    array, start, length = documents.array[chosen], documents.start[chosen], documents.length[chosen]
+    follows = (array[1:] == array[:-1]) & (start[1:] == start[:-1] + length[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows])) if len(array) else np.zeros(0, dtype=np.int64)
+    return Segments(array[first], start[first], np.add.reduceat(length, first) if len(first) else length)
+
+
+def _cut(documents: Documents, at: int) -> tuple[Segments, Segments]:
+    """The first `at` tokens, and the others."""
+    whole = _segments(documents, np.ones(len(documents.length), dtype=bool))
+    ends = np.cumsum(whole.length)
+    before = np.clip(at - (ends - whole.length), 0, whole.length)
+    head = Segments(whole.array, whole.start, before)
+    tail = Segments(whole.array, whole.start + before, whole.length - before)
+    return tuple(Segments(*(column[part.length > 0] for column in part)) for part in (head, tail))  # type: ignore[return-value]
+
+
+class Rows:
+    """Rows of `sequence` tokens over `segments`, laid one after the other."""
+
+    def __init__(self, arrays: Sequence[TokenArray], segments: Segments, sequence: int) -> None:
+        self._arrays = arrays
+        self._segments = segments
+        self._ends = np.cumsum(segments.length)
+        self.sequence = sequence
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) // self.sequence if len(self._ends) else 0
+
+    def read(self, rows: Integers) -> Integers:
+        """(len(rows), sequence) token ids."""
+        result = np.empty((len(rows), self.sequence), dtype=np.int64)
+        for place, row in enumerate(rows):
+            self._fill(result[place], int(row) * self.sequence)
+        return result
+
+    def _fill(self, target: Integers, position: int) -> None:
+        """`target` is filled from `position` of all segments on."""
+        segment = int(np.searchsorted(self._ends, position, side="right"))
+        filled = 0
+        while filled < len(target):
+            into = position + filled - int(self._ends[segment] - self._segments.length[segment])
+            count = min(len(target) - filled, int(self._segments.length[segment]) - into)
+            start = int(self._segments.start[segment]) + into
+            target[filled : filled + count] = self._arrays[self._segments.array[segment]][start : start + count]
+            filled += count
+            segment += 1

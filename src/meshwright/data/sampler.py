@@ -1,0 +1,53 @@
+"""The order of the data: which row is sample number n, as a pure function of (seed, n). No state, nothing to save, any rank can ask for any n.
+
+Rule: step s of batch B reads the sample numbers s B to s B + B - 1. Sample n belongs to epoch n // size and is the row at place n % size of
+a permutation of all rows that (seed, epoch) keys. The plan appears nowhere: the world only says which sample numbers a rank reads, so the
+order is the same on one device, on any number of ranks, and after any restart at any step.
+
+The permutation is a Feistel network over the smallest even number of bits that holds `size`, walked until it falls inside [0, size): a
+bijection by construction, O(1) in time and memory. Source: Black, Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002, section 4.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.randomness import key_of, mix
+
+_ROUNDS = 8
+
+Integers = NDArray[np.int64]
+
+
+def permute(places: Integers, size: int, key: int) -> Integers:
+    """The rows at `places` of the permutation of range(size) that `key` names."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = [np.uint64(key_of(key, number)) for number in range(_ROUNDS)]
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+
+    def encipher(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = words >> shift, words & mask
+        for round_key in keys:
+            left, right = right, left ^ (mix(right + round_key) & mask)
+        return (left << shift) | right
+
+    rows = encipher(places.astype(np.uint64))
+    while (outside := rows >= np.uint64(size)).any():
+        rows[outside] = encipher(rows[outside])
+    return rows.astype(np.int64)
+
+
+def samples(seed: int, first: int, count: int, size: int) -> Integers:
+    """The rows of sample numbers first to first + count - 1 of a set of `size` rows.
+
+    >>> sorted(samples(seed=1, first=0, count=5, size=5).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    numbers = np.arange(first, first + count, dtype=np.int64)
+    epochs = numbers // size
+    rows = np.empty(count, dtype=np.int64)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        rows[chosen] = permute(numbers[chosen] % size, size, key_of(seed, int(epoch)))
+    return rows

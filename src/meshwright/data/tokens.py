@@ -1,0 +1,141 @@
+"""Text to token ids and back. Byte-level tokens are always there; byte-level BPE is trained by `tokenizers` where that is installed.
+
+Promise: for the tokenizers made here decode(encode(text)) == text for every text, also one that spells a special token: special tokens are
+never read from text, only put between documents. A folder with a `tokenizer.json` (Hugging Face) keeps its own rules.
+Source: Sennrich, Haddow, Birch, Neural machine translation of rare words with subword units, ACL 2016; bytes as the alphabet as in GPT-2.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from meshwright.base.errors import InputError
+
+END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "[EOS]")
+_MASKS = (MASK, "<mask>", "[MASK]")
+SMALLEST_BPE = 512
+
+Ids = NDArray[np.integer[Any]]
+
+
+class Tokenizer(Protocol):
+    """What a data set needs of a tokenizer. `mask` is None where masked-language training is not possible."""
+
+    name: str
+    vocabulary: int
+    end_of_text: int
+    mask: int | None
+    digest: str
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+class ByteTokenizer:
+    """A token per byte of UTF-8, and the two special tokens behind them."""
+
+    name = "bytes"
+    vocabulary = 258
+    end_of_text = 256
+    mask: int | None = 257
+    digest = "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(number for number in map(int, ids) if number < 256).decode("utf-8", errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Nothing to keep: the rule is the tokenizer."""
+
+
+class LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library, read from its JSON."""
+
+    def __init__(self, text: str, name: str) -> None:
+        library = _library(name)
+        try:
+            self._tokenizer = library.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception for a JSON that it does not understand
+            raise InputError(f"tokenizer {name!r} is not a tokenizer.json: {str(error).splitlines()[0]}") from None
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._text = text
+        self.name = name
+        self.vocabulary: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.digest: str = xxhash.xxh3_128_hexdigest(text.encode())
+        end = self._first_known(_ENDS)
+        if end is None:
+            raise InputError(f"tokenizer {name!r} has no end-of-text token: none of {', '.join(_ENDS)}")
+        self.end_of_text: int = end
+        self.mask: int | None = self._first_known(_MASKS)
+
+    def _first_known(self, words: tuple[str, ...]) -> int | None:
+        return next((number for word in words if (number := self._tokenizer.token_to_id(word)) is not None), None)
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(item.ids, dtype=np.uint32) for item in found]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([*map(int, ids)], skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """The form that `open_tokenizer` and Hugging Face read back."""
+        (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
+
+
+def has_library() -> bool:
+    """Whether `tokenizers` is installed."""
+    return importlib.util.find_spec("tokenizers") is not None
+
+
+def _library(name: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise InputError(
+            f"tokenizer {name!r} needs the tokenizers library: pip install 'meshwright[tokenizers]', or set data.tokenizer=bytes"
+        ) from None
+    return tokenizers
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
+    """The JSON of a byte-level BPE with at most `vocabulary` tokens; the same for the same texts."""
+    library = _library("bpe")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END_OF_TEXT, MASK], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str())
+
+
+def open_tokenizer(path: str) -> LibraryTokenizer:
+    """The tokenizer of a folder with a tokenizer.json, or of that file itself."""
+    place = Path(path).expanduser()
+    file = place / "tokenizer.json" if place.is_dir() else place
+    try:
+        return LibraryTokenizer(file.read_text(encoding="utf-8"), path)
+    except FileNotFoundError:
+        raise InputError(
+            f"data.tokenizer {path!r}: {str(file)!r} does not exist; write auto, bytes, bpe, or a folder with a tokenizer.json"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"data.tokenizer {str(file)!r} cannot be read: {error}") from None
