@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ class Parallel:
 
     def _open_ungated(self) -> None:
         """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""
-        gated = {id(gate.unit) for gate in self.gates}
+        gated = {id(unit) for gate in self.gates for unit in gate.units}
         for unit in self.zero.units:
             if id(unit) not in gated:
                 unit.open()
@@ -210,7 +211,7 @@ def _set_gates(
             if isinstance(block, Absent):
                 continue
             gate = Gate(block, run, index)
-            gate.unit = by_layer[f"block.{index}"] if plan.zero == 3 else None
+            gate.units = [by_layer[f"block.{index}"]] if plan.zero == 3 else []
             if region is not None:
                 gate.before = region.enter if index == 0 else None
                 gate.after = region.leave if index == anatomy.count - 1 else None
@@ -218,8 +219,8 @@ def _set_gates(
     if plan.zero == 3:
         gates += _outer_gates(model, anatomy, run, by_layer, layer_of)
         blocks = [gate for gate in gates if gate.index is not None]
-        for first, second in zip(blocks, blocks[1:], strict=False):
-            first.following, second.previous = second.unit, first.unit
+        for first, second in pairwise(blocks):
+            first.following, second.previous = second.units, first.units
     return gates
 
 
@@ -227,24 +228,27 @@ def _outer_gates(model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[st
     """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is one."""
     gates = []
     modules = dict(model.named_modules(remove_duplicate=False))
-    by_path: dict[str, str] = {}
+    by_path: dict[str, list[FlatUnit]] = {}
     for layer in {layer.name: layer for layer in layer_of.values()}.values():
         if layer.name in by_layer and not (anatomy.blocks and layer.name.startswith("block.")):
             owners = {name.rpartition(".")[0] for name in layer.parameters}
-            path = next(iter(owners)) if len(owners) == 1 else _common_path(owners)
-            by_path[path] = layer.name
-    if anatomy.tied and anatomy.head is not None and "head" not in by_path.values() and "embedding" in by_layer:
-        by_path[anatomy.head] = "embedding"
-    for path, layer_name in by_path.items():
+            by_path.setdefault(_common_path(owners), []).append(by_layer[layer.name])
+    if anatomy.tied and anatomy.head is not None and "embedding" in by_layer:
+        by_path.setdefault(anatomy.head, []).append(by_layer["embedding"])
+    for path, held in by_path.items():
         module = modules.get(path)
         if path and module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict | Absent):
             gate = Gate(module, run)
-            gate.unit = by_layer[layer_name]
+            gate.units = held
             gates.append(gate)
     return gates
 
 
 def _common_path(paths: set[str]) -> str:
+    """
+    >>> _common_path({"head.norm", "head.dense"})
+    'head'
+    """
     parts = [path.split(".") for path in sorted(paths)]
     common = []
     for step in zip(*parts, strict=False):

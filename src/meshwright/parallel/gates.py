@@ -76,9 +76,9 @@ class Gate:
     def __init__(self, module: nn.Module, run: Run, index: int | None = None) -> None:
         self.inner: Callable[..., Any] = module.forward
         self.run, self.index = run, index
-        self.unit: FlatUnit | None = None
-        self.previous: FlatUnit | None = None
-        self.following: FlatUnit | None = None
+        self.units: list[FlatUnit] = []
+        self.previous: list[FlatUnit] = []
+        self.following: list[FlatUnit] = []
         self.needs_weights_backward = not isinstance(module, nn.Embedding)
         self.before: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.after: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -103,26 +103,29 @@ class Gate:
         return output
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.unit is not None:
-            self.unit.open()
-            if self.following is not None:
-                self.following.prefetch()
+        _open(self.units, self.following)
         if self.index is not None and self.run.recompute and torch.is_grad_enabled():
             output = checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
         else:
             output = self.inner(*args, **kwargs)
-        if self.unit is not None:
-            self.unit.close()
+        for unit in self.units:
+            unit.close()
+        if self.units and self.needs_weights_backward:
             tensor = output[0] if isinstance(output, tuple) else output
-            if self.needs_weights_backward and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._open_for_backward)
         return output
 
     def _open_for_backward(self, gradient: torch.Tensor) -> None:
-        assert self.unit is not None
-        self.unit.open()
-        if self.previous is not None:
-            self.previous.prefetch()
+        _open(self.units, self.previous)
+
+
+def _open(units: list[FlatUnit], ahead: list[FlatUnit]) -> None:
+    """Whole weights for `units` now; those needed next start to gather while these compute."""
+    for unit in units:
+        unit.open()
+    for unit in ahead:
+        unit.prefetch()
 
 
 def _map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:

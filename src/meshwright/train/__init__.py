@@ -1,1 +1,1 @@
-"""One optimizer step over the mesh, and the loop around it."""
+"""One optimizer step, the loop around it, and the processes that run it. Importing this imports no torch."""

@@ -1,0 +1,66 @@
+"""gloo's flat collectives beside the all-to-all forms that parallel/exchange.py uses on it: wall and CPU milliseconds per call.
+
+python bench/exchange.py [MiB]
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel import exchange
+
+ROUNDS = 9
+
+
+def measure(rank: int, ranks: int, port: int, mebibytes: int) -> None:
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    full = torch.zeros(mebibytes * 2**18)
+    shard = torch.full((full.numel() // ranks,), float(rank))
+    systems: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(full),
+        "reduce_scatter, gloo's": lambda: dist.reduce_scatter_tensor(shard, full),
+        "reduce_scatter, ours": lambda: exchange.reduce_scatter(full, shard, group).wait(),
+        "all_gather, gloo's": lambda: dist.all_gather_into_tensor(full, shard),
+        "all_gather, ours": lambda: exchange.all_gather(full, shard, group).wait(),
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
+    for _ in range(ROUNDS):  # interleaved, so that a busy moment of the machine meets all alike
+        for name, call in systems.items():
+            dist.barrier()
+            began, used = time.perf_counter(), time.process_time()
+            call()
+            times[name].append((time.perf_counter() - began, time.process_time() - used))
+    if rank == 0:
+        print(f"{ranks} ranks, {mebibytes} MiB, median of {ROUNDS}, rank 0")
+        for name, pairs in times.items():
+            wall, used = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+            print(f"  {name:24s} {wall:7.1f} ms wall {used:7.1f} ms CPU")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    mebibytes = int(sys.argv[1]) if len(sys.argv) > 1 else 16
+    for ranks, port in ((2, 29631), (4, 29632)):
+        fork = multiprocessing.get_context("fork")
+        processes = [fork.Process(target=measure, args=(rank, ranks, port, mebibytes)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""A rank's life around its work: it dies with its parent, hears its supervisor, says what failed, joins the others.
+
+A rank is forked by the zygote of `meshwright train`, or it is itself what torchrun, Slurm or Kubernetes started: then there is no
+supervisor to speak with, and signals are heard directly. The work does not see the difference: it has a `Channel`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import selectors
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
+
+from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.base.lines import LineReader, Message, write_line
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEEP = 2**30
+
+
+def keep_heap() -> None:
+    """Large blocks come from the heap and stay in it: fresh pages cost ten times what writing to warm ones does.
+
+    Must run before torch allocates. Where the C library has no mallopt nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, KEEP)
+        mallopt(M_TRIM_THRESHOLD, KEEP)
+
+
+def die_with(parent: int, name: str) -> None:
+    """This process is killed when `parent` dies. Ends at once when it is already gone."""
+    if sys.platform.startswith("linux"):
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@dataclass
+class Channel:
+    """What a rank says and hears. `stop` is why it should end at the next step boundary, empty while it should go on."""
+
+    rank: int
+    world: int
+    hear: Callable[[Message], None]
+    stop: str = ""
+
+    def say(self, kind: str, **message: Any) -> None:
+        self.hear({"kind": kind, **message})
+
+    def heed_signals(self) -> None:
+        """SIGTERM (and Ctrl-C where nobody else hears it) asks for the end of the step, not of the process."""
+        signal.signal(signal.SIGTERM, lambda *_: self._ask("SIGTERM"))
+
+    def _ask(self, reason: str) -> None:
+        self.stop = self.stop or reason
+
+    def heed(self, inbox: LineReader) -> None:
+        """Heeds messages in the background; the end of the pipe is the end of this process."""
+        threading.Thread(target=self._listen, args=(inbox,), daemon=True).start()
+
+    def _listen(self, inbox: LineReader) -> None:
+        waiting = selectors.DefaultSelector()
+        waiting.register(inbox.handle, selectors.EVENT_READ)
+        while True:
+            waiting.select()
+            messages, ended = inbox.read()
+            for message in messages:
+                if "stop" in message:
+                    self._ask(message["stop"])
+            if ended:
+                os._exit(1)
+
+
+def become_rank(message: Message, parent: int, port: int, inbox: int, outbox: int) -> NoReturn:
+    """In a fresh child: log, environment, then `target(channel, payload)`; its exit status is what that returns."""
+    code = 1
+    try:
+        channel = Channel(message["rank"], message["world"], lambda said: write_line(outbox, said))
+        die_with(parent, f"mesh-rank-{channel.rank}")
+        log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        rank, world = str(channel.rank), str(channel.world)
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), GENERATION: str(message["generation"])}
+        channel.heed_signals()
+        channel.heed(LineReader(inbox))
+        code = run_target(message["target"], channel, message["payload"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_target(target: str, channel: Channel, payload: Message) -> int:
+    """`module:function` with a failure told to the supervisor: what, where, and the exit code of its class."""
+    module, _, name = target.partition(":")
+    try:
+        return int(getattr(importlib.import_module(module), name)(channel, payload) or 0)
+    except BaseException as error:
+        traceback.print_exc()
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        code = error.exit_code if isinstance(error, MeshwrightError) else 1
+        channel.say("failed", error=type(error).__name__, message=str(error) or type(error).__name__, place=place, code=code)
+        return code
+
+
+GENERATION = "MESHWRIGHT_GENERATION"
+
+
+class Launched(NamedTuple):
+    """Which rank this process was started as by another launcher."""
+
+    rank: int
+    world: int
+    by: str
+
+
+def launched(environment: Mapping[str, str]) -> Launched | None:
+    """The rank that torchrun, Kubernetes or Slurm made of this process; None when nobody did.
+
+    A Slurm job of several tasks without MASTER_ADDR is an error: going on alone would silently run a world of one.
+
+    >>> launched({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    Launched(rank=1, world=4, by='RANK and WORLD_SIZE')
+    >>> launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    True
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE")
+    elif int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in environment:
+        names = ("SLURM_PROCID", "SLURM_NTASKS")
+    else:
+        return None
+    rank, world = int(environment[names[0]]), int(environment[names[1]])
+    if world > 1 and "MASTER_ADDR" not in environment:
+        raise InputError(f"{names[1]} is {world} but MASTER_ADDR is not set: name the host of rank 0 (and MASTER_PORT, a free port there)")
+    if not 0 <= rank < world:
+        raise InputError(f"{names[0]} ({rank}) is not a rank of a world of {world} ({names[1]})")
+    return Launched(rank, world, " and ".join(names))
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The process groups of a rank are there while this is open. `control` carries small host tensors: stop, seconds, bytes."""
+
+    rank: int
+    world: int
+    control: Any = None
+    notes: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def connect(rank: int, world: int, timeout: float = 1800.0) -> Connection:
+    """Joins the default process group: NCCL for CUDA tensors, gloo for the host's. A world of one has none.
+
+    Threads: the cores of this machine are shared out among its ranks, unless OMP_NUM_THREADS says otherwise.
+    """
+    import torch
+    import torch.distributed as dist
+
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world)))
+    cuda = torch.cuda.is_available()
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world))
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank))) % torch.cuda.device_count())
+    if world == 1:
+        return Connection(rank, world)
+    backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=timeout)
+    if GENERATION in os.environ:
+        raw = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+        store = dist.PrefixStore(f"generation-{os.environ[GENERATION]}", raw)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    else:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ.setdefault("MASTER_PORT", "29500")
+        try:
+            dist.init_process_group(backend, timeout=limit)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            place = f"port {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']}"
+            raise InputError(f"{place} is in use: set MASTER_PORT to a free one (torchrun: --master-port)") from None
+    control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
+    return Connection(rank, world, control)

@@ -1,0 +1,197 @@
+"""The process from which ranks are forked: it imports torch once, so that a rank starts in hundredths of a second and shares its pages.
+
+Promises: it has one thread and no process group when it forks; ranks die with it (PR_SET_PDEATHSIG, end of their pipe) and it with its
+supervisor; the store of addresses listens on 127.0.0.1 alone (a socket bound here, before any fork) and is no rank's burden: it lives in a
+process of its own, so that no rank is special. It speaks JSON lines: commands on standard input, events on what was standard output.
+
+| command | event |
+|---|---|
+| start: rank, world, generation, target, payload, log | started: rank, generation, pid |
+| tell: rank, message | said: rank, generation, message |
+| signal: rank, signal | ended: rank, generation, status (negative: the signal) |
+| | ready: pid, port |
+
+Source: forking beats spawning 50 times; a first AdamW step in a child would import torch._dynamo there, seconds each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import NoReturn
+
+from meshwright.base.lines import LineReader, Message, write_line
+from meshwright.train.rank import become_rank, die_with, keep_heap
+
+
+def warm(modules: list[str]) -> None:
+    """The imports and first calls that would cost every rank seconds."""
+    import torch
+    import torch._dynamo
+    import torch.distributed.device_mesh
+    import torch.distributed.tensor
+
+    torch.set_num_threads(1)
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.sum().backward()
+    torch.optim.AdamW([weight]).step()
+    for module in modules:
+        importlib.import_module(module)
+
+
+@dataclass
+class Child:
+    """A forked rank as the zygote sees it."""
+
+    rank: int
+    generation: int
+    pid: int
+    inbox: LineReader
+    outbox: int
+
+
+class Zygote:
+    """The loop: obeys commands, relays messages, reports ends."""
+
+    def __init__(self, commands: int, events: int) -> None:
+        self.commands = LineReader(commands)
+        self.events = events
+        self.children: dict[int, Child] = {}
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.woken, self.waker = socket.socketpair()
+        for end in (self.woken, self.waker):
+            end.setblocking(False)
+        self.waiting = selectors.DefaultSelector()
+        self.store = 0
+
+    def run(self) -> NoReturn:
+        parent = os.getpid()
+        self.store = os.fork()
+        if self.store == 0:
+            self._serve_store(parent)
+        signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.waiting.register(self.commands.handle, selectors.EVENT_READ, self._obey)
+        self.waiting.register(self.woken, selectors.EVENT_READ, self._reap)
+        write_line(self.events, {"event": "ready", "pid": os.getpid(), "port": self.port})
+        try:
+            while True:
+                for key, _ in self.waiting.select():
+                    key.data()
+        except BaseException:
+            traceback.print_exc()
+            self._end(1)
+
+    def _end(self, code: int = 0) -> NoReturn:
+        for pid in [child.pid for child in self.children.values()] + [self.store]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _obey(self) -> None:
+        messages, ended = self.commands.read()
+        for message in messages:
+            child = self.children.get(message["rank"])
+            if message["do"] == "start":
+                self._start(message)
+            elif child is not None and message["do"] == "signal":
+                os.kill(child.pid, message["signal"])
+            elif child is not None and message["do"] == "tell":
+                try:
+                    write_line(child.outbox, message["message"])
+                except BrokenPipeError:
+                    pass  # it has just ended: its end is reported
+        if ended:
+            self._end()
+
+    def _start(self, message: Message) -> None:
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            for handle in (ours_out, ours_in):
+                os.close(handle)
+            self._forget()
+            self.listener.close()
+            become_rank(message, parent, self.port, theirs_in, theirs_out)
+        for handle in (theirs_in, theirs_out):
+            os.close(handle)
+        child = Child(message["rank"], message["generation"], pid, LineReader(ours_in), ours_out)
+        self.children[child.rank] = child
+        self.waiting.register(ours_in, selectors.EVENT_READ, lambda: self._relay(child))
+        write_line(self.events, {"event": "started", "rank": child.rank, "generation": child.generation, "pid": pid})
+
+    def _forget(self) -> None:
+        """In a child: the handles of the zygote, else nobody would see the end of a pipe."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.waiting.close()
+        for end in (self.woken, self.waker):
+            end.close()
+        for handle in [self.commands.handle, self.events, *(h for c in self.children.values() for h in (c.inbox.handle, c.outbox))]:
+            os.close(handle)
+
+    def _relay(self, child: Child) -> None:
+        messages, ended = child.inbox.read()
+        for message in messages:
+            write_line(self.events, {"event": "said", "rank": child.rank, "generation": child.generation, "message": message})
+        if ended:
+            self.waiting.unregister(child.inbox.handle)
+
+    def _reap(self) -> None:
+        try:
+            self.woken.recv(4096)
+        except BlockingIOError:
+            pass
+        for child in list(self.children.values()):
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if not pid:
+                continue
+            if child.inbox.handle in self.waiting.get_map():
+                self._relay(child)
+            if child.inbox.handle in self.waiting.get_map():
+                self.waiting.unregister(child.inbox.handle)
+            os.close(child.inbox.handle)
+            os.close(child.outbox)
+            del self.children[child.rank]
+            status = os.waitstatus_to_exitcode(status)
+            write_line(self.events, {"event": "ended", "rank": child.rank, "generation": child.generation, "status": status})
+
+    def _serve_store(self, parent: int) -> NoReturn:
+        """The addresses of the ranks, on the socket that was bound before: nothing listens on another interface."""
+        die_with(parent, "mesh-store")
+        self._forget()
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False, master_listen_fd=self.listener.detach())
+        while store is not None:
+            signal.pause()
+        os._exit(0)
+
+
+def main() -> NoReturn:
+    parent = int(sys.argv[1])
+    die_with(parent, "mesh-zygote")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the supervisor hears them and decides
+    commands, events = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    keep_heap()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for CUDA devices must not start its driver before the fork
+    warm(sys.argv[2:])
+    Zygote(commands, events).run()
+
+
+if __name__ == "__main__":
+    main()

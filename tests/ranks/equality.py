@@ -1,0 +1,151 @@
+"""The promise as a function: a model under a plan on real ranks, and the same model on one device.
+
+`train(model, plan, precision, steps)` runs on every rank; `alone` runs the plain model with the plain loss and a plain optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.models.registry import build
+from meshwright.train.trainer import parallelize
+
+ROWS, SEQUENCE, VOCABULARY = 8, 16, 96
+SIZES = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": VOCABULARY, "seq": 32}
+MODELS = ("llama", "llama-tied", "gpt2", "bert", "convnet", "hf-llama", "hf-gpt2")
+TOLERANCE = {"fp64": (1e-10, 1e-10), "fp32": (1e-6, 1e-5)}
+"""Largest relative difference of losses and of first gradients, by precision."""
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name.startswith("hf-"):
+        return _hugging_face(name)
+    if name == "convnet":
+        return build({"kind": "convnet", "layers": 4, "hidden": 16, "classes": 10})
+    kind, _, tied = name.partition("-")
+    return build({**SIZES, "kind": kind, "tied": bool(tied) or kind != "llama"})
+
+
+def _hugging_face(name: str) -> nn.Module:
+    import transformers
+
+    if name == "hf-llama":
+        config = transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+            vocab_size=VOCABULARY, max_position_embeddings=32, use_cache=False,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
+    config = transformers.GPT2Config(
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def make_batch(name: str, step: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
+    """Rows hold unequal numbers of valid labels: a mean of means is wrong here."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    if name == "convnet":
+        return {"images": torch.randn(rows, 3, 16, 16, generator=generator), "labels": torch.randint(0, 10, (rows,), generator=generator)}
+    ids = torch.randint(0, VOCABULARY, (rows, SEQUENCE), generator=generator)
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : (row * 5 + step) % SEQUENCE] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+
+
+def train(name: str, plan: str, precision: str, steps: int, clip: float | None = 1.0) -> dict[str, Any]:
+    """On every rank: losses and norms of `steps` steps, the first full gradients and the last weights (rank 0)."""
+    trainer = parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=clip)
+    loss, tokens, gradients = trainer.gradients(make_batch(name, 0))
+    records = [trainer.step(make_batch(name, step)) for step in range(steps)]
+    return {
+        "first": loss,
+        "tokens": tokens,
+        "gradients": gradients,
+        "losses": [record.loss for record in records],
+        "norms": [record.gradient_norm for record in records],
+        "weights": trainer.full_state_dict(),
+        "evaluated": trainer.evaluate(make_batch(name, 99)),
+        "bytes": trainer.bytes(),
+    }
+
+
+def loss_of(model: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Mean over valid labels with torch's own loss, and their number."""
+    output = model(**{key: value for key, value in batch.items() if key != "labels"})
+    logits, labels = output.logits, batch["labels"]
+    if name not in ("bert", "convnet"):
+        labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100), int((labels != -100).sum())
+
+
+def alone(name: str, precision: str, steps: int, clip: float | None = 1.0) -> dict[str, Any]:
+    """What one device computes, with nothing of ours but the model."""
+    kind = {"fp64": torch.float64, "fp32": torch.float32}[precision]
+    model = make_model(name).to(kind)
+    optimizer = make_optimizer(model.parameters())
+
+    def cast(step: int) -> dict[str, torch.Tensor]:
+        return {key: value.to(kind) if value.is_floating_point() else value for key, value in make_batch(name, step).items()}
+
+    loss, tokens = loss_of(model, name, cast(0))
+    loss.backward()
+    result: dict[str, Any] = {"first": loss.item(), "tokens": tokens, "losses": [], "norms": []}
+    result["gradients"] = {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss, _ = loss_of(model, name, cast(step))
+        loss.backward()
+        result["losses"].append(loss.item())
+        limit = float("inf") if clip is None else clip
+        result["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
+        optimizer.step()
+    result["weights"] = {key: value.detach() for key, value in model.named_parameters()}
+    with torch.no_grad():
+        result["evaluated"] = loss_of(model, name, cast(99))[0].item()
+    return result
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Relative: norm of the difference over the norm."""
+    one, other = one.double(), other.double()
+    return float((one - other).norm() / other.norm().clamp_min(1e-30))
+
+
+def check(expected: dict[str, Any], results: list[dict[str, Any]], precision: str) -> None:
+    """Raises AssertionError with the place and the size of the first difference beyond the tolerance."""
+    loss_limit, gradient_limit = TOLERANCE[precision]
+    ours = results[0]
+    assert ours["tokens"] == expected["tokens"]
+    for result in results:
+        assert result["losses"] == ours["losses"], "ranks disagree on the loss"
+    pairs = [("first", ours["first"], expected["first"]), ("evaluated", ours["evaluated"], expected["evaluated"])]
+    pairs += [(f"step {k}", a, b) for k, (a, b) in enumerate(zip(ours["losses"], expected["losses"], strict=True))]
+    for place, a, b in pairs:
+        assert abs(a / b - 1) <= loss_limit, f"loss at {place}: {a} against {b}"
+    for a, b in zip(ours["norms"], expected["norms"], strict=True):
+        assert abs(a / b - 1) <= 10 * gradient_limit, f"gradient norm {a} against {b}"
+    assert ours["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        off = difference(ours["gradients"][name], gradient)
+        assert off <= gradient_limit or gradient.norm() < 1e-9, f"gradient of {name} differs by {off:.1e}"
+    for name, weight in expected["weights"].items():
+        off = difference(ours["weights"][name], weight)
+        assert off <= (1e-3 if precision == "fp32" else 1e-8), f"weight {name} differs by {off:.1e}"
