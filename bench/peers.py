@@ -1,0 +1,192 @@
+"""Ours and its peers on the reference workload, interleaved step by step in one job of forked ranks.
+
+In each round every system does one step on the round's batch, in random order, the same on all ranks, after a barrier. Wall time is that
+of the slowest rank, CPU time the sum over ranks; both are divided by those of DDP in the same round, so that load from outside cancels as
+far as it can. Peak memory is measured in jobs of their own, one system each: the growth of the resident peak over what the process held
+before its model. Losses are compared with one process, step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.ranks import run
+from bench.systems import Batch, Setting, Sizes, Step, data_systems, model_systems
+
+RESULTS = Path(__file__).parent / "results"
+FAMILIES: dict[str, Callable[[int, int], dict[str, Callable[[Setting], Step]]]] = {"data": data_systems, "model": model_systems}
+REFERENCE = "torch DDP"
+
+
+def batch_of(sizes: Sizes, index: int) -> Batch:
+    """The global batch of a round, the same on every rank."""
+    ids = torch.randint(sizes.vocab, (sizes.batch, sizes.sequence), generator=torch.Generator().manual_seed(1000 + index))
+    return {"input_ids": ids, "labels": ids}
+
+
+def measure(setting: Setting, family: str, only: list[str], rounds: int, warm: int) -> dict[str, list[dict[str, float]]]:
+    """On every rank: the rounds of each system as {seconds, cpu, loss}; whole after the sums over ranks."""
+    made = FAMILIES[family](setting.world, setting.sizes.batch)
+    steps = {name: make(setting) for name, make in made.items() if not only or name == REFERENCE or any(word in name for word in only)}
+    order = random.Random(0)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
+    for index in range(warm + rounds):
+        batch = batch_of(setting.sizes, index)
+        for name in order.sample(sorted(steps), len(steps)):
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            loss, weight = steps[name](batch)
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            slowest = torch.tensor(wall, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            sums = torch.tensor([cpu, loss * weight, weight], dtype=torch.float64)
+            dist.all_reduce(sums)
+            found[name].append({"seconds": float(slowest), "cpu": float(sums[0]), "loss": float(sums[1] / sums[2]), "warm": index < warm})
+    return found
+
+
+def peak(setting: Setting, family: str, name: str) -> float:
+    """On every rank: bytes by which one system's peak of resident memory grew; the batch is tiny, so that model state decides."""
+    before = _status("VmRSS")
+    step = FAMILIES[family](setting.world, setting.sizes.batch)[name](setting)
+    for index in range(2):
+        step(batch_of(setting.sizes, index))
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> float:
+    """Bytes of a line of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    return float(line.split()[1]) * 1024
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile."""
+    if len(values) < 2:
+        return (values[0],) * 3
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def rows(found: dict[str, list[dict[str, float]]], peaks: dict[str, float], tokens: int) -> list[dict[str, Any]]:
+    """One row a system: ratios to DDP of the same round, losses against one process (or DDP where that did not run)."""
+    truth = found.get("one process", found[REFERENCE])
+    table = []
+    for name, steps in found.items():
+        pairs = [(mine, base) for mine, base in zip(steps, found[REFERENCE], strict=True) if not mine["warm"]]
+        table.append(
+            {
+                "system": name,
+                "wall_ratio": spread([mine["seconds"] / base["seconds"] for mine, base in pairs]),
+                "cpu_ratio": spread([mine["cpu"] / base["cpu"] for mine, base in pairs]),
+                "seconds": spread([mine["seconds"] for mine, _ in pairs]),
+                "cpu_seconds": spread([mine["cpu"] for mine, _ in pairs]),
+                "tokens_per_second": tokens / spread([mine["seconds"] for mine, _ in pairs])[1],
+                "loss_error": max(abs(mine["loss"] - other["loss"]) / abs(other["loss"]) for mine, other in zip(steps, truth, strict=True)),
+                "first_loss": steps[0]["loss"],
+                "last_loss": steps[-1]["loss"],
+                "peak_bytes": peaks.get(name),
+            }
+        )
+    return table
+
+
+def markdown(title: str, table: list[dict[str, Any]]) -> str:
+    lines = [
+        f"### {title}",
+        "",
+        "| system | wall / DDP [quartiles] | CPU / DDP [quartiles] | wall s | CPU s | tokens/s | largest loss error | peak MiB a rank |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in table:
+        low, wall, high = row["wall_ratio"]
+        less, cpu, more = row["cpu_ratio"]
+        memory = f"{row['peak_bytes'] / 2**20:.0f}" if row["peak_bytes"] else ""
+        lines.append(
+            f"| {row['system']} | {wall:.2f} [{low:.2f}, {high:.2f}] | {cpu:.2f} [{less:.2f}, {more:.2f}] | {row['seconds'][1]:.2f} | "
+            f"{row['cpu_seconds'][1]:.2f} | {row['tokens_per_second']:.0f} | {row['loss_error']:.1e} | {memory} |"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """What a reader must know to read the figures."""
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ""
+    )
+    return {
+        "processor": model or platform.processor(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "load_average_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def default_source() -> str:
+    import importlib.util
+
+    return "huggingface" if importlib.util.find_spec("transformers") else "own"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--only", nargs="+", default=[], help="parts of names of systems; DDP always runs")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--source", choices=["huggingface", "own"], default=default_source())
+    parser.add_argument("--fused", action="store_true", help="torch's fused AdamW in every system")
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--small", action="store_true", help="a tiny model: to see that everything runs")
+    parser.add_argument("--out", default="peers", help="name of the files in bench/results, or - for none")
+    chosen = parser.parse_args(arguments)
+    sizes = Sizes(layers=4, hidden=64, heads=4, ffn=128, vocab=512, sequence=32) if chosen.small else Sizes()
+    setting = Setting(sizes, chosen.source, chosen.fused)
+    tiny = Setting(Sizes(**{**asdict(sizes), "sequence": 8}), chosen.source, chosen.fused)
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "workload": {**asdict(sizes), "source": chosen.source, "fused": chosen.fused},
+        "tables": {},
+    }
+    texts = []
+    for world in chosen.ranks:
+        for family in chosen.families:
+            found = run(world, measure, setting, family, chosen.only, chosen.rounds, chosen.warm)[0]
+            peaks = {} if chosen.no_memory else {name: max(run(world, peak, tiny, family, name)) for name in found}
+            table = rows(found, peaks, sizes.batch * sizes.sequence)
+            title = f"{world} ranks, what splits the {'batch' if family == 'data' else 'model'}"
+            report["tables"][f"{family}-{world}"] = table
+            texts.append(markdown(title, table))
+            print(texts[-1] + "\n", flush=True)
+    report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
+    if chosen.out != "-":
+        write(chosen.out, "Peers on the reference workload", report, texts, f"{chosen.rounds} rounds after {chosen.warm} to warm up.")
+
+
+def write(name: str, title: str, report: dict[str, Any], texts: list[str], note: str) -> None:
+    """bench/results/NAME.json and NAME.md."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in {**report["machine"], **report["workload"]}.items())
+    (RESULTS / f"{name}.md").write_text("\n\n".join([f"# {title}", f"{note} {facts}.", *texts]) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
