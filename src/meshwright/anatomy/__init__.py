@@ -1,0 +1,7 @@
+"""How any model is understood, by structure: its blocks, embedding, head, and what tensor parallelism shards."""
+
+from meshwright.anatomy.layers import layers
+from meshwright.anatomy.nouns import Anatomy, Region, Split, intervals
+from meshwright.anatomy.read import read
+
+__all__ = ["Anatomy", "Region", "Split", "intervals", "layers", "read"]

@@ -1,0 +1,210 @@
+"""A model is understood by its structure: ours and Hugging Face's, without their names being known."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright import anatomy
+from meshwright.anatomy import Anatomy, Region, Split, intervals
+from meshwright.models.registry import TINY, build
+
+torch.set_num_threads(1)
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def small(name: str, **changes: object) -> nn.Module:
+    return build({**TINY[name], "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, **changes})
+
+
+def hf_llama(tied: bool, attention: str) -> nn.Module:
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=tied, attn_implementation=attention)
+    return transformers.LlamaForCausalLM(config)
+
+
+def hf_gpt2(attention: str) -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_inner=48, attn_implementation=attention)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def block_splits(found: Anatomy, index: int = 0) -> dict[str, Split]:
+    prefix = found.block(index) + "."
+    return {name.removeprefix(prefix): split for name, split in found.splits.items() if name.startswith(prefix)}
+
+
+ATTENTION = Region("self_attn", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
+GATED = Region("mlp", ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+LLAMA_BLOCK = {
+    **{f"self_attn.{name}_proj.weight": Split(0) for name in "qkv"},
+    "self_attn.o_proj.weight": Split(1),
+    "mlp.gate_proj.weight": Split(0),
+    "mlp.up_proj.weight": Split(0),
+    "mlp.down_proj.weight": Split(1),
+}
+LLAMAS: dict[str, Callable[[], nn.Module]] = {
+    "ours": lambda: small("llama-tiny"),
+    "ours, tied": lambda: small("llama-tiny", tied=True),
+    "theirs": lambda: hf_llama(False, "sdpa"),
+    "theirs, eager": lambda: hf_llama(False, "eager"),
+    "theirs, tied": lambda: hf_llama(True, "sdpa"),
+}
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -> None:
+    found = anatomy.read(LLAMAS[name]())
+    assert (found.blocks, found.count, found.embedding, found.head) == ("model.layers", 2, "model.embed_tokens", "lm_head")
+    assert found.tied == ("tied" in name)
+    assert found.regions == (ATTENTION, GATED)
+    assert block_splits(found, 0) == block_splits(found, 1) == LLAMA_BLOCK
+    assert {n: s for n, s in found.splits.items() if ".layers." not in n} == {
+        "model.embed_tokens.weight": Split(0),
+        "lm_head.weight": Split(0),
+    }
+    assert found.divisible == {"heads": 4, "kv_heads": 2, "ffn": 48}
+    assert found.vocabulary == 64
+    assert not found.whole_mixers
+    norms = [f"model.layers.{i}.{norm}.weight" for i in (0, 1) for norm in ("input_layernorm", "post_attention_layernorm")]
+    assert sorted(found.replicated) == sorted([*norms, "model.norm.weight"])
+
+
+@pytest.mark.parametrize("attention", ["ours", "sdpa", "eager"])
+def test_gpt2_has_a_fused_projection_of_three_parts_and_a_tied_head(attention: str) -> None:
+    found = anatomy.read(small("gpt2-tiny") if attention == "ours" else hf_gpt2(attention))
+    assert (found.blocks, found.count, found.embedding, found.head) == ("transformer.h", 2, "transformer.wte", "lm_head")
+    assert found.tied
+    attributes = (("attn", "num_heads"),) if attention == "ours" else (("attn", "num_heads"), ("attn", "split_size"))
+    assert found.regions == (Region("attn", ("attn.c_attn",), ("attn.c_proj",), attributes), Region("mlp", ("mlp.c_fc",), ("mlp.c_proj",)))
+    out, parts = (0 if attention == "ours" else 1), (32, 32, 32)  # Conv1D holds its weight the other way round
+    assert block_splits(found, 1) == {
+        "attn.c_attn.weight": Split(out, parts),
+        "attn.c_attn.bias": Split(0, parts),
+        "attn.c_proj.weight": Split(1 - out),
+        "mlp.c_fc.weight": Split(out),
+        "mlp.c_fc.bias": Split(0),
+        "mlp.c_proj.weight": Split(1 - out),
+    }
+    assert found.splits["lm_head.weight"] == found.splits["transformer.wte.weight"] == Split(0)
+    assert found.divisible == {"heads": 4, "kv_heads": 4, "ffn": 48}
+
+
+def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bias_with_the_head() -> None:
+    model = small("bert-tiny")
+    found = anatomy.read(model)
+    heads = (("attention", "num_attention_heads"),)
+    columns = ("attention.query", "attention.key", "attention.value")
+    assert found.regions == (
+        Region("attention", columns, ("attention.output",), heads),
+        Region("intermediate", ("intermediate",), ("output",)),
+    )
+    assert found.splits["decoder.bias"] == Split(0)
+    named = dict(anatomy.layers(model, found))
+    assert named["embedding"] == ["bert.embeddings.word_embeddings.weight"]
+    assert named["head"] == ["decoder.bias"]
+    assert named["front"][0] == "bert.embeddings.position_embeddings.weight"
+    assert named["back"] == ["transform.dense.weight", "transform.dense.bias", "transform.norm.weight", "transform.norm.bias"]
+
+
+def test_hugging_face_bert_is_entered_below_its_residual_and_its_twice_named_bias_is_split_under_both_names() -> None:
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+    found = anatomy.read(model)
+    assert [region.module for region in found.regions] == ["attention.self", "intermediate"]
+    assert found.regions[0].rows == ("attention.output.dense",)
+    assert found.splits["cls.predictions.bias"] == found.splits["cls.predictions.decoder.bias"] == Split(0)
+    assert dict(anatomy.layers(model, found))["head"] == ["cls.predictions.bias"]
+
+
+@pytest.mark.parametrize("name", [*TINY, "theirs", "gpt2", "opt"])
+def test_every_parameter_stands_in_one_layer_in_forward_order(name: str) -> None:
+    opt = transformers.OPTConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32
+    )
+    makers = {"theirs": lambda: hf_llama(True, "sdpa"), "gpt2": lambda: hf_gpt2("sdpa"), "opt": lambda: transformers.OPTForCausalLM(opt)}
+    model = makers[name]() if name in makers else small(name)
+    layers = anatomy.layers(model, anatomy.read(model))
+    assert sorted(n for _, names in layers for n in names) == sorted(n for n, _ in model.named_parameters())
+    order = ["embedding", "front", "block.0", "block.1", "back", "head"]
+    assert [layer for layer, _ in layers] == [layer for layer in order if layer in dict(layers)]
+    if name == "opt":  # registered before its layers, used behind them
+        assert dict(layers)["back"] == ["model.decoder.final_layer_norm.weight", "model.decoder.final_layer_norm.bias"]
+
+
+def test_a_network_without_a_vocabulary_or_blocks_is_replicated_and_that_is_said() -> None:
+    conv = small("convnet-tiny")
+    found = anatomy.read(conv)
+    assert (found.blocks, found.count, found.regions, found.splits) == ("blocks", 2, (), {})
+    assert found.replicated == tuple(name for name, _ in conv.named_parameters())
+    assert "no vocabulary" in found.understood[-1]
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    found = anatomy.read(plain)
+    assert found.blocks is None
+    assert anatomy.layers(plain, found) == [("block.0", ["0.weight", "0.bias"]), ("block.1", ["2.weight", "2.bias"])]
+
+
+class Odd(nn.Module):
+    """A block whose first pair norms all of its hidden features, and whose second pair is plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.inner, self.narrow = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.narrow(self.inner(self.wide(x)))
+        return x + self.down(F.silu(self.up(x)))
+
+
+class OddModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 8)
+        self.parts = nn.ModuleList(Odd() for _ in range(3))
+        self.out = nn.Linear(8, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for part in self.parts:
+            x = part(x)
+        return self.out(x)
+
+
+def test_a_norm_over_shared_features_keeps_its_region_whole_and_the_rest_is_sharded() -> None:
+    found = anatomy.read(OddModel())
+    assert found.regions == (Region("up", ("up",), ("down",)),)
+    assert block_splits(found, 2) == {"up.weight": Split(0), "up.bias": Split(0), "down.weight": Split(1)}
+    assert found.whole_mixers
+    assert any(line.startswith("wide stay whole: ") and "all features for layer_norm" in line for line in found.understood)
+
+
+def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() -> None:
+    model = hf_llama(False, "sdpa")
+    wanted = anatomy.read(model)
+    model.model.forward = None  # cannot run
+    found = anatomy.read(model)
+    assert any("plan that the model carries" in line for line in found.understood)
+    assert found.regions == wanted.regions
+    assert found.splits == wanted.splits
+    assert found.divisible == wanted.divisible
+    assert anatomy.layers(model, found) == anatomy.layers(model, wanted)
+
+
+def test_reading_leaves_the_model_and_the_random_state_as_they_were() -> None:
+    model = hf_gpt2("sdpa")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    model.train()
+    anatomy.read(model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(module.training and not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_the_intervals_of_all_ranks_cover_each_part_once(ranks: int) -> None:
+    for size in (1, 5, 8, (8, 4, 4), (3, 1)):
+        held = sorted(i for rank in range(ranks) for start, stop in intervals(size, rank, ranks) for i in range(start, stop))
+        assert held == list(range(size if isinstance(size, int) else sum(size)))
