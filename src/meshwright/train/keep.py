@@ -1,0 +1,76 @@
+"""A trainer to and from a checkpoint: weights, optimizer states, loss scale, position and random states.
+
+Under the same plan going on is bit-identical to never having stopped; under another plan it is the same up to the order of sums (random
+states then begin anew from the seed, which matters only where there is dropout).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.base.codec import build
+from meshwright.checkpoint.load import load
+from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.save import Ranks, save
+from meshwright.parallel import state
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.record import RunState
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+
+def ranks_of(mesh: Mesh) -> Ranks:
+    """How the ranks of a checkpoint meet: each tells the others one text. Bytes in tensors, nothing pickled."""
+
+    def share(text: str) -> list[str]:
+        if mesh.world is None:
+            return [text]
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=mesh.device)
+        world = dist.get_world_size()
+        lengths = torch.zeros(world, dtype=torch.int64, device=mesh.device)
+        lengths[mesh.rank] = mine.numel()
+        dist.all_reduce(lengths)
+        texts = torch.zeros(world, max(int(lengths.max()), 1), dtype=torch.uint8, device=mesh.device)
+        texts[mesh.rank, : mine.numel()] = mine
+        dist.all_reduce(texts)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(texts.cpu(), lengths.tolist(), strict=True)]
+
+    return Ranks(mesh.rank, mesh.plan.world, share)
+
+
+def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
+    """FOLDER/step-N, durable and read back."""
+    engine, optimizer = trainer.engine, trainer.optimizer
+    pieces = [*state.weight_pieces(engine, saving=True), *state.optimizer_pieces(engine, optimizer, saving=True)]
+    content = {"run": trainer.run_state.model_dump(), "optimizer": state.optimizer_scalars(engine, optimizer), "extra": extra}
+    local = {"random": torch.get_rng_state()}
+    if trainer.mesh.device.type == "cuda":
+        local["random-cuda"] = torch.cuda.get_rng_state(trainer.mesh.device)
+    ranks = ranks_of(trainer.mesh)
+    return save(folder, trainer.steps, map(tuple, pieces), content, plan=trainer.plan, ranks=ranks, local=local)  # type: ignore[arg-type]
+
+
+def load_trainer(trainer: Trainer, path: Path) -> dict[str, Any]:
+    """Fill `trainer` from the checkpoint `path`; what was given as `extra` comes back."""
+    engine, optimizer = trainer.engine, trainer.optimizer
+    saved = read_manifest(path).state
+    with torch.no_grad():
+        state.prepare_optimizer(engine, optimizer, saved["optimizer"])
+        wanted = [*state.weight_pieces(engine, saving=False), *state.optimizer_pieces(engine, optimizer, saving=False)]
+        loaded = load(path, map(tuple, wanted), plan=trainer.plan, ranks=ranks_of(trainer.mesh))  # type: ignore[arg-type]
+        for unit in engine.zero.units:
+            unit.write_back()
+            unit.share().wait()
+    run = build(RunState, saved["run"], str(path))
+    trainer.steps, trainer.samples = run.step, run.samples
+    trainer.scale.factor, trainer.scale.good_steps = run.loss_scale, run.good_steps
+    if loaded.local is not None:
+        torch.set_rng_state(loaded.local["random"])
+        if "random-cuda" in loaded.local:
+            torch.cuda.set_rng_state(loaded.local["random-cuda"], trainer.mesh.device)
+    return dict(saved["extra"])

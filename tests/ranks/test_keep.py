@@ -1,0 +1,65 @@
+"""Going on from a checkpoint is never having stopped: to the bit under the same plan, to the order of sums under another."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import difference, make_batch, make_model, make_optimizer
+
+from meshwright.spec.plan import parse_plan
+from meshwright.train.trainer import Trainer, parallelize
+
+LAYOUTS = ["dp1", "dp4.z1", "dp4.z3", "tp2.sp", "dp2.tp2.z2", "dp2.pp2.z3", "pp2.interleaved2", "dp2.tp2.pp2.z1", "dp2x2.z2"]
+
+
+def start(name: str, plan: str, precision: str) -> Trainer:
+    return parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=1.0)
+
+
+def straight(name: str, plan: str, precision: str, steps: int, folder: str, stop: int) -> Any:
+    """`steps` steps with a checkpoint after `stop` of them."""
+    trainer = start(name, plan, precision)
+    for step in range(steps):
+        if step == stop:
+            trainer.save(folder, {"note": "kept"})
+        trainer.step(make_batch(name, step))
+    return trainer.full_state_dict()
+
+
+def resumed(name: str, plan: str, precision: str, steps: int, path: str) -> Any:
+    torch.manual_seed(77)
+    trainer = start(name, plan, precision)
+    assert trainer.load(path) == {"note": "kept"}
+    assert trainer.run_state.samples == trainer.steps * 8
+    for step in range(trainer.steps, steps):
+        trainer.step(make_batch(name, step))
+    return trainer.full_state_dict()
+
+
+def checkpoint_of(ranks: Any, name: str, plan: str, precision: str, folder: Path) -> tuple[Any, str]:
+    weights = ranks.run(parse_plan(plan).world, straight, name, plan, precision, 4, str(folder), 2)[0]
+    return weights, str(next(folder.glob("step-*")))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("plan", ["dp2", "dp2x2.z1", "dp2.z3", "dp2.tp2.pp2.z2"])
+def test_resuming_under_the_same_plan_is_bit_identical(ranks: Any, tmp_path: Path, plan: str, precision: str) -> None:
+    whole, path = checkpoint_of(ranks, "llama", plan, precision, tmp_path)
+    again = ranks.run(parse_plan(plan).world, resumed, "llama", plan, precision, 4, path)[0]
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_any_layout_loads_into_any_layout(ranks: Any, name: str) -> None:
+    for position, plan in enumerate(LAYOUTS):
+        with tempfile.TemporaryDirectory() as folder:
+            whole, path = checkpoint_of(ranks, name, plan, "fp64", Path(folder))
+            for other in (LAYOUTS[(position + 1) % len(LAYOUTS)], LAYOUTS[(position + 4) % len(LAYOUTS)]):
+                again = ranks.run(parse_plan(other).world, resumed, name, other, "fp64", 4, path)[0]
+                for key in whole:
+                    assert difference(again[key], whole[key]) < 1e-9, f"{plan} -> {other}: {key}"

@@ -1,0 +1,134 @@
+"""The trainer at its limits: low precision, overflow, unused parameters, wrong input, accumulation, the user's own loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equality import make_batch, make_model, make_optimizer
+from torch import nn
+
+from meshwright.base.errors import InputError
+from meshwright.spec.plan import parse_plan
+from meshwright.train.trainer import Share, parallelize
+
+
+def losses(plan: str, precision: str, steps: int) -> Any:
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision=precision, clip=1.0)
+    return [trainer.step(make_batch("llama", 0)).loss for _ in range(steps)], trainer.bytes()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", ["dp2", "dp2.z1", "dp2.z3", "tp2.sp.pp2"])
+def test_low_precision_with_master_weights_follows_float32(ranks: Any, plan: str, precision: str) -> None:
+    world = parse_plan(plan).world
+    low, held = ranks.run(world, losses, plan, precision, 8)[0]
+    high, _ = ranks.run(world, losses, plan, "fp32", 8)[0]
+    assert low[-1] < low[0] - 0.05
+    assert max(abs(a / b - 1) for a, b in zip(low, high, strict=True)) < 0.01
+    shards = parse_plan(plan).dp_shard
+    held_whole = held["parameters"] * (shards if parse_plan(plan).zero == 3 else 1)
+    assert held["optimizer"] == held_whole // 2 * 12 // shards
+
+
+def poisoned(plan: str) -> Any:
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp16", clip=1.0)
+    before = trainer.full_state_dict()
+    records = []
+    if trainer.mesh.rank == 0:
+        unit = trainer.engine.zero.units[-1]
+        name, parameter = next(iter(unit.parameters.items()))
+        poison = [True]
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * float("inf") if poison.pop() else gradient
+
+        handle = parameter.register_hook(lambda gradient: hook(gradient) if poison else gradient)
+    records.append(trainer.step(make_batch("llama", 0)))
+    after = trainer.full_state_dict()
+    if trainer.mesh.rank == 0:
+        handle.remove()
+    records.append(trainer.step(make_batch("llama", 0)))
+    return [(r.skipped, r.loss_scale) for r in records], before, after
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2.z2", "tp2", "pp2"])
+def test_a_non_finite_gradient_on_one_rank_is_skipped_by_all(ranks: Any, plan: str) -> None:
+    results = ranks.run(2, poisoned, plan)
+    for steps, *_ in results:
+        assert steps == [(True, 2.0**16), (False, 2.0**15)]
+    _, before, after = results[0]
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+class Half(nn.Module):
+    """Only one of its two layers is ever used, and the loss is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 1)
+        self.unused = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.used(x) - y[:, None]
+
+
+def own_loss(plan: str) -> Any:
+    torch.manual_seed(0)
+    trainer = parallelize(
+        Half(), lambda p: torch.optim.SGD(p, lr=0.1), plan, precision="fp64", loss=lambda output, batch: output.square().mean()
+    )
+    generator = torch.Generator().manual_seed(5)
+    batch = {"x": torch.randn(8, 4, generator=generator), "y": torch.randn(8, generator=generator)}
+    return [trainer.step(batch).loss for _ in range(4)], trainer.gradients(batch)[2]
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2.z1.mb2", "dp4.z2", "dp2.z3"])
+def test_any_module_trains_with_its_own_loss_and_unused_parameters(ranks: Any, plan: str) -> None:
+    alone, gradients = ranks.run(1, own_loss, "dp1")[0]
+    shared, others = ranks.run(parse_plan(plan).world, own_loss, plan)[0]
+    assert shared == pytest.approx(alone, rel=1e-12)
+    assert gradients.keys() == others.keys()
+    for name in gradients:
+        assert torch.allclose(gradients[name], others[name], rtol=1e-10, atol=1e-14)
+
+
+def accumulated(share: bool) -> Any:
+    trainer = parallelize(make_model("llama"), make_optimizer, "dp2.z1", precision="fp64")
+    batch = make_batch("llama", 0)
+    if not share:
+        return trainer.step(batch).loss
+    first = trainer.mesh.replica * 4
+    parts = [{key: value[first + k : first + k + 1] for key, value in batch.items()} for k in range(4)]
+    return trainer.step(Share(parts)).loss
+
+
+def test_a_share_of_the_batch_is_the_batch(ranks: Any) -> None:
+    assert ranks.run(2, accumulated, True)[0] == pytest.approx(ranks.run(2, accumulated, False)[0], rel=1e-12)
+
+
+def refused(name: str, plan: str, rows: int) -> str:
+    try:
+        trainer = parallelize(make_model(name), make_optimizer, plan)
+        trainer.step(make_batch(name, 0, rows))
+    except InputError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "world", "rows", "says"),
+    [
+        ("llama", "dp3", 2, 8, "= 3 ranks, but 2 were started"),
+        ("llama", "dp2", 2, 7, "batch 7 is not a multiple of dp(2) * micro_batch(1) = 2"),
+        ("llama", "tp3", 3, 8, "heads"),
+        ("convnet", "tp2", 2, 8, "tp(2)"),
+        ("llama", "pp4.interleaved2", 4, 8, "need as many blocks"),
+        ("llama", "cp2", 2, 8, "do not run yet"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(ranks: Any, name: str, plan: str, world: int, rows: int, says: str) -> None:
+    for message in ranks.run(world, refused, name, plan, rows):
+        assert says in message
+        assert "\n" not in message
