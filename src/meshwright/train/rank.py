@@ -180,6 +180,7 @@ def connect(rank: int, world: int, timeout: float = 1800.0) -> Connection:
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world)))
     cuda = torch.cuda.is_available()
@@ -192,8 +193,8 @@ def connect(rank: int, world: int, timeout: float = 1800.0) -> Connection:
         return Connection(rank, world)
     backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=timeout)
     if GENERATION in os.environ:
-        raw = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
-        store = dist.PrefixStore(f"generation-{os.environ[GENERATION]}", raw)
+        raw = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+        store = PrefixStore(f"generation-{os.environ[GENERATION]}", raw)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     else:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}

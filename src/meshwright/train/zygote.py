@@ -16,6 +16,7 @@ Source: forking beats spawning 50 times; a first AdamW step in a child would imp
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import selectors
@@ -105,10 +106,8 @@ class Zygote:
             elif child is not None and message["do"] == "signal":
                 os.kill(child.pid, message["signal"])
             elif child is not None and message["do"] == "tell":
-                try:
+                with contextlib.suppress(BrokenPipeError):  # it has just ended: its end is reported
                     write_line(child.outbox, message["message"])
-                except BrokenPipeError:
-                    pass  # it has just ended: its end is reported
         if ended:
             self._end()
 
@@ -147,10 +146,8 @@ class Zygote:
             self.waiting.unregister(child.inbox.handle)
 
     def _reap(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             self.woken.recv(4096)
-        except BlockingIOError:
-            pass
         for child in list(self.children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if not pid:
@@ -169,9 +166,9 @@ class Zygote:
         """The addresses of the ranks, on the socket that was bound before: nothing listens on another interface."""
         die_with(parent, "mesh-store")
         self._forget()
-        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        store = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False, master_listen_fd=self.listener.detach())
+        store = TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False, master_listen_fd=self.listener.detach())
         while store is not None:
             signal.pause()
         os._exit(0)

@@ -1,0 +1,102 @@
+"""Which rank failed first, and what to say of it in at most 12 lines: cause and rank before anything else.
+
+Rule: when one rank fails the others fail too, of lost connections. Those are innocent: they are counted, not shown. The culprit is the
+first rank that ended by a signal that we did not send, or that raised something else than a lost connection; only when there is none,
+the first that lost a connection.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.base.errors import InputError, MeshwrightError
+
+MOST_LINES = 12
+_LOST = re.compile(
+    r"connection (reset|closed|refused|was closed)|broken pipe|gloo/transport|peer closed|socket (timeout|closed)|failed to recv"
+    r"|ncclRemoteError|remote process exited|Stop_waiting|wait timeout",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended. `status` is negative for a signal. `at` is in seconds of the supervisor's clock."""
+
+    rank: int
+    at: float
+    status: int
+    error: str = ""
+    message: str = ""
+    place: str = ""
+
+    @property
+    def innocent(self) -> bool:
+        """It lost its connection to another rank."""
+        return self.status >= 0 and bool(_LOST.search(self.message))
+
+
+class RankFailed(MeshwrightError):
+    """A rank failed. The message is the report."""
+
+
+def culprit(failures: Sequence[Failure]) -> Failure:
+    """
+    >>> culprit([Failure(0, 1.0, 1, "RuntimeError", "Connection reset by peer"), Failure(2, 1.1, -9)]).rank
+    2
+    """
+    guilty = [failure for failure in failures if not failure.innocent]
+    return min(guilty or failures, key=lambda failure: failure.at)
+
+
+def cause(failure: Failure) -> str:
+    """What happened to it, in words.
+
+    >>> cause(Failure(1, 0.0, -9))
+    "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
+    """
+    if failure.status < 0:
+        name = signal.Signals(-failure.status).name if -failure.status in list(signal.Signals) else f"signal {-failure.status}"
+        hint = {
+            "SIGKILL": ": by someone's kill -9, or by the system for want of memory",
+            "SIGABRT": ": a library gave up (gloo does so when ranks disagree on a size)",
+            "SIGSEGV": ": a native library wrote where it must not",
+            "SIGBUS": ": a mapped file was cut, or the disk of /dev/shm is full",
+        }.get(name, "")
+        return f"killed by {name}{hint}"
+    if failure.error:
+        first = failure.message.strip().partition("\n")[0]
+        return f"{failure.error}: {first}" if first != failure.error else failure.error
+    return f"ended with exit status {failure.status} and no message"
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """The end of a log, without blank lines."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            return [line.rstrip()[:200] for line in deque((line for line in lines if line.strip()), count)]
+    except OSError:
+        return []
+
+
+def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Path]) -> MeshwrightError:
+    """The error to raise. What a person wrote wrong (exit code 2) stays an InputError of one line."""
+    first = culprit(failures)
+    if first.error == InputError.__name__ and first.status == InputError.exit_code:
+        return InputError(first.message)
+    lines = [f"rank {first.rank} of {world} on {socket.gethostname()}: {cause(first)}"]
+    if first.place:
+        lines.append(f"  at {first.place}")
+    if first.status < 0 or not first.error:
+        lines += [f"  | {line}" for line in last_lines(log_of(first.rank), 3)]
+    others = sorted({failure.rank for failure in failures} - {first.rank})
+    if others:
+        lines.append(f"  {len(others)} other rank{'s' if len(others) > 1 else ''} lost the connection because of it")
+    lines.append(f"  log: {log_of(first.rank)}")
+    return RankFailed("\n".join(lines[:MOST_LINES]))

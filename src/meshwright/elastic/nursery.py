@@ -1,0 +1,107 @@
+"""The supervisor's end of the zygote: starts it, commands it, hears it, and leaves nothing of it behind.
+
+The zygote (meshwright.train.zygote: a process of the running wing, started by name, never imported here) stands in a process group of
+its own, so that a Ctrl-C of the terminal reaches the supervisor alone. `close` ends the whole group and reaps what is left of it: while
+a nursery is open this process adopts orphans (PR_SET_CHILD_SUBREAPER), so that even ranks whose zygote was killed are reaped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from meshwright.base.lines import LineReader, Message, write_line
+
+PR_SET_CHILD_SUBREAPER = 36
+ZYGOTE = "meshwright.train.zygote"
+EXIT_SECONDS = 2.0
+
+
+class Nursery:
+    """Ranks and the process that forks them. A context manager: nothing outlives it."""
+
+    def __init__(self, log: Path, warm: Sequence[str] = ()) -> None:
+        _adopt_orphans(True)
+        self.log = log
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", ZYGOTE, str(os.getpid()), *warm],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=handle,
+                bufsize=0,
+                process_group=0,
+            )
+        finally:
+            os.close(handle)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._commands, events = self._process.stdin, self._process.stdout
+        self._reader = LineReader(events.fileno())
+        self._events = events
+        self._waiting = selectors.DefaultSelector()
+        self._waiting.register(events, selectors.EVENT_READ)
+        self.ended = False
+
+    def command(self, do: str, rank: int, **more: Any) -> None:
+        """Tells the zygote. One that is gone is noticed by `events`."""
+        with contextlib.suppress(BrokenPipeError):
+            write_line(self._commands.fileno(), {"do": do, "rank": rank, **more})
+
+    def events(self, timeout: float) -> list[Message]:
+        """What happened, waiting for it at most `timeout` seconds. `ended` is True once the zygote is gone."""
+        if self.ended or not self._waiting.select(timeout):
+            return []
+        messages, self.ended = self._reader.read()
+        return messages
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def status(self) -> int | None:
+        """How a zygote that closed its pipe ended: its exit status, negative for a signal; None if it still lives."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(EXIT_SECONDS)
+        return None
+
+    def close(self) -> None:
+        self._commands.close()  # asks the zygote to kill its ranks and go
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_SECONDS)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reap()
+        self._waiting.close()
+        self._events.close()
+        _adopt_orphans(False)
+
+    def _reap(self) -> None:
+        """The ranks that a killed zygote left: dead by now, but not yet buried."""
+        end = time.monotonic() + EXIT_SECONDS
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < end:
+                if os.waitpid(-self._process.pid, os.WNOHANG)[0] == 0:
+                    time.sleep(0.005)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _adopt_orphans(on: bool) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)

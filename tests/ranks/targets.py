@@ -1,0 +1,46 @@
+"""What ranks do in the tests of the supervisor: `module:function` targets, called in a forked rank."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from meshwright.base.errors import InputError
+from meshwright.train.rank import Channel, connect
+
+
+def say_sum(channel: Channel, payload: dict) -> int:
+    connection = connect(channel.rank, channel.world)
+    total = torch.tensor([float(channel.rank + 1)])
+    dist.all_reduce(total)
+    channel.say("sum", value=total.item(), given=payload["given"], generation=os.environ["MESHWRIGHT_GENERATION"])
+    connection.close()
+    return 0
+
+
+def fail(channel: Channel, payload: dict) -> int:
+    """All ranks reduce for ever; the victim fails on the way as `payload["how"]` says."""
+    connect(channel.rank, channel.world)
+    for step in range(10_000):
+        if channel.rank == payload["victim"] and step == 3:
+            if payload["how"] == "raise":
+                raise ValueError("hidden 100 is not divisible by 3 heads")
+            if payload["how"] == "input":
+                raise InputError("data file 'x.txt' is empty")
+            if payload["how"] == "exit":
+                os._exit(9)
+            os.kill(os.getpid(), signal.Signals[payload["how"]])
+        dist.all_reduce(torch.ones(4))
+        time.sleep(0.01)
+    return 0
+
+
+def until_stopped(channel: Channel, payload: dict) -> int:
+    """Says that it is there, then waits; `payload["deaf"]` ranks do not heed a request to stop."""
+    connect(channel.rank, channel.world)
+    channel.say("there", pid=os.getpid())
+    while not channel.stop or payload.get("deaf"):
+        time.sleep(0.01)
+    return 75

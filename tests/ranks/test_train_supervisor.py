@@ -1,0 +1,158 @@
+"""The supervisor with real processes: ranks that fail are named, ranks that should stop do, and nothing is ever left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshwright.base.errors import InputError, Interrupted
+from meshwright.elastic.failure import MOST_LINES, RankFailed
+from meshwright.elastic.supervisor import Supervisor, Work
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+def supervise(folder: Path, function: str, world: int, payload: dict, **more) -> list[tuple[int, dict]]:
+    heard: list[tuple[int, dict]] = []
+    hear = more.pop("hear", lambda rank, message: heard.append((rank, message)))
+    Supervisor(Work(f"targets:{function}", world, payload, folder, ("targets",)), hear, **more).run()
+    return heard
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every live process that writes into `folder`: the logs of ranks and zygote are open as long as they live."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(Path(f"/proc/{process.pid}/fd/{fd}").resolve().is_relative_to(folder) for fd in os.listdir(f"/proc/{process.pid}/fd")):
+                found.append(process)
+        except OSError:
+            continue
+    return found
+
+
+def gone(folder: Path, seconds: float = 3.0) -> bool:
+    end = time.monotonic() + seconds
+    while processes_of(folder) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not processes_of(folder)
+
+
+def test_the_world_that_was_asked_for_is_the_world_that_runs(tmp_path: Path) -> None:
+    heard = supervise(tmp_path, "say_sum", 3, {"given": "x"}, generation=2)
+    assert sorted(rank for rank, _ in heard) == [0, 1, 2]
+    assert all(message == {"kind": "sum", "value": 6.0, "given": "x", "generation": "2"} for _, message in heard)
+    assert gone(tmp_path)
+
+
+def test_a_rank_that_raises_is_reported_first_and_in_few_lines_and_the_innocent_are_only_counted(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        supervise(tmp_path, "fail", 4, {"victim": 2, "how": "raise"})
+    lines = str(caught.value).splitlines()
+    assert len(lines) <= MOST_LINES
+    assert lines[0].startswith("rank 2 of 4 on ")
+    assert lines[0].endswith("ValueError: hidden 100 is not divisible by 3 heads")
+    assert "targets.py" in lines[1]
+    assert "onnection" not in lines[0] + lines[1]
+    log = Path(lines[-1].partition("log: ")[2])
+    assert "Traceback" in log.read_text() and log == tmp_path / "logs" / "rank-2.log"
+    assert gone(tmp_path)
+
+
+@pytest.mark.parametrize(("how", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "killed by SIGSEGV"), ("exit", "exit status 9")])
+def test_a_rank_that_dies_without_a_word_is_named_with_its_signal_or_status(tmp_path: Path, how: str, words: str) -> None:
+    with pytest.raises(RankFailed, match=rf"rank 1 of 3 on .*{words}") as caught:
+        supervise(tmp_path, "fail", 3, {"victim": 1, "how": how})
+    assert len(str(caught.value).splitlines()) <= MOST_LINES
+    assert gone(tmp_path)
+
+
+def test_what_a_person_wrote_wrong_is_one_line_with_its_own_exit_code(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        supervise(tmp_path, "fail", 2, {"victim": 0, "how": "input"})
+    assert str(caught.value) == "data file 'x.txt' is empty"
+
+
+def test_a_request_to_stop_lets_every_rank_end_by_itself(tmp_path: Path) -> None:
+    there: set[int] = set()
+
+    def hear(rank: int, message: dict) -> None:
+        there.add(rank)
+        if len(there) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    notes: list[str] = []
+    with pytest.raises(Interrupted, match=r"stopped by SIGTERM: everything is saved"):
+        supervise(tmp_path, "until_stopped", 2, {}, hear=hear, note=notes.append)
+    assert len(notes) == 1
+    assert gone(tmp_path)
+
+
+def test_ranks_that_do_not_stop_within_the_grace_or_at_a_second_request_are_ended(tmp_path: Path) -> None:
+    def stop_once(rank: int, message: dict) -> None:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def stop_twice(rank: int, message: dict) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for hear, grace in ((stop_once, 0.3), (stop_twice, 60.0)):
+        began = time.monotonic()
+        with pytest.raises(Interrupted, match="stopped by SIGINT: the step in progress was given up"):
+            supervise(tmp_path, "until_stopped", 2, {"deaf": True}, hear=hear, grace=grace)
+        assert time.monotonic() - began < 30
+        assert gone(tmp_path)
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from meshwright.elastic.supervisor import Supervisor, Work
+Supervisor(Work("targets:until_stopped", 3, {}, Path(sys.argv[1]), ("targets",)), lambda rank, said: print(said["pid"], flush=True)).run()
+"""
+
+
+def start_parent(folder: Path) -> tuple[subprocess.Popen, list[int]]:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    return parent, [int(parent.stdout.readline()) for _ in range(3)]
+
+
+def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
+    parent, ranks = start_parent(tmp_path)
+    assert all(psutil.pid_exists(pid) for pid in ranks)
+    parent.kill()
+    parent.communicate()
+    assert gone(tmp_path)
+
+
+def test_no_rank_outlives_a_killed_zygote_and_the_parent_says_so(tmp_path: Path) -> None:
+    parent, ranks = start_parent(tmp_path)
+    zygote = psutil.Process(ranks[0]).ppid()
+    assert len(os.listdir(f"/proc/{zygote}/task")) == 1  # forking a process with threads is not safe
+    os.kill(zygote, signal.SIGKILL)
+    _, said = parent.communicate(timeout=30)
+    assert "the process that starts ranks died (signal 9)" in said
+    assert gone(tmp_path)
+
+
+def test_nothing_listens_beyond_this_machine(tmp_path: Path) -> None:
+    parent, _ = start_parent(tmp_path)
+    try:
+        family = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
+        listening = {c.laddr.ip for process in family for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert gone(tmp_path)
