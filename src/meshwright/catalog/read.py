@@ -1,0 +1,72 @@
+"""Reads the data files. Rows come out as plain dictionaries, keyed by name, in the order of the files; aliases and spellings are one rule.
+
+Adding a model is a row in `models/*.csv`, a device an entry in `devices/*.json`, a cluster or a link a line in its file. Every row names its
+source. Numbers of models stay text here, as the table has them: who reads them knows which are whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+_FOLDER = Path(__file__).parent
+
+
+def models() -> dict[str, Row]:
+    """Architectures. A cell that is empty in the table is left out of its row.
+
+    >>> models()["llama2-7b"]["hidden"]
+    '4096'
+    """
+    rows = []
+    for path in sorted((_FOLDER / "models").glob("*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            rows += [{key: value for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
+    return {row["model"]: {**row, "aliases": row.get("aliases", "").split()} for row in rows}
+
+
+def devices() -> dict[str, Row]:
+    """Accelerators, with the link between those of a node and the network that such nodes usually have.
+
+    >>> devices()["a100-80gb"]["memory"]
+    '80 GiB'
+    """
+    rows = [row for path in sorted((_FOLDER / "devices").glob("*.json")) for row in _entries(path)]
+    return {row["name"]: row for row in rows}
+
+
+def links() -> dict[str, Row]:
+    """Networks between nodes, by the share of one device."""
+    return {row["name"]: row for row in _entries(_FOLDER / "links.json")}
+
+
+def clusters() -> dict[str, Row]:
+    """Clusters of common shape, each written as `is` in the words of `--cluster`."""
+    return {row["name"]: row for row in _entries(_FOLDER / "clusters.json")}
+
+
+def find(rows: Mapping[str, Row], name: str) -> Row | None:
+    """The row of that name or alias, whatever the case.
+
+    >>> find(models(), "LLaMA-65B")["model"]
+    'llama1-65b'
+    """
+    word = name.strip().lower()
+    for key, row in rows.items():
+        if word == key or word in row.get("aliases", ()):
+            return row
+    return None
+
+
+def names(rows: Mapping[str, Row]) -> list[str]:
+    """Every name and alias, for suggestions."""
+    return [word for key, row in rows.items() for word in (key, *row.get("aliases", ()))]
+
+
+def _entries(path: Path) -> list[Row]:
+    entries: list[Row] = json.loads(path.read_text(encoding="utf-8"))
+    return entries

@@ -1,0 +1,148 @@
+"""What each layer keeps for backward, counted tensor by tensor as eager PyTorch does with its fused attention; and what it moves through memory.
+
+Promise: with the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT the bytes equal those that autograd saves, storage by
+storage (a test counts them). Rules of autograd that decide it:
+- a matrix product keeps its input once, however many read it; attention keeps q, k, v, its output and a log-sum-exp of 4 bytes a head;
+- RMSNorm in float32 keeps a float32 input (4 bytes), the normed input in the compute type, and 1/rms; LayerNorm its input, mean and 1/std;
+- silu and gelu keep their input, a product both factors, relu its output; the hand-written gelu of GPT-2 keeps four tensors;
+- a sum keeps nothing, so a residual costs only what the norm behind it keeps.
+Tensor parallelism divides what lies behind a column weight; sequence parallelism divides the rest. Attention without a fused kernel (ALiBi
+in some libraries) would keep the probabilities, sequence x heads a token, and is not counted. Dropout is off in the reference models; each
+mask would be one element more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypedDict
+
+from meshwright.intake.sizes import Sizes
+
+
+class Kept(NamedTuple):
+    """One saved tensor: elements a token in the compute type, or bytes a token in a fixed type; `split` when tensor ranks share it."""
+
+    what: str
+    elements: float = 0.0
+    fixed: float = 0.0
+    split: bool = False
+
+
+class Account(TypedDict):
+    """The fields of `Layer` that an account of activations fills."""
+
+    moved: float
+    saved_split: float
+    saved_whole: float
+    fixed_split: float
+    fixed_whole: float
+    transient: float
+
+
+def account(kept: list[Kept], moved: float, transient: float) -> Account:
+    return Account(
+        moved=moved,
+        saved_split=sum(entry.elements for entry in kept if entry.split),
+        saved_whole=sum(entry.elements for entry in kept if not entry.split),
+        fixed_split=sum(entry.fixed for entry in kept if entry.split),
+        fixed_whole=sum(entry.fixed for entry in kept if not entry.split),
+        transient=transient,
+    )
+
+
+def norm_kept(sizes: Sizes, width: float, split: bool = False, groups: float = 1.0) -> list[Kept]:
+    """A norm of `width` features in `groups`, without its output, which the next product keeps."""
+    if sizes.norm == "rms":
+        return [
+            Kept("norm: input in float32", fixed=4 * width, split=split),
+            Kept("norm: normed input", width, split=split),
+            Kept("norm: 1/rms", fixed=4 * groups, split=split),
+        ]
+    return [Kept("norm: input", width, split=split), Kept("norm: mean and 1/std", fixed=8 * groups, split=split)]
+
+
+def attention_kept(sizes: Sizes) -> list[Kept]:
+    h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
+    kept = [Kept("input of query, key, value", h)]
+    if sizes.qk_norm:
+        kept += norm_kept(sizes, q, True, sizes.heads) + norm_kept(sizes, k, True, sizes.kv_heads)
+    if sizes.mla is not None:
+        part = sizes.mla
+        q, k = sizes.heads * (part.nope + part.rope), sizes.heads * (part.nope + part.rope)
+        ranks = part.q_lora + part.kv_lora
+        kept += [Kept("low ranks, before and behind their norms", 2 * ranks, fixed=4 * ranks)]
+        kept += [Kept("query, key, value", q + k + sizes.heads * part.v, split=True), Kept("output", sizes.heads * part.v, split=True)]
+    else:
+        kept += [Kept("query", q, split=True), Kept("key", k, split=True), Kept("value", k, split=True), Kept("output", q, split=True)]
+    if sizes.kind == "neox":
+        kept += [
+            Kept("query and key before rotation, in the fused projection", 2 * q, split=True),
+            Kept("output, laid out anew", q, split=True),
+        ]
+    return [*kept, Kept("log-sum-exp", fixed=4 * sizes.heads, split=True)]
+
+
+def feed_forward_kept(sizes: Sizes, width: float) -> list[Kept]:
+    """What stands between the input and the last product, `width` features wide."""
+    kept = {
+        "swiglu": ("gate", "activated gate", "up", "product"),
+        "geglu": ("gate", "activated gate", "up", "product"),
+        "gelu": ("input of gelu", "output of gelu"),
+        "gelu_new": ("input of gelu", "half of it", "tanh", "1 + tanh", "output of gelu"),
+        "relu": ("output of relu",),
+        "relu2": ("output of relu", "its square"),
+    }[sizes.mlp]
+    return [Kept(what, width, split=True) for what in kept]
+
+
+def expert_kept(sizes: Sizes) -> list[Kept]:
+    """Routed tokens go through `top_k` experts each; the router keeps scores in float32."""
+    sent = sizes.top_k * sizes.hidden
+    kept = feed_forward_kept(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))
+    return [*kept, Kept("tokens sent and returned", 2 * sent), Kept("scores of the router", fixed=8 * sizes.experts)]
+
+
+def block_kept(sizes: Sizes, experts: bool) -> Account:
+    h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
+    width = sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) if experts else sizes.ffn
+    kept = attention_kept(sizes)
+    for _ in range(sizes.norms):
+        kept += norm_kept(sizes, h)
+    kept.append(Kept("input of the feed-forward", h))
+    if sizes.kind == "neox":
+        kept.append(Kept("both norms read one input", -h))
+    if sizes.norms == 1:
+        kept.append(Kept("attention and feed-forward read one input", -h))
+    kept += expert_kept(sizes) if experts else feed_forward_kept(sizes, width)
+    rotated = 10 * (q + k) if sizes.pos == "rope" else 0
+    moved = sizes.norms * norm_moved(sizes, h) + rotated + 6 * h + (5 if sizes.gated else 2) * width
+    return account(kept, moved, transient=2 * h + 2 * width)
+
+
+def norm_moved(sizes: Sizes, width: float) -> float:
+    """Elements read and written: one kernel for LayerNorm, six for RMSNorm written out in float32."""
+    return 12 * width if sizes.norm == "rms" else 2 * width
+
+
+def embedding_moved(sizes: Sizes) -> float:
+    return 2.0 * sizes.hidden
+
+
+def front_kept(sizes: Sizes) -> Account:
+    kept = norm_kept(sizes, sizes.hidden) if sizes.embedding_norm else []
+    return account(kept, moved=(3 + 2 * sizes.embedding_norm) * sizes.hidden, transient=sizes.hidden)
+
+
+def back_kept(sizes: Sizes) -> Account:
+    """The final norm; with a masked-language head: the input of its product, the two sides of gelu, of which the norm keeps one."""
+    h = sizes.hidden
+    if sizes.kind == "bert":
+        kept = [Kept("input of the transform", h), Kept("input of gelu", h), *norm_kept(sizes, h)]
+        return account(kept, moved=4 * h, transient=2 * h)
+    return account(norm_kept(sizes, h), moved=norm_moved(sizes, h), transient=2 * h)
+
+
+def head_kept(sizes: Sizes) -> Account:
+    """The input of the vocabulary product and what the loss keeps of the logits."""
+    v = sizes.vocab
+    kept = [Kept("input of the head", sizes.hidden), Kept("probabilities of the loss", v, split=True)]
+    return account(kept, moved=5 * v, transient=2 * v)

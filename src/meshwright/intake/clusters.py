@@ -1,0 +1,155 @@
+"""`--cluster`: `local`, a file, a name of the catalog, or `NODESxDEVICES:device[@LINK]`, joined by `+` for unlike nodes.
+
+`8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes and may stand behind any group, for all:
+a name of the catalog, the share of one device (`@25GB/s`, `@200Gb`), or the ports of one node (`@4x200Gb`). Unlike nodes speak at the speed of the
+slowest network.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.codec import build, parse, read_text
+from meshwright.base.errors import InputError, did_you_mean
+from meshwright.base.units import parse_quantity
+from meshwright.catalog import read as catalog
+from meshwright.intake.local import core_cluster, cores, cuda_cards, host_memory, local_count, usual_ranks
+from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
+
+_GROUP = re.compile(r"(?:(\d+)x)?(\d+):([A-Za-z0-9_.+-]+)")
+_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*G(?:b|bit|bps|bit/s|b/s)")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB/s|GBps)?")
+_LATENCY = "6 us"
+DEVICE_FIELDS = ("name", "memory", "bandwidth", "peak", "efficiency", "context", "source")
+
+
+def read_cluster(text: str) -> Cluster:
+    """The cluster that `text` says.
+
+    >>> read_cluster("2x8:a100-80gb+1x8:v100-32gb").devices
+    24
+    """
+    word = text.strip()
+    if word == "local" or word.startswith("local:"):
+        return local_cluster(word)
+    named = catalog.clusters().get(word.lower())
+    if named is not None:
+        return parse_cluster(named["is"]).but(name=word)
+    path = Path(word).expanduser()
+    if path.suffix in (".json", ".yaml", ".yml") or path.is_file():
+        return read_cluster_file(path)
+    return parse_cluster(word)
+
+
+def local_cluster(word: str) -> Cluster:
+    """This machine: its CUDA devices, or ranks on its cores."""
+    count, cards = local_count(word), cuda_cards()
+    if not cards:
+        return core_cluster(word, count or usual_ranks(cores()), cores(), host_memory())
+    if count is not None and count > len(cards):
+        raise InputError(
+            f"cluster {word!r}: this machine shows {len(cards)} CUDA devices ({cards[0]}); CUDA_VISIBLE_DEVICES= (empty) makes it {count} ranks on cores"
+        )
+    row = next((row for row in catalog.devices().values() if cards[0] in row.get("driver_names", ())), None)
+    if row is None:
+        raise InputError(
+            f"cluster {word!r}: the device {cards[0]!r} is not in the catalog; name one that is like it, such as --cluster 1x{len(cards)}:a100-80gb, "
+            "or describe it in a file, --cluster cluster.yaml"
+        )
+    return parse_cluster(f"1x{count or len(cards)}:{row['name']}").but(name=word)
+
+
+def read_cluster_file(path: Path) -> Cluster:
+    return cluster_of(parse(read_text(path, "cluster"), str(path)), str(path))
+
+
+def cluster_of(data: Any, where: str) -> Cluster:
+    """Plain data as a `Cluster`; a device may be named instead of described."""
+    if isinstance(data, dict):
+        data = {**data, "groups": [_described(group) for group in data.get("groups", [])]} if "groups" in data else data
+    return build(Cluster, data, where)
+
+
+def _described(group: Any) -> Any:
+    """A group of a cluster file whose device is a name: the catalog's device, its links and its host fill what is left out."""
+    if not (isinstance(group, dict) and isinstance(group.get("device"), str)):
+        return group
+    row = device_row(group["device"])
+    count = group.get("devices", 1)
+    return {**_node(row, 1, count if isinstance(count, int) else 1).model_dump(), "nodes": 1, **group, "device": _device(row)}
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Groups of nodes joined by `+`."""
+    body, link = _network_text(text)
+    groups, networks = [], []
+    for part in re.split(r"\+(?=\d+[x:])", body):
+        match = _GROUP.fullmatch(part.strip())
+        if match is None:
+            raise InputError(
+                f"cluster {text!r}: {part!r} is not NODESxDEVICES:device; write it like '8x8:a100-80gb', or 'local', or a file"
+            )
+        nodes, devices = int(match[1] or 1), int(match[2])
+        if nodes < 1 or devices < 1:
+            raise InputError(f"cluster {text!r}: {part!r} has {nodes} nodes of {devices} devices; both must be at least 1")
+        row = device_row(match[3])
+        groups.append(_node(row, nodes, devices))
+        networks.append(build(Link, row["network"], f"device {row['name']}.network"))
+    network = read_link(link, min(group.devices for group in groups)) if link else min(networks, key=lambda network: network.bandwidth)
+    return Cluster(name=text, groups=tuple(groups), network=network)
+
+
+def _network_text(text: str) -> tuple[str, str]:
+    """`text` without its `@LINK`, and the link. Two different ones are a contradiction."""
+    found = re.findall(r"@([^+]+)", text)
+    if len(set(found)) > 1:
+        raise InputError(f"cluster {text!r}: two networks, {found[0]!r} and {found[1]!r}; one network joins all nodes")
+    return re.sub(r"@[^+]+", "", text), found[0].strip() if found else ""
+
+
+def read_link(text: str, devices: int) -> Link:
+    """The network that `@text` says, as the share of one of the `devices` of a node."""
+    row = catalog.find(catalog.links(), text)
+    if row is not None:
+        return build(Link, {key: value for key, value in row.items() if key != "source"}, f"link {text}")
+    ports, _, speed = text.rpartition("x")
+    share = float(ports) / devices if ports.isdigit() else 1.0
+    if (match := _BITS.fullmatch(speed)) is not None:
+        rate = float(match[1]) * 1e9 / 8
+    elif (match := _BYTES.fullmatch(speed)) is not None:
+        rate = float(match[1]) * 1e9
+    else:
+        known = list(catalog.links())
+        raise InputError(
+            f"link {text!r} is neither a rate such as '200Gb' or '25GB/s' nor one of {', '.join(known)}{did_you_mean(text, known)}"
+        )
+    if not rate * share:
+        raise InputError(f"link {text!r} carries nothing: its rate must be above 0")
+    return Link(name=text, bandwidth=rate * share, latency=parse_quantity(_LATENCY, "s"))
+
+
+def device_row(name: str) -> catalog.Row:
+    """The catalog's entry of a device. InputError names the nearest ones."""
+    rows = catalog.devices()
+    row = catalog.find(rows, name)
+    if row is None:
+        hint = did_you_mean(name.lower(), catalog.names(rows)) or "; `meshwright catalog devices` lists the known ones"
+        raise InputError(f"device {name!r} is not in the catalog{hint}")
+    return row
+
+
+def _device(row: catalog.Row) -> Device:
+    return build(Device, {key: row[key] for key in DEVICE_FIELDS if key in row}, f"device {row['name']}")
+
+
+def _node(row: catalog.Row, nodes: int, devices: int) -> NodeGroup:
+    return NodeGroup(
+        nodes=nodes,
+        devices=devices,
+        device=_device(row),
+        link=build(Link, row["link"], f"device {row['name']}.link"),
+        host_memory=parse_quantity(row["host_memory"], "B") * devices,
+        host_bandwidth=parse_quantity(row["host_bandwidth"], "B/s"),
+    )

@@ -1,0 +1,147 @@
+"""A Hugging Face `config.json` to `Sizes`, by its fields; no library of theirs is needed.
+
+Fields have several spellings for one thing (`hidden_size`, `n_embd`, `d_model`); what no field says follows from `model_type`, as in
+transformers' own configuration classes: biases, norms, tied embeddings, the form of the feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.codec import build, parse, read_text
+from meshwright.base.errors import InputError, did_you_mean
+from meshwright.intake.sizes import Sizes
+
+
+Implied = Mapping[str, Any]
+_GPT: Implied = {"norm": "ln", "mlp": "gelu", "linear_bias": True, "qkv_bias": True}
+_LEARNED: Implied = {"pos": "learned", "tied_embeddings": True}
+_GEMMA: Implied = {"kind": "decoder", "mlp": "geglu", "tied_embeddings": True}
+FAMILIES: Mapping[str, Implied] = {
+    "llama": {},
+    "mistral": {},
+    "mixtral": {"kind": "decoder"},
+    "qwen2": {"qkv_bias": True},
+    "qwen2_moe": {"kind": "decoder", "qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"kind": "decoder", "qk_norm": True},
+    "gemma": _GEMMA,
+    "gemma2": {**_GEMMA, "norms": 4},
+    "gemma3_text": {**_GEMMA, "norms": 4, "qk_norm": True},
+    "smollm3": {"tied_embeddings": True},
+    "deepseek_v2": {"kind": "decoder"},
+    "deepseek_v3": {"kind": "decoder", "router_bias": True},
+    "nemotron": {"kind": "decoder", "norm": "ln", "mlp": "relu2"},
+    "stablelm": {"kind": "decoder", "norm": "ln"},
+    "falcon": {"kind": "decoder", "norm": "ln", "mlp": "gelu", "tied_embeddings": True},
+    "gpt2": {"kind": "gpt2", **_GPT, **_LEARNED, "mlp": "gelu_new", "transposed": True},
+    "gpt_neox": {"kind": "neox", **_GPT},
+    "bloom": {"kind": "bloom", **_GPT, "tied_embeddings": True, "pos": "alibi", "embedding_norm": True},
+    "opt": {"kind": "gpt2", **_GPT, **_LEARNED, "mlp": "relu"},
+    "bert": {"kind": "bert", **_GPT, **_LEARNED, "embedding_norm": True, "types": 2},
+    "roberta": {"kind": "bert", **_GPT, **_LEARNED, "embedding_norm": True, "types": 1},
+}
+_SPELLINGS = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "vocab": ("vocab_size",),
+    "seq": ("max_position_embeddings", "n_positions", "seq_length"),
+    "tied_embeddings": ("tie_word_embeddings",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "moe_ffn": ("moe_intermediate_size",),
+    "shared_experts": ("n_shared_experts",),
+    "dense_first_layers": ("first_k_dense_replace",),
+    "rope_base": ("rope_theta",),
+    "types": ("type_vocab_size",),
+}
+_ACTIVATIONS = {
+    "gelu_new": "gelu_new",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu_new",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+def read_config(folder: Path) -> Sizes:
+    """The sizes in `folder`/config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(f"model folder {str(folder)!r} has no config.json")
+    config = parse(read_text(path, "model configuration"), str(path))
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: expected an object of a model's configuration")
+    return config_sizes(config, str(path))
+
+
+def config_sizes(config: Mapping[str, Any], where: str) -> Sizes:
+    """`config` as `Sizes`. A composite model's text part is meant.
+
+    >>> config_sizes({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}, "x").ffn
+    3072
+    """
+    if isinstance(config.get("text_config"), Mapping):
+        config = {**config["text_config"], "model_type": config["text_config"].get("model_type", config.get("model_type"))}
+    kind = str(config.get("model_type", ""))
+    if kind not in FAMILIES:
+        raise InputError(
+            f"{where}: model_type {kind!r} is not one of {', '.join(FAMILIES)}{did_you_mean(kind, FAMILIES)}; "
+            "an architecture file with its sizes says the same"
+        )
+    sizes: dict[str, Any] = {"kind": "llama", "family": kind, **FAMILIES[kind]}
+    for name, spellings in _SPELLINGS.items():
+        found = next((config[spelling] for spelling in spellings if config.get(spelling) is not None), None)
+        if found is not None:
+            sizes[name] = found
+    missing = [name for name in ("layers", "hidden", "heads", "vocab") if name not in sizes]
+    if missing:
+        raise InputError(f"{where}: model_type {kind!r} needs field {_SPELLINGS[missing[0]][0]!r}")
+    _adjust(kind, config, sizes)
+    return build(Sizes, sizes, where)
+
+
+def _adjust(kind: str, config: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    """What one field decides about another, family by family."""
+    sizes.setdefault("ffn", 4 * sizes["hidden"])
+    sizes.setdefault("seq", 2048)
+    if kind in ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe"):
+        sizes["qkv_bias"] = bool(config.get("attention_bias", False))
+    if kind == "llama" and config.get("attention_bias") and not config.get("mlp_bias"):
+        sizes["kind"] = "decoder"
+    rope = config.get("rope_parameters") or {}
+    if isinstance(rope, Mapping) and "rope_theta" in rope:
+        sizes["rope_base"] = rope["rope_theta"]
+    activation = config.get("activation_function") or config.get("hidden_act") or config.get("hidden_activation")
+    if sizes.get("mlp", "geglu") != "geglu" and activation in _ACTIVATIONS:
+        sizes["mlp"] = _ACTIVATIONS[str(activation)]
+    if kind == "falcon":
+        sizes["kv_heads"] = (
+            config.get("num_kv_heads", 1) if config.get("new_decoder_architecture") else 1 if config.get("multi_query") else sizes["heads"]
+        )
+        sizes["norms"] = 2 if config.get("new_decoder_architecture") else 1
+    if kind == "opt":
+        sizes["pos_rows"] = sizes["seq"] + 2
+    if kind == "roberta":
+        sizes["pos_rows"], sizes["seq"] = sizes["seq"], sizes["seq"] - 2
+    if sizes.get("experts") and "moe_ffn" not in sizes:
+        sizes["moe_ffn"] = sizes["ffn"]
+    if not sizes.get("experts"):
+        for name in ("experts", "top_k", "moe_ffn", "shared_experts", "dense_first_layers"):
+            sizes.pop(name, None)
+    if config.get("kv_lora_rank"):
+        sizes.pop("head_dim", None)
+        sizes["mla"] = {
+            "q_lora": config.get("q_lora_rank") or 0,
+            "kv_lora": config["kv_lora_rank"],
+            "nope": config["qk_nope_head_dim"],
+            "rope": config["qk_rope_head_dim"],
+            "v": config["v_head_dim"],
+        }

@@ -1,0 +1,189 @@
+"""A job file, `--set section.key=value` and the shared options, as `JobFile` (what was written) and `Job` (what is planned).
+
+Order: defaults, then the file, then `--set`, then options; a later one wins. What is left open is filled from what is known: the precision is
+the fastest that every device has (of equally fast ones the first of bf16, fp16, fp32), the sequence no longer than the model's positions.
+An error names the file and the place in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from meshwright.base.codec import Noun, build, parse, read_text
+from meshwright.base.errors import InputError
+from meshwright.intake.architecture import model_spec
+from meshwright.intake.clusters import cluster_of, read_cluster
+from meshwright.intake.models import read_sizes
+from meshwright.intake.plans import pins_of, read_pins, read_plan
+from meshwright.intake.sizes import Sizes
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.data import Data
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import Run
+from meshwright.spec.workload import Workload
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+class ModelChoice(Noun):
+    """Which model: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some of its sizes."""
+
+    name: str = ""
+    path: str = ""
+    module: str = ""
+    sizes: dict[str, int | float | str | bool] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelChoice:
+        given = [field for field in ("name", "path", "module") if getattr(self, field)]
+        if len(given) > 1:
+            raise ValueError(f"names the model twice, by {given[0]} and by {given[1]}; keep one")
+        return self
+
+    @property
+    def source(self) -> str:
+        """What `--model` would say."""
+        return self.name or self.path or self.module or "llama-tiny"
+
+
+class ClusterChoice(Noun):
+    """Which cluster: a `name` as `--cluster` takes it, a file at `path`, or the whole of it written out."""
+
+    name: str = "local"
+    path: str = ""
+    groups: tuple[dict[str, Any], ...] = ()
+    network: dict[str, Any] | None = None
+    failures_per_device_hour: float = Field(default=0.0, ge=0)
+
+
+class JobFile(Noun):
+    """What a person wrote."""
+
+    model: ModelChoice = ModelChoice()
+    workload: Workload = Workload()
+    data: Data = Data()
+    cluster: ClusterChoice = ClusterChoice()
+    plan: dict[str, Any] = Field(default_factory=dict, description="fields of the plan that are fixed, or its name")
+    run: Run = Run()
+
+    def given_plan(self) -> Plan | None:
+        """The plan that the file names in full, if it does."""
+        return read_plan(str(self.plan["name"])) if "name" in self.plan else None
+
+
+def read_job(path: str | Path | None = None, overrides: Iterable[str] = (), options: Mapping[str, Any] | None = None) -> JobFile:
+    """The job file at `path` (none: the default job) with `--set` overrides and options laid over it.
+
+    >>> read_job(None, ["workload.steps=50"]).workload.steps
+    50
+    """
+    where = f"{path}: $" if path else "$"
+    data: Any = parse(read_text(path, "job"), str(path)) if path else {}
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: a job is sections such as 'model: {{name: llama-tiny}}', got {type(data).__name__}")
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if not equals or "." not in name:
+            raise InputError(f"--set {override!r} is not section.key=value; write it like --set workload.steps=50")
+        put(data, name.strip(), parse(value, f"--set {name}") if value.strip() else None)
+    for name, value in (options or {}).items():
+        put(data, name, value)
+    for section in ("model", "cluster"):
+        if isinstance(data.get(section), str):
+            data[section] = {"name": data[section]}
+    if isinstance(data.get("plan"), str):
+        data["plan"] = {} if data["plan"] == "auto" else {"name": data["plan"]}
+    return build(JobFile, data, where)
+
+
+def put(data: dict[str, Any], name: str, value: Any) -> None:
+    """`value` at the dotted `name` in `data`. Choosing a model or a plan another way drops the way it was chosen before."""
+    *sections, key = name.split(".")
+    for section in sections:
+        inner = data.get(section)
+        if isinstance(inner, str):
+            inner = {"name": inner}
+        data[section] = data = dict(inner) if isinstance(inner, dict) else {}
+    if sections == ["model"] and key in ("name", "path", "module"):
+        for other in ("name", "path", "module"):
+            data.pop(other, None)
+    if sections == ["cluster"] and key in ("name", "path"):
+        data.clear()
+    if sections == ["plan"] and key == "name":
+        data.clear()
+    data[key] = value
+
+
+def resolve(file: JobFile) -> Job:
+    """The question in full: the model's layers, the cluster's devices, a workload without gaps, the pins."""
+    sizes = sizes_of(file.model)
+    cluster = cluster_from(file.cluster)
+    workload = fill(file.workload, sizes, cluster)
+    check_precision(workload, cluster)
+    pins = pins_from(file)
+    return Job(model=model_spec(file.model.source, sizes), cluster=cluster, workload=workload, pins=pins)
+
+
+def load(path: str | Path) -> Job:
+    """The job file at `path`, resolved."""
+    return resolve(read_job(path))
+
+
+def sizes_of(choice: ModelChoice) -> Sizes:
+    """The sizes of the chosen model, with the changes the job makes."""
+    sizes = read_sizes(choice.source)
+    return build(Sizes, {**sizes.model_dump(), **choice.sizes}, "$.model.sizes") if choice.sizes else sizes
+
+
+def cluster_from(choice: ClusterChoice) -> Cluster:
+    if choice.groups:
+        return cluster_of(choice.model_dump(exclude={"path"}), "$.cluster")
+    cluster = read_cluster(choice.path or choice.name)
+    return cluster.but(failures_per_device_hour=choice.failures_per_device_hour) if choice.failures_per_device_hour else cluster
+
+
+def pins_from(file: JobFile) -> dict[str, Any]:
+    plan = file.given_plan()
+    others = {name: value for name, value in file.plan.items() if name != "name"}
+    if plan is not None and others:
+        raise InputError(f"$.plan: a name and pins ({', '.join(others)}) at once; the name {file.plan['name']!r} fixes everything")
+    return pins_of(plan) if plan is not None else read_pins(others, "$.plan")
+
+
+def fill(workload: Workload, sizes: Sizes, cluster: Cluster) -> Workload:
+    """`workload` with what was left open: precision by the devices, sequence by the model."""
+    changes: dict[str, Any] = {}
+    if "precision" not in workload.model_fields_set:
+        changes["precision"] = usual_precision(cluster)
+    longest = 1 if sizes.kind == "convnet" else sizes.seq if sizes.pos == "learned" else 0
+    if longest and workload.sequence > longest:
+        if "sequence" in workload.model_fields_set:
+            raise InputError(f"sequence {workload.sequence} is longer than the {longest} positions that the model has")
+        changes["sequence"] = longest
+    return workload.but(**changes) if changes else workload
+
+
+def usual_precision(cluster: Cluster) -> str:
+    """The precision in which the slowest device is fastest.
+
+    >>> usual_precision(read_cluster("1x8:v100-32gb")), usual_precision(read_cluster("1x8:h100")), usual_precision(read_cluster("1x4:cpu"))
+    ('fp16', 'bf16', 'fp32')
+    """
+    return max(PRECISIONS, key=lambda name: min(group.device.peak.get(name, 0.0) for group in cluster.groups))
+
+
+def check_precision(workload: Workload, cluster: Cluster) -> None:
+    """InputError when a device has no rate for the precision of the workload."""
+    for group in cluster.groups:
+        if workload.precision not in group.device.peak:
+            known = ", ".join(group.device.peak)
+            raise InputError(
+                f"device {group.device.name!r} has no rate for {workload.precision}; it has {known}; choose one with --precision"
+            )

@@ -1,0 +1,93 @@
+"""`--plan NAME|FILE|auto` and `--pin tp=2,pp=4`, and whether such a plan can run a job.
+
+A pin is a field of `Plan`, or `dp` for all replicas; the letters of plan names (z, mb, sp, rc) stand for their fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshwright.base.codec import build, parse, read_text
+from meshwright.base.errors import InputError, did_you_mean
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.rules import check_plan
+
+LETTERS = {"z": "zero", "mb": "micro_batch", "sp": "sequence_parallel", "rc": "recompute", "off": "offload"}
+PINNABLE = ("dp", *(name for name in Plan.model_fields if name != "version"))
+AUTO = "auto"
+
+__all__ = ["AUTO", "LETTERS", "PINNABLE", "check_plan", "parse_pins", "pins_of", "read_pins", "read_plan"]
+
+
+def read_plan(text: str) -> Plan | None:
+    """The plan that `text` names, or None for `auto`: the planner's.
+
+    >>> read_plan("dp8.tp2.pp4.z1").world
+    64
+    """
+    if text == AUTO:
+        return None
+    path = Path(text).expanduser()
+    if path.suffix in (".json", ".yaml", ".yml") or path.is_file():
+        return read_plan_file(path)
+    return parse_plan(text)
+
+
+def read_plan_file(path: Path) -> Plan:
+    """A plan by itself, or inside an answer of `plan --json` or `estimate --json`."""
+    data = parse(read_text(path, "plan"), str(path))
+    if isinstance(data, dict) and isinstance(data.get("chosen"), dict):
+        data = data["chosen"]
+    if isinstance(data, dict) and isinstance(data.get("plan"), dict):
+        data = data["plan"]
+    return build(Plan, data, f"{path}: $")
+
+
+def parse_pins(text: str) -> dict[str, Any]:
+    """`tp=2,pp=4` as pins.
+
+    >>> parse_pins("tp=2,z=1,sp=true")
+    {'tp': 2, 'zero': 1, 'sequence_parallel': True}
+    """
+    given: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in re.split(r",(?![^\[]*\])", text))):
+        name, equals, value = part.partition("=")
+        if not equals or not value.strip():
+            raise InputError(f"pin {part!r} is not name=value; write pins like 'tp=2,pp=4'")
+        name = LETTERS.get(name.strip(), name.strip())
+        if name in given:
+            raise InputError(f"pins {text!r} fix {name!r} twice")
+        given[name] = parse(value.strip(), f"pin {name}")
+    return read_pins(given, "pins")
+
+
+def read_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`given` as pins, each a value that its field of `Plan` can have."""
+    pins: dict[str, Any] = {}
+    for written, value in given.items():
+        name = LETTERS.get(written, written)
+        if name not in PINNABLE:
+            raise InputError(f"{where}: Plan has no field {written!r}{did_you_mean(written, (*PINNABLE, *LETTERS))}")
+        pins[name] = _value("dp_replicate" if name == "dp" else name, value, f"{where}.{written}")
+    return pins
+
+
+def _value(field: str, value: Any, where: str) -> Any:
+    """`value` as the field of `Plan` has it; rules between fields are the planner's to keep."""
+    try:
+        return getattr(Plan.model_validate({field: value}), field)
+    except ValidationError as error:
+        own = next((entry for entry in error.errors() if entry["loc"][:1] == (field,)), None)
+    if own is not None:
+        raise InputError(f"{where}: {own['msg'][:1].lower()}{own['msg'][1:]}, got {value!r}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def pins_of(plan: Plan) -> dict[str, Any]:
+    """Every field of `plan` as a pin."""
+    return {name: getattr(plan, name) for name in PINNABLE if name != "dp"}

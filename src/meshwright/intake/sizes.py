@@ -1,0 +1,125 @@
+"""The sizes of an architecture: what a row of the catalog, an architecture file and a Hugging Face configuration all come down to.
+
+Names are those of the catalog's table, which the reference models build from too: one vocabulary from the table to the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.base.codec import Noun, build
+
+Kind = Literal["llama", "decoder", "gpt2", "bert", "neox", "bloom", "convnet"]
+BLANK = ("", None)
+
+
+class LatentAttention(Noun):
+    """Ranks and widths of multi-head latent attention. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1. `q_lora` 0: queries in full."""
+
+    q_lora: int = 0
+    kv_lora: int
+    nope: int
+    rope: int
+    v: int
+
+
+class Sizes(Noun):
+    """An architecture. `kind` is the form of its block and of its parameter names."""
+
+    kind: Kind
+    family: str = ""
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    heads: int = Field(default=1, ge=1)
+    kv_heads: int = Field(default=1, ge=1)
+    head_dim: float = Field(default=0.0, ge=0, description="0: hidden / heads. Two rows of the literature have fractions")
+    ffn: int = Field(default=1, ge=1)
+    vocab: int = Field(default=0, ge=0)
+    seq: int = Field(default=1, ge=1)
+    tied_embeddings: bool = False
+    mlp: Literal["swiglu", "geglu", "gelu", "gelu_new", "relu", "relu2"] = "swiglu"
+    norm: Literal["rms", "ln", "ln1p"] = "rms"
+    norms: int = Field(default=2, ge=1, le=4, description="per block: 1 where attention and feed-forward stand side by side, 4 in Gemma 2")
+    embedding_norm: bool = False
+    final_norm: bool = True
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    pos: Literal["rope", "learned", "alibi"] = "rope"
+    pos_rows: int = Field(default=0, ge=0)
+    types: int = Field(default=0, ge=0, description="kinds of segment, each a row")
+    experts: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    moe_ffn: int = Field(default=0, ge=0)
+    shared_experts: int = Field(default=0, ge=0)
+    router_bias: bool = False
+    dense_first_layers: int = Field(default=0, ge=0)
+    mla: LatentAttention | None = None
+    transposed: bool = Field(default=False, description="weights stored (in, out), as Hugging Face's GPT-2 does")
+    rope_base: float = Field(default=10_000.0, gt=0)
+    classes: int = Field(default=0, ge=0)
+    channels: int = Field(default=0, ge=0)
+    image: int = Field(default=0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        """Defaults that depend on other sizes: key-value heads, positions, biases of the projections."""
+        if not isinstance(given, Mapping):
+            return given
+        filled = dict(given)
+        if "heads" in filled:
+            filled.setdefault("kv_heads", filled["heads"])
+        if filled.get("linear_bias"):
+            filled.setdefault("qkv_bias", filled["linear_bias"])
+        if filled.get("pos") == "learned" and "seq" in filled:
+            filled.setdefault("pos_rows", filled["seq"])
+        return filled
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Sizes:
+        if self.kind == "convnet":
+            if not (self.classes and self.channels and self.image):
+                raise ValueError("a convolutional network needs classes, channels and image")
+            return self
+        if not self.vocab:
+            raise ValueError("vocab must be at least 1")
+        if not self.head_dim and self.hidden % self.heads:
+            raise ValueError(f"hidden({self.hidden}) must be a multiple of heads({self.heads}), or head_dim given")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads({self.heads}) must be a multiple of kv_heads({self.kv_heads})")
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k({self.top_k}) must lie between 1 and experts({self.experts})")
+        return self
+
+    @property
+    def query_width(self) -> int:
+        return round(self.heads * (self.head_dim or self.hidden / self.heads))
+
+    @property
+    def key_width(self) -> int:
+        return self.query_width // self.heads * self.kv_heads if self.kv_heads != self.heads else self.query_width
+
+    @property
+    def gated(self) -> bool:
+        """Three matrices in the feed-forward instead of two."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def norm_bias(self) -> bool:
+        return self.norm == "ln"
+
+    @property
+    def causal(self) -> bool:
+        return self.kind not in ("bert", "convnet")
+
+
+def catalog_sizes(row: Mapping[str, Any]) -> Sizes:
+    """A row of the catalog, whose cells are text, as `Sizes`."""
+    known = {name: row[name] for name in Sizes.model_fields if row.get(name) not in BLANK}
+    if "mla" in known:
+        known["mla"] = dict(part.split("=") for part in known["mla"].split(","))
+    return build(Sizes, known, f"catalog {row['model']}")

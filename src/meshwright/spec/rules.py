@@ -1,0 +1,99 @@
+"""When a plan is legal for a model, a batch and a number of devices: pure rules, asked by the planner, by what reads a person's plan and by the
+runtime before it starts a single rank.
+
+A rule is a `Fault`: a short reason, the same for all plans that break it, and one line with the numbers. No fault: the plan can run.
+Why so early: ranks with unlike sizes abort inside gloo without a Python error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from meshwright.base.errors import InputError
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan, Schedule
+
+
+class Fault(NamedTuple):
+    """Why a plan cannot run: `reason` groups plans, `message` is the line for this one."""
+
+    reason: str
+    message: str
+
+
+def world_faults(plan: Plan, devices: int) -> Iterator[Fault]:
+    """World size = pp x dp x cp x tp must be the number of devices; ep must divide dp_shard x cp x tp."""
+    if plan.world != devices:
+        factors = [(axis, getattr(plan, axis)) for axis in ("dp", "tp", "pp", "cp") if axis in ("dp", "tp", "pp") or plan.cp > 1]
+        product = " * ".join(f"{axis}({degree})" for axis, degree in factors)
+        yield Fault("degrees do not multiply to the devices", f"{product} = {plan.world} but the cluster has {devices} devices")
+    inner = plan.dp_shard * plan.cp * plan.tp
+    if inner % plan.ep:
+        yield Fault(
+            "ep does not divide", f"ep({plan.ep}) does not divide dp_shard({plan.dp_shard}) * cp({plan.cp}) * tp({plan.tp}) = {inner}"
+        )
+
+
+def tensor_faults(plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True) -> Iterator[Fault]:
+    """tp must divide heads, key-value heads and the feed-forward width; a vocabulary may be uneven."""
+    if plan.tp == 1:
+        return
+    if not tensor_parallel:
+        yield Fault("the model has no tensor-parallel form", f"tp({plan.tp}): no rule shards the layers of this model; use tp 1")
+        return
+    for what, size in divisible.items():
+        if size % plan.tp:
+            yield Fault(f"tp does not divide {what}", f"tp({plan.tp}) does not divide {what}({size})")
+
+
+def stage_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
+    """Every stage needs a block; a stage split by hand must name them all."""
+    if plan.layers_per_stage and sum(plan.layers_per_stage) != blocks:
+        total = sum(plan.layers_per_stage)
+        yield Fault("stages miss blocks", f"layers_per_stage {list(plan.layers_per_stage)} sums to {total}, the model has {blocks} blocks")
+    elif plan.stages > 1 and blocks < plan.stages:
+        yield Fault(
+            "more stages than blocks",
+            f"pp({plan.pp}) * virtual({plan.virtual_stages}) = {plan.stages} stages need as many blocks, the model has {blocks}",
+        )
+
+
+def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
+    """The batch is a whole number of micro-batches on every replica; interleaving turns in rounds of pp of them."""
+    slice_of_all = plan.dp * plan.micro_batch
+    if batch % slice_of_all:
+        yield Fault(
+            "batch does not divide", f"batch {batch} is not a multiple of dp({plan.dp}) * micro_batch({plan.micro_batch}) = {slice_of_all}"
+        )
+    elif plan.schedule == Schedule.interleaved and batch // slice_of_all % plan.pp:
+        yield Fault(
+            "interleaving does not divide",
+            f"interleaved: {batch // slice_of_all} micro-batches are not a multiple of pp({plan.pp}); "
+            f"a batch of {slice_of_all * plan.pp} sequences or a multiple of it would be",
+        )
+
+
+def sequence_faults(plan: Plan, sequence: int, context: int = 0) -> Iterator[Fault]:
+    """Sequence parallelism cuts a sequence into tp pieces, context parallelism into 2 x cp; learned positions end somewhere."""
+    if plan.sequence_parallel and sequence % plan.tp:
+        yield Fault("tp does not divide the sequence", f"sp: tp({plan.tp}) does not divide sequence({sequence})")
+    if plan.cp > 1 and sequence % (2 * plan.cp):
+        yield Fault("cp does not divide the sequence", f"2 * cp({plan.cp}) = {2 * plan.cp} does not divide sequence({sequence})")
+    if context and sequence > context:
+        yield Fault("the sequence is too long", f"sequence {sequence} is longer than the {context} positions that the model has")
+
+
+def faults(job: Job, plan: Plan) -> Iterator[Fault]:
+    """Every rule that `plan` breaks for `job`, the plainest first."""
+    yield from world_faults(plan, job.cluster.devices)
+    yield from tensor_faults(plan, job.model.divisible, job.model.tensor_parallel)
+    yield from stage_faults(plan, job.model.blocks)
+    yield from sequence_faults(plan, job.workload.sequence)
+    yield from batch_faults(plan, job.workload.batch)
+
+
+def check_plan(job: Job, plan: Plan) -> None:
+    """Nothing, or InputError with the first rule that `plan` breaks for `job`."""
+    for fault in faults(job, plan):
+        raise InputError(f"plan {plan.name}: {fault.message}")
