@@ -2,7 +2,7 @@
 
 Promise: the same files give the same passages in the same order on every machine; whatever is wrong with a file is one `InputError` line
 with its name and, where there is one, its line. A document is a text file, a JSON line or a Parquet row. Long text files come in passages
-of about a MiB, cut after a line end, so that no file has to fit in memory; joined, the passages are the file, character for character.
+of about a quarter of a MiB, cut after a line end, so that no file has to fit in memory; joined, the passages are the file, character for character.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TABLES = (".parquet",)
 ARRAYS = (".npy", ".bin")
 STDLIB = "stdlib"
 
-_BLOCK = 2**20
+_BLOCK = 2**18
 _NOT_STDLIB = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -37,24 +37,27 @@ def find_files(sources: tuple[str, ...]) -> list[Path]:
     """The files that `sources` name: named ones in the given order, those of a folder or a pattern by name. At least one, none empty."""
     files: list[Path] = []
     for source in sources:
-        path = Path(source).expanduser()
-        if source == STDLIB:
-            found = _stdlib_files()
-        elif path.is_dir():
-            found = _filled(sorted(item for item in path.rglob("*") if item.is_file() and not _hidden(item.relative_to(path))))
-        elif path.is_file():
-            found = [path]
-            if not path.stat().st_size:
-                raise InputError(f"data file {source!r} is empty")
-        elif any(sign in source for sign in "*?["):
-            found = _filled(sorted(item for item in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if item.is_file()))
-        else:
-            near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-            raise InputError(f"data source {source!r} does not exist{did_you_mean(path.name, near)}")
+        try:
+            found = _stdlib_files() if source == STDLIB else _files_of(source, Path(source).expanduser())
+        except OSError as error:
+            raise InputError(f"data source {source!r} cannot be read: {error.strerror or error}") from None
         if not found:
             raise InputError(f"data source {source!r} holds no file that is not empty")
         files += found
     return files
+
+
+def _files_of(source: str, path: Path) -> list[Path]:
+    if path.is_dir():
+        return _filled(sorted(item for item in path.rglob("*") if item.is_file() and not _hidden(item.relative_to(path))))
+    if path.is_file():
+        if not path.stat().st_size:
+            raise InputError(f"data file {source!r} is empty")
+        return [path]
+    if any(sign in source for sign in "*?["):
+        return _filled(sorted(item for item in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if item.is_file()))
+    near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise InputError(f"data source {source!r} does not exist{did_you_mean(path.name, near)}")
 
 
 def _filled(files: list[Path]) -> list[Path]:
@@ -127,7 +130,7 @@ def _json_text(line: bytes, field: str, place: str) -> str:
         raise InputError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from None
     except (json.JSONDecodeError, RecursionError) as error:
         what = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise InputError(f"{place}: not a line of JSON: {what}") from None
+        raise InputError(f"{place}: not a line of JSON: {what}; {', '.join(LINES)} files hold one object a line") from None
     if not isinstance(found, dict):
         raise InputError(f"{place}: a line holds an object with field {field!r}, this one holds a {type(found).__name__}")
     if field not in found:

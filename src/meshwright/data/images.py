@@ -1,5 +1,5 @@
 """A set of drawn images, so that models that classify images train on a machine with no images: ten kinds of shape, turned, moved, scaled,
-coloured at random on a coloured ground, under noise.
+coloured bright on dark at random, under noise.
 
 Promise: image n is a pure function of n and the size; the held-out images are other numbers than those to train on.
 """
@@ -18,13 +18,13 @@ from meshwright.data.randomness import key_of, uniform
 KINDS = ("disc", "ring", "square", "frame", "diamond", "triangle", "plus", "cross", "bars", "checker")
 TRAINING, HELD_OUT = 8192, 512
 _KEY = key_of(0x5348415045)  # one set for all runs: the seed of a job orders the images, it does not draw them
-_NOISE = 0.15
+_NOISE = 0.2
 
 Integers = NDArray[np.int64]
 
 
 class ShapeImages:
-    """`rows` images to train on and `held_out_rows` others, 3 x side x side, values about 0 to 1."""
+    """`rows` images to train on and `held_out_rows` others, 3 x side x side, values about -1 to 1."""
 
     tokenizer = None
     rows, held_out_rows = TRAINING, HELD_OUT
@@ -56,15 +56,14 @@ class ShapeImages:
         labels = (traits[:, 0] * self.vocabulary).long()
         u, v = self._places(traits)
         inside = _inside(labels, u, v)[:, None]
-        ground, ink = traits[:, 5:8, None, None], traits[:, 8:11, None, None]
-        ink = torch.where((ink - ground).abs().amax(dim=1, keepdim=True) < 0.3, 1.0 - ground.round(), ink)
+        ground, ink = -0.5 - 0.5 * traits[:, 5:8, None, None], 0.5 + 0.5 * traits[:, 8:11, None, None]
         noise = torch.from_numpy(uniform(key_of(_KEY, 1), numbers, 3 * self.side**2)).view(-1, 3, self.side, self.side)
         images = torch.where(inside, ink, ground) + _NOISE * (2 * noise - 1)
         return {"images": images.float(), "labels": labels}
 
     def _places(self, traits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Coordinates (n, side, side) of every point in the shape's own frame, where the shape spans -1 to 1."""
-        radius = 0.45 + 0.4 * traits[:, 1]
+        radius = 0.55 + 0.35 * traits[:, 1]
         angle = (traits[:, 2] - 0.5) * math.pi / 6
         line = (torch.arange(self.side, dtype=torch.float64) + 0.5) * 2 / self.side - 1
         free = (1 - radius)[:, None, None]
@@ -89,7 +88,7 @@ def _inside(labels: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Ten
             (v < 0.8) & (2 * u.abs() - v < 0.9),
             (edge < 1) & (arms < 0.3),
             (edge < 0.9) & (slant < 0.35),
-            (edge < 0.9) & ((v * 2.8).abs() % 1.6 > 0.8),
+            (edge < 0.9) & ((v.abs() - 0.5).abs() < 0.2),
             (edge < 0.9) & (u * v > 0),
         ]
     )

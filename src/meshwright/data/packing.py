@@ -29,7 +29,7 @@ Integers = NDArray[np.int64]
 TokenArray = NDArray[np.integer[Any]]
 
 SMALLEST_HELD_OUT = 32
-_GROUP = 2**20  # characters that are encoded in one call: enough for all cores, little enough for memory
+_GROUP = 2**22  # characters that are encoded in one call: enough for all cores, little enough for memory
 
 
 class Encoded(Noun):
