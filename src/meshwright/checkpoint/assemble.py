@@ -45,11 +45,11 @@ def copies(wanted: Piece, saved: Sequence[Piece]) -> list[Copy] | None:
     if found is not None:
         return found
     if wanted.split in (None, 0) and all(piece.split in (None, 0) for piece in saved):
-        return _cover(_rows(wanted), {index: _rows(piece) for index, piece in enumerate(saved)})
+        return _cover(rows_of(wanted), {index: rows_of(piece) for index, piece in enumerate(saved)})
     return None
 
 
-def _rows(piece: Piece) -> list[tuple[int, int, int]]:
+def rows_of(piece: Piece) -> list[tuple[int, int, int]]:
     """Runs (start, stop) of the full tensor that `piece` holds, each with its place in the piece."""
     if piece.split is None:
         return [(piece.start, piece.stop, 0)]

@@ -14,33 +14,34 @@ from pathlib import Path
 
 from meshwright.base.errors import InputError
 from meshwright.checkpoint import disk
-from meshwright.checkpoint.manifest import MANIFEST, STEP_FOLDER, Damaged, read_manifest
+from meshwright.checkpoint.manifest import MANIFEST, STEP_FOLDER, Damaged, read_manifest, step_of
 from meshwright.checkpoint.verify import verify as problems_of
 
-_SERIAL = re.compile(rb'"serial":(\d{1,19})')
+_SERIAL = re.compile(rb'"step":(\d{1,19}),"serial":(\d{1,19}),')
 
 
 def checkpoints(folder: Path | str) -> list[Path]:
-    """The checkpoints of `folder`, newest first ([Note: newest])."""
+    """The checkpoints of `folder`, newest first ([Note: newest]); before them, highest step first, those whose place nobody can tell."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    found = [(path, match) for path in folder.iterdir() if (match := STEP_FOLDER.fullmatch(path.name)) and path.is_dir()]
-    return [path for path, match in sorted(found, key=lambda pair: (_serial(pair[0]), int(pair[1][1])), reverse=True)]
+    found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+    serials = {path: _serial(path) for path in found}
+    return sorted(found, key=lambda path: (serials[path] is None, serials[path] or 0, step_of(path) or 0), reverse=True)
 
 
-def _serial(path: Path) -> int:
-    """The serial as the first lines say it; 0 where they do not. For order alone: nothing is read by it."""
+def _serial(path: Path) -> int | None:
+    """The serial as the manifest's first lines say it. For order alone: nothing is trusted by it."""
     try:
         with (path / MANIFEST).open("rb") as file:
             match = _SERIAL.search(file.read(512))
     except OSError:
-        return 0
-    return int(match[1]) if match else 0
+        return None
+    return int(match[2]) if match and int(match[1]) == step_of(path) else None
 
 
 def next_serial(folder: Path) -> int:
-    return 1 + max((_serial(path) for path in checkpoints(folder)), default=0)
+    return 1 + max((_serial(path) or 0 for path in checkpoints(folder)), default=0)
 
 
 def newest(folder: Path | str, verify: bool = True, say: Callable[[str], None] | None = None) -> Path | None:
@@ -78,13 +79,14 @@ def _first_problem(path: Path, verify: bool) -> str | None:
 
 
 def prune(folder: Path | str, keep: int, verified: Path | None = None) -> list[Path]:
-    """Removes all but the `keep` newest checkpoints and returns what went. The last valid one always stays.
+    """Removes all but the `keep` newest checkpoints and returns what went. The last valid one always stays, and
+    so does one whose manifest is damaged: it is evidence, not a checkpoint.
 
     Nothing goes before one that stays is known to be valid: `verified` (just saved, so read back), or else read for this.
     """
     if keep < 1:
         raise InputError(f"keep = {keep}: at least one checkpoint must stay")
-    found = checkpoints(folder)
+    found = [path for path in checkpoints(folder) if _serial(path) is not None]
     kept, rest = found[:keep], found[keep:]
     if not rest:
         return []

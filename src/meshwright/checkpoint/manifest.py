@@ -31,10 +31,17 @@ _HEAD = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
 _MOST = 2**62
 
 Count = Annotated[int, Field(ge=0, le=_MOST, strict=True)]
+TENSOR_NAME = r"^[^\x00-\x1f]{1,1000}$"
+TensorName = Annotated[str, Field(pattern=TENSOR_NAME)]
 
 
 class Damaged(InputError):
     """A checkpoint that is not what was saved: the line names file, tensor and what is wrong."""
+
+    def __init__(self, sentence: str) -> None:
+        """One line, whatever a damaged file makes it quote."""
+        line = " ".join(sentence.split())
+        super().__init__(line if len(line) < 600 else f"{line[:500]} ...")
 
 
 class Part(Noun):
@@ -46,7 +53,7 @@ class Part(Noun):
     file: str
     key: str
     offset: Count
-    xxh3: str
+    xxh3: str = Field(pattern="^[0-9a-f]{16}$")
 
 
 class Entry(Noun):
@@ -73,7 +80,7 @@ class ShardEntry(Noun):
 
     bytes: Count
     data: Count
-    xxh3: str
+    xxh3: str = Field(pattern="^[0-9a-f]{16}$")
 
 
 class Manifest(Noun):
@@ -82,12 +89,12 @@ class Manifest(Noun):
     version: int = Field(ge=1, le=1)
     step: Count
     serial: Count
-    id: str
+    id: str = Field(pattern="^[0-9a-f]{8}$")
     world: int = Field(ge=1, le=2**31)
     plan: str
     plan_digest: str
     files: dict[str, ShardEntry]
-    tensors: dict[str, Entry]
+    tensors: dict[TensorName, Entry]
     state: dict[str, Any]
 
     def encode(self) -> bytes:
@@ -101,6 +108,12 @@ def folder_name(step: int) -> str:
     'step-00000100'
     """
     return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that the name of a folder says, if it is one of a checkpoint."""
+    match = STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def read_manifest(folder: Path | str) -> Manifest:
@@ -123,9 +136,11 @@ def read_manifest(folder: Path | str) -> Manifest:
     try:
         manifest = build(Manifest, parse("{" + rest.decode(), where), where)
     except InputError as error:
-        raise Damaged(str(error).partition("\n")[0]) from None
+        raise Damaged(str(error)) from None
     except (ValueError, RecursionError, OverflowError) as error:
-        raise Damaged(f"{where}: not a manifest: {str(error).partition(chr(10))[0]}") from None
+        raise Damaged(f"{where}: not a manifest: {error}") from None
+    if step_of(folder) not in (None, manifest.step):
+        raise Damaged(f"{where}: is stale: it is of step {manifest.step}, its folder is {folder.name}")
     problem = next(_contradictions(manifest), None)
     if problem:
         raise Damaged(f"{where}: {problem}")

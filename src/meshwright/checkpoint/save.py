@@ -28,7 +28,7 @@ from meshwright.base.units import show_bytes
 from meshwright.checkpoint import disk
 from meshwright.checkpoint.assemble import canonical
 from meshwright.checkpoint.folder import checkpoints, next_serial
-from meshwright.checkpoint.manifest import Entry, Manifest, Part, ShardEntry, contradictions_of, folder_name, write_manifest
+from meshwright.checkpoint.manifest import TENSOR_NAME, Entry, Manifest, Part, ShardEntry, contradictions_of, folder_name, write_manifest
 from meshwright.checkpoint.shard import DTYPES, Item, digest, dtype_name, shard_name, write_shard
 from meshwright.spec.piece import Piece
 from meshwright.spec.plan import Plan
@@ -251,16 +251,21 @@ class _Save:
         return self.temporary
 
     def put(self, kind: str, rank: int, value: Any) -> None:
-        disk.write_file(self.place() / f"{kind}-{rank:05d}.json", [json.dumps(value).encode()], durable=False)
+        path = self.place() / f"{kind}-{rank:05d}.json"
+        try:
+            disk.write_file(path, [json.dumps(value).encode()], durable=False)
+        except FileNotFoundError:
+            raise self.unshared(path) from None
 
     def get(self, kind: str, rank: int) -> Any:
         path = self.place() / f"{kind}-{rank:05d}.json"
         try:
             return json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise _Refused(
-                f"rank {self.ranks.rank} does not see {path.name} of rank {rank}: {str(self.folder)!r} must be on storage that all hosts share"
-            ) from None
+            raise self.unshared(path) from None
+
+    def unshared(self, path: Path) -> _Refused:
+        return _Refused(f"rank {self.ranks.rank} does not see {str(path)!r}: checkpoints must be on storage that all hosts share")
 
 
 class _Refused(Exception):
@@ -297,6 +302,8 @@ def key_of(piece: Piece) -> str:
 
 
 def _check(piece: Piece, tensor: torch.Tensor) -> None:
+    if not re.fullmatch(TENSOR_NAME, piece.name):
+        raise _Refused(f"{piece.name[:80]!r} cannot name a tensor")
     if piece.dtype not in DTYPES:
         raise _Refused(f"{piece.name}: dtype {piece.dtype!r} is not one of {', '.join(DTYPES)}")
     if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start or dtype_name(tensor.dtype) != piece.dtype:
@@ -326,7 +333,7 @@ def _check_whole(pieces: Iterable[Piece]) -> None:
     """What all ranks hold together must be whole tensors."""
     parts: Parts = defaultdict(list)
     for piece in pieces:
-        part = Part(intervals=piece.intervals, start=piece.start, stop=piece.stop, file="", key="", offset=0, xxh3="")
+        part = Part(intervals=piece.intervals, start=piece.start, stop=piece.stop, file="", key="", offset=0, xxh3="0" * 16)
         parts[_tensor_of(piece)].append(part)
     problem = contradictions_of(_entries(parts))
     if problem:
