@@ -1,3 +1,64 @@
-"""Meshwright: plan, prove, run and keep running the training of any PyTorch model on any cluster. Importing this imports no torch."""
+"""Meshwright: plan, prove, run and keep running the training of any PyTorch model on any cluster. Importing this imports no torch.
+
+    job = mw.load("job.yaml")                  # model, cluster, workload, pins
+    best = mw.plan(job)[0]                     # .plan, .estimate
+    trainer = mw.parallelize(model, optimizer=..., plan=best.plan)
+
+What stands behind a name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from meshwright.search.answer import Entry
+    from meshwright.spec.estimate import Estimate
+    from meshwright.spec.job import Job
+    from meshwright.spec.plan import Plan, parse_plan
+    from meshwright.train.trainer import parallelize
 
 __version__ = "0.1.0"
+__all__ = ["Job", "Plan", "__version__", "estimate", "load", "parallelize", "parse_plan", "plan"]
+
+_HOMES = {
+    "Job": "meshwright.spec.job",
+    "Plan": "meshwright.spec.plan",
+    "parallelize": "meshwright.train.trainer",
+    "parse_plan": "meshwright.spec.plan",
+}
+
+
+def load(path: str | Path) -> Job:
+    """The job file at `path`. InputError says which line of it is wrong."""
+    from meshwright.intake.job import load
+
+    return load(path)
+
+
+def plan(job: Job, top: int = 10) -> list[Entry]:
+    """The `top` fastest plans that fit, each with `.plan` and `.estimate`. Raises NothingFits when none does."""
+    from meshwright.search.rank import search
+
+    return list(search(job, top).plans)
+
+
+def estimate(job: Job, plan: Plan | str) -> Estimate:
+    """Memory and time of one plan, or of its name."""
+    from meshwright.cost.step import estimate
+    from meshwright.spec.plan import parse_plan
+
+    return estimate(job, parse_plan(plan) if isinstance(plan, str) else plan)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

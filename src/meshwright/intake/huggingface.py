@@ -14,7 +14,6 @@ from meshwright.base.codec import build, parse, read_text
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.intake.sizes import Sizes
 
-
 Implied = Mapping[str, Any]
 _GPT: Implied = {"norm": "ln", "mlp": "gelu", "linear_bias": True, "qkv_bias": True}
 _LEARNED: Implied = {"pos": "learned", "tied_embeddings": True}

@@ -1,0 +1,80 @@
+"""`meshwright catalog`: what is known without being told."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from meshwright.cli.options import AsJson, say, say_json
+
+
+def catalog(
+    kind: Annotated[Literal["models", "devices", "clusters", "links"], Parameter(name="KIND", help="models, devices, clusters or links")],
+    /,
+    *,
+    like: Annotated[str, Parameter(help="only entries with this in their name, family or source")] = "",
+    json: AsJson = False,
+) -> int:
+    """List the models, devices, clusters or links that have a name.
+
+    Try: meshwright catalog models --like llama
+    """
+    from meshwright.base.errors import InputError
+    from meshwright.catalog import read
+
+    rows = {"models": read.models, "devices": read.devices, "clusters": read.clusters, "links": read.links}[kind]()
+    word = like.lower()
+    found = {
+        name: row
+        for name, row in rows.items()
+        if word in " ".join([name, *row.get("aliases", ()), row.get("family", ""), row.get("title", ""), row.get("source", "")]).lower()
+    }
+    if not found:
+        raise InputError(f"catalog {kind}: none of {len(rows)} entries has {like!r} in its name, family or source")
+    if json:
+        say_json(list(found.values()))
+        return 0
+    from meshwright.report.text import columns
+
+    table = {"models": model_lines, "devices": device_lines, "clusters": cluster_lines, "links": link_lines}[kind]
+    say(columns(table(found)))
+    return 0
+
+
+def model_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    from meshwright.base.units import show_count
+    from meshwright.intake.architecture import model_spec
+    from meshwright.intake.sizes import catalog_sizes
+
+    lines = [["model", "parameters", "layers", "hidden", "heads", "kv", "ffn", "vocabulary", "sequence", "family"]]
+    for name, row in rows.items():
+        sizes = catalog_sizes(row)
+        shape = [sizes.layers, sizes.hidden, sizes.heads, sizes.kv_heads, sizes.ffn, sizes.vocab, sizes.seq]
+        lines.append([name, show_count(model_spec(name, sizes).parameters), *map(str, shape), sizes.family])
+    return lines
+
+
+def device_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    lines = [["device", "memory", "bandwidth", "fp32", "bf16", "fp16", "fp8", "link", "network"]]
+    for name, row in rows.items():
+        peaks = [
+            row["peak"].get(precision, "-").replace(" TFLOP/s", "").replace(" GFLOP/s", "G")
+            for precision in ("fp32", "bf16", "fp16", "fp8")
+        ]
+        lines.append([name, row["memory"], row["bandwidth"], *peaks, row["link"]["bandwidth"], row["network"]["bandwidth"]])
+    return lines
+
+
+def cluster_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    from meshwright.intake.clusters import parse_cluster
+
+    lines = [["cluster", "devices", "is", "memory"]]
+    for name, row in rows.items():
+        cluster = parse_cluster(row["is"])
+        lines.append([name, str(cluster.devices), row["is"], f"{cluster.memory / 2**30:.0f} GiB"])
+    return lines
+
+
+def link_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    return [["link", "a device", "latency"], *([name, row["bandwidth"], row["latency"]] for name, row in rows.items())]

@@ -1,0 +1,163 @@
+"""`meshwright doctor`: what this machine is, whether training will work on it, and what to mend. Exit code 1 when something must be mended."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from meshwright.cli.options import AsJson, say, say_json
+
+PACKAGES = ("torch", "numpy", "pydantic", "cyclopts", "safetensors", "xxhash", "psutil", "tokenizers", "transformers", "tensorboard")
+NEEDED = ("torch", "numpy", "pydantic", "cyclopts", "safetensors", "xxhash", "psutil")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "PYTORCH_ALLOC_CONF",
+)  # fmt: skip
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
+MATRIX = 768
+COPY = 64 * 2**20
+
+
+class Mend(NamedTuple):
+    """Something to change: `must` when training will not work before."""
+
+    what: str
+    must: bool = False
+
+
+def doctor(*, json: AsJson = False) -> int:
+    """Check this machine: versions, devices, backends, speed, settings of NCCL and gloo; a verdict and what to mend.
+
+    Try: meshwright doctor --json
+    """
+    facts: dict[str, Any] = {"python": sys.version.split()[0], "packages": dict(packages()), **hardware()}
+    facts["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    mends = [Mend(f"{name} is missing: pip install meshwright", must=True) for name in NEEDED if not facts["packages"][name]]
+    if facts["packages"]["torch"]:
+        facts["torch"] = torch_facts()
+        facts["speed"] = speed()
+        mends += torch_mends(facts)
+    mends += machine_mends(facts)
+    verdict = "broken" if any(mend.must for mend in mends) else "works"
+    facts |= {"verdict": verdict, "mends": [mend._asdict() for mend in mends]}
+    say_json(facts) if json else say("\n".join(lines(facts, mends)))
+    return 1 if verdict == "broken" else 0
+
+
+def packages() -> Iterator[tuple[str, str | None]]:
+    for name in PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, None
+
+
+def hardware() -> dict[str, Any]:
+    """Cores, memory, shared memory, and the CUDA devices the driver shows."""
+    from meshwright.intake.local import cores, cuda_cards, host_memory
+
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "cores": cores(),
+        "memory": host_memory(),
+        "shared_memory": float(shared.f_bavail * shared.f_frsize) if shared else 0.0,
+        "cuda_cards": cuda_cards(),
+    }
+
+
+def torch_facts() -> dict[str, Any]:
+    """Backends and devices as torch sees them."""
+    import torch
+    from torch import distributed
+
+    available = distributed.is_available()
+    return {
+        "backends": [name for name in ("gloo", "nccl", "mpi") if available and getattr(distributed, f"is_{name}_available")()],
+        "cuda_devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
+        "threads": torch.get_num_threads(),
+    }
+
+
+def speed() -> dict[str, float]:
+    """A matrix product and a copy, the best of several short ones, on device 0 or one core."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    device, size, copied = ("cuda", 16 * MATRIX, 16 * COPY) if cuda else ("cpu", MATRIX, COPY)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
+    source = torch.ones(copied // 4, device=device)
+    target = torch.empty_like(source)
+    product = best_of(lambda: torch.mm(matrix, matrix), cuda)
+    copy = best_of(lambda: target.copy_(source), cuda)
+    torch.set_num_threads(threads)
+    return {"matrix_product_flops_per_second": 2 * size**3 / product, "memory_bytes_per_second": 2 * copied / copy}
+
+
+def best_of(action: Any, cuda: bool, times: int = 5) -> float:
+    """Seconds of the fastest of `times`, after one that warms up."""
+    import torch
+
+    seconds = []
+    for _ in range(times + 1):
+        begin = time.perf_counter()
+        action()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:])
+
+
+def torch_mends(facts: dict[str, Any]) -> Iterator[Mend]:
+    found = facts["torch"]
+    number = tuple(int(part) for part in facts["packages"]["torch"].split("+")[0].split(".")[:2])
+    if number < OLDEST_TORCH:
+        yield Mend(f"torch {facts['packages']['torch']} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}: pip install -U torch", must=True)
+    elif number > NEWEST_TORCH:
+        yield Mend(f"torch {facts['packages']['torch']} is newer than {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}, the newest that was tested")
+    if not found["backends"]:
+        yield Mend("torch has no distributed backend (gloo, nccl): install a torch built with them", must=True)
+    if facts["cuda_cards"] and not found["cuda_devices"]:
+        yield Mend(f"the driver shows {facts['cuda_cards'][0]}, torch does not: install a torch built for CUDA", must=True)
+    if found["cuda_devices"] and "nccl" not in found["backends"]:
+        yield Mend("CUDA devices without NCCL: install a torch built with it", must=True)
+
+
+def machine_mends(facts: dict[str, Any]) -> Iterator[Mend]:
+    environment = facts["environment"]
+    for name, least in (("NCCL_P2P_DISABLE", "devices of a node"), ("NCCL_IB_DISABLE", "nodes")):
+        if environment.get(name) == "1":
+            yield Mend(f"{name}=1 slows the links between {least}: unset it unless it works around a fault")
+    if facts["shared_memory"] < 64 * 2**20:
+        yield Mend("/dev/shm has less than 64 MiB: start the container with a larger --shm-size")
+    if facts["cuda_cards"] and "PYTORCH_ALLOC_CONF" not in environment:
+        yield Mend("PYTORCH_ALLOC_CONF=expandable_segments:True wastes less device memory")
+
+
+def lines(facts: dict[str, Any], mends: list[Mend]) -> Iterator[str]:
+    from meshwright.base.units import show_bytes, show_rate
+
+    yield f"python    {facts['python']}"
+    yield "packages  " + ", ".join(f"{name} {number}" for name, number in facts["packages"].items() if number)
+    absent = [name for name, number in facts["packages"].items() if not number]
+    if absent:
+        yield f"absent    {', '.join(absent)}"
+    yield f"host      {facts['cores']} cores, {show_bytes(facts['memory'])}, shared memory {show_bytes(facts['shared_memory'])}"
+    if "torch" in facts:
+        found, measured = facts["torch"], facts["speed"]
+        yield f"devices   {', '.join(found['cuda_devices']) or 'no CUDA devices: ranks run on cores'}"
+        yield f"backends  {', '.join(found['backends']) or 'none'}"
+        product, memory = measured["matrix_product_flops_per_second"], measured["memory_bytes_per_second"]
+        yield f"speed     matrix product {show_rate(product, 'FLOP/s')}, memory {show_rate(memory)} ({'device 0' if found['cuda_devices'] else 'one core'})"
+    for name, value in facts["environment"].items():
+        yield f"set       {name}={value}"
+    yield ""
+    yield from (f"{'must' if mend.must else 'may'} mend  {mend.what}" for mend in mends)
+    yield f"verdict   {'training works here' if facts['verdict'] == 'works' else 'training will not work before what must be mended is'}"

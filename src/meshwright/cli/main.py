@@ -1,0 +1,87 @@
+"""The command line: `meshwright COMMAND`. Each command is a file beside this one, imported only when it runs.
+
+Promise: results on standard output, everything else on standard error; an error that a person can cause is one line, `--debug` shows the
+traceback; the exit code is the error's own (`base.errors`): 0 done, 1 failed, 2 bad input, 3 nothing fits, 4 verification failed, 75 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, UnknownCommandError
+
+from meshwright import __version__
+from meshwright.base.errors import InputError, Interrupted, MeshwrightError, did_you_mean
+
+COMMANDS = (
+    ("train", "plan, launch and train; go on where a run stopped"),
+    ("plan", "rank the plans for a job and say why the others lost"),
+    ("estimate", "memory and time of one plan, item by item, stage by stage"),
+    ("verify", "compare a plan with one device: loss, every gradient, counts"),
+    ("report", "a run, or several, as text"),
+    ("checkpoint", "list, verify, export and import checkpoints"),
+    ("catalog", "list known models, devices and clusters"),
+    ("doctor", "check this machine: devices, backends, bandwidth, versions"),
+    ("schema", "the JSON Schema of a job file, for editors"),
+)
+HELP = """Any PyTorch model, any cluster: plan it, prove it, run it, keep it running.
+
+"meshwright train" alone trains a small model on this machine. "meshwright COMMAND --help" shows options and an example.
+Every command takes --debug, which shows the traceback of an error."""
+HELP_WIDTH = 100
+
+
+def application(tokens: Sequence[str]) -> App:
+    """The command that `tokens` name, or all of them; none is imported."""
+    console = None
+    if not tokens or "--help" in tokens or "-h" in tokens:
+        from rich.console import Console
+
+        console = Console(width=min(Console().width, HELP_WIDTH) if sys.stdout.isatty() else HELP_WIDTH)
+    app = App(name="meshwright", help=HELP, help_format="plaintext", version=__version__, console=console)
+    asked = [name for name, _ in COMMANDS if [name] == list(tokens[:1])]
+    for name, line in COMMANDS:
+        if name in asked:
+            app.command(f"meshwright.cli.{name}:{name}", name=name)
+        elif not asked:
+            app.command(f"meshwright.cli.{name}:{name}", name=name, help=line, sort_key=len(COMMANDS))
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in tokens
+    try:
+        return run([token for token in tokens if token != "--debug"])
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except (KeyboardInterrupt, MeshwrightError, Exception) as error:
+        if debug:
+            raise
+        error = Interrupted("interrupted; the same command goes on") if isinstance(error, KeyboardInterrupt) else error
+        known = isinstance(error, MeshwrightError)
+        line = str(error) if known else f"{type(error).__name__}: {error}; this is a fault of meshwright, --debug shows where"
+        print(f"meshwright: {' '.join(line.split())}", file=sys.stderr)
+        return error.exit_code if isinstance(error, MeshwrightError) else 1
+
+
+def run(tokens: list[str]) -> int:
+    """One command; what cyclopts finds wrong becomes an InputError."""
+    app = application(tokens)
+    try:
+        code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except UnknownCommandError:
+        names = [name for name, _ in COMMANDS]
+        raise InputError(f"no command {tokens[0]!r}{did_you_mean(tokens[0], names)}; commands are {', '.join(names)}") from None
+    except CycloptsError as error:
+        raise InputError(f"{tokens[0]}: {error}") from None
+    sys.stdout.flush()
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

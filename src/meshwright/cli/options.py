@@ -1,0 +1,78 @@
+"""Options that every planning command shares, and how they become a job. `--json` output goes through here, so that nothing else reaches it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from meshwright.intake.job import JobFile
+
+JobPath = Annotated[
+    Path | None, Parameter(name="JOB", help="job file (YAML or JSON); without one the default job, llama-tiny on this machine")
+]
+AsJson = Annotated[bool, Parameter(negative="", help="one JSON object on standard output, nothing else there")]
+
+
+def _option(text: str) -> Parameter:
+    return Parameter(help=text)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Shared:
+    """What is planned. An option beats the same entry of the job file."""
+
+    model: Annotated[str | None, _option("catalog name, folder with config.json, architecture file, or package.module:function")] = None
+    cluster: Annotated[str | None, _option("local, a file, or NODESxDEVICES:device[@LINK] joined by +, such as 8x8:a100-80gb")] = None
+    batch: Annotated[int | None, _option("sequences per optimizer step, over all devices")] = None
+    seq: Annotated[int | None, _option("tokens per sequence")] = None
+    precision: Annotated[str | None, _option("fp64, fp32, bf16 or fp16; else the fastest of the devices")] = None
+    optimizer: Annotated[str | None, _option("adamw, adam, sgd or sgd-momentum")] = None
+    plan: Annotated[str | None, _option("a plan by name (dp8.tp2.pp4.z1), a file, or auto")] = None
+    set: Annotated[
+        tuple[str, ...], Parameter(negative="", show_default=False, help="section.key=value over the job file, any number of times")
+    ] = ()
+
+    def overrides(self) -> dict[str, Any]:
+        """The options as entries of a job file."""
+        from meshwright.intake.models import is_module
+
+        model = "model.module" if self.model and is_module(self.model) else "model.name"
+        entries = {
+            model: self.model,
+            "cluster.name": self.cluster,
+            "workload.batch": self.batch,
+            "workload.sequence": self.seq,
+            "workload.precision": self.precision,
+            "workload.optimizer.name": self.optimizer,
+            "plan.name": self.plan,
+        }
+        return {name: value for name, value in entries.items() if value is not None}
+
+    def job_file(self, path: Path | None) -> JobFile:
+        """The job file at `path` with these options over it."""
+        from meshwright.intake.job import read_job
+
+        return read_job(path, self.set, self.overrides())
+
+
+def say(text: str) -> None:
+    """Standard output."""
+    sys.stdout.write(text + "\n")
+
+
+def note(text: str) -> None:
+    """Standard error: progress and remarks."""
+    sys.stderr.write(text + "\n")
+
+
+def say_json(data: Any) -> None:
+    """One object on standard output."""
+    json.dump(data, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
