@@ -139,7 +139,7 @@ def test_in_an_empty_environment_help_works_and_torch_stays_as_it_was(tmp_path: 
     assert added <= MOST_BYTES, added
     meshwright = tmp_path / "venv" / "bin" / "meshwright"
     assert "plan" in run(meshwright, "--help", cwd=tmp_path)
-    assert "llama" in run(meshwright, "catalog", cwd=tmp_path)
+    assert "llama" in run(meshwright, "catalog", "models", cwd=tmp_path)
 
 
 @pytest.mark.soak
