@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import InputError
+from meshwright.cli.main import main
 from meshwright.report.compare import compare, compare_text
 from meshwright.report.run import Run, read_run, summarise
 from meshwright.report.run_text import run_text
@@ -207,7 +208,7 @@ def test_a_misspelt_field_of_a_record_is_named_with_its_line(tmp_path: Path) -> 
 
 def test_a_run_that_does_not_exist_is_named_with_the_nearest_that_does(tmp_path: Path) -> None:
     write_run(tmp_path / "first", losses(1))
-    with pytest.raises(InputError, match=r"does not exist; did you mean '.*first'\?"):
+    with pytest.raises(InputError, match=r"does not exist.*; did you mean '.*first'\?"):
         read_run(tmp_path / "frist")
 
 
@@ -234,6 +235,39 @@ def test_a_loss_that_became_nan_in_one_run_only_is_infinitely_far(tmp_path: Path
     one = read_run(write_run(tmp_path / "one", [record(0, 6.0)]))
     two = read_run(write_run(tmp_path / "two", [record(0, math.nan)]))
     assert compare([one, two]).loss_difference == (0.0, math.inf)
+
+
+def test_the_command_prints_one_run_as_text_and_several_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_run(tmp_path / "one", losses(5))
+    two = write_run(tmp_path / "two", losses(5), plan="dp4")
+    assert main(["report", str(one)]) == 0
+    assert "plan dp2.pp2.z1 on 4 ranks" in capsys.readouterr().out
+    assert main(["report", str(one), str(two)]) == 0
+    assert "0.0e+00 over 5" in capsys.readouterr().out
+
+
+def test_the_command_prints_strict_json_even_of_losses_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_run(tmp_path / "one", [record(0, math.nan), record(1, 2.0)])
+    two = write_run(tmp_path / "two", [record(0, 6.0), record(1, 2.0)])
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    assert main(["report", str(one), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=refuse)["loss"]["first"] == {"step": 0, "loss": None}
+    assert main(["report", str(one), str(two), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=refuse)["shared_steps"] == [2, 2]
+
+
+@pytest.mark.parametrize("arguments", [["report"], ["report", "no-such-run"], ["report", "."]])
+def test_bad_input_to_the_command_is_one_line_and_exit_code_2(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
 
 
 def test_columns_line_up_and_lines_do_not_end_in_blanks() -> None:

@@ -102,7 +102,7 @@ def read_run(folder: Path | str) -> Run:
     path = Path(folder)
     if not path.is_dir():
         siblings = [str(path.parent / other.name) for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
-        kind = "is a file; name the run's folder" if path.exists() else "does not exist"
+        kind = "is a file; name the run's folder" if path.exists() else "does not exist; name a folder that `meshwright train` has written"
         raise InputError(f"run {str(path)!r} {kind}{did_you_mean(str(path), siblings)}")
     lines = path / "records.jsonl"
     if not lines.exists():

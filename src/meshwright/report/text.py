@@ -1,4 +1,4 @@
-"""Plain text: columns that line up, and a curve in one line of characters. The same on a terminal, in a pipe and in a file.
+"""Plain text: columns that line up, and a curve in one line of characters, data as strict JSON. The same on a terminal, in a pipe and in a file.
 
 >>> print(columns([("kind", "bytes"), ("parameters", "4.00 MiB")]))
 kind           bytes
@@ -9,8 +9,12 @@ parameters  4.00 MiB
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from typing import Any
+
+from meshwright.base.codec import Noun
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -43,3 +47,8 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     low, high = min(known, default=0.0), max(known, default=0.0)
     step = (high - low) / (len(_BARS) - 1) or 1.0
     return "".join(_BARS[round((mean - low) / step)] if math.isfinite(mean) else " " for mean in means)
+
+
+def plain(noun: Noun) -> Any:
+    """`noun` as strict JSON data: what is not a finite number becomes null."""
+    return json.loads(noun.to_json(), parse_constant=lambda _: None)
