@@ -42,6 +42,8 @@ def regions_of_block(model: nn.Module, block: str, seen: Trace) -> BlockRegions:
         why = next((seen.problems[weight] for weight in sorted(weights) if weight in seen.problems), None)
         if any(used[product.weight] > 1 for product in [*columns, *rows]):
             why = "a weight is used twice"
+        odd = next((product.owner for product in rows if not _is_plain(model.get_submodule(product.owner))), None)
+        why = f"{odd} has a forward of its own" if odd and not why else why
         if why or not rows:
             names = ", ".join(sorted(_inside(product.owner, block) for product in columns))
             said.append(f"{names} stay whole: {(why or 'no row layer follows').replace(block + '.', '')}")
@@ -66,6 +68,11 @@ def regions_of_block(model: nn.Module, block: str, seen: Trace) -> BlockRegions:
         )
         said.append(f"{', '.join(regions[-1].columns)} by columns, {', '.join(regions[-1].rows)} by rows")
     return BlockRegions(tuple(regions), splits, divisible, tuple(partial), said)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """A bare product with a bias, whose forward may be replaced: Linear, or Conv1D of transformers."""
+    return type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
 
 
 def _inside(path: str, block: str) -> str:

@@ -23,12 +23,13 @@ from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-BATCH, LENGTH = 2, 6
+BATCH, LENGTH = 2, 7
 METADATA = frozenset({"__get__", "size", "dim", "numel", "is_contiguous", "stride", "__len__", "get_device", "is_floating_point", "type"})
 PRODUCTS = frozenset({"linear", "addmm", "matmul", "mm", "__matmul__"})
 RESHAPES = frozenset(
     {"view", "reshape", "flatten", "unflatten", "contiguous", "transpose", "permute", "squeeze", "unsqueeze", "clone", "movedim", "view_as"}
 )
+JOINS = frozenset({"view", "reshape", "flatten"})
 VIEWS = RESHAPES | {"to", "long", "int"}
 REDUCTIONS = frozenset(
     {"mean", "sum", "var", "std", "var_mean", "norm", "vector_norm", "linalg_vector_norm", "layer_norm", "rms_norm", "group_norm",
@@ -234,14 +235,12 @@ class Watch(TorchFunctionMode):
             self.trace.mixed[weight] = self.trace.mixed.get(weight, frozenset()) | columns
         self.attention(name, given, columns)
         self.parts(name, args, shares[0], outputs)
+        before = shares[0]
         for tensor in outputs:
             self.share[id(tensor)] = columns
-            width = shares[0].shape[-1] if shares[0].ndim else 0
-            if name in RESHAPES and tensor.shape[-1:] != (width,):
-                stays = tensor.ndim <= shares[0].ndim and tensor.shape[-1] > width
-            else:
-                stays = is_flat
-            if stays:
+            same = tensor.shape[-1:] == before.shape[-1:]
+            joined = name in JOINS and tensor.ndim < before.ndim and tensor.shape[-1] > before.shape[-1]
+            if joined or (is_flat and (same or name not in RESHAPES)):
                 self.flat.add(id(tensor))
 
     def attention(self, name: str, given: list[torch.Tensor], columns: frozenset[str]) -> None:

@@ -5,7 +5,7 @@ Rule: a label of -100 counts nowhere. A causal model reads labels equal to its i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -13,8 +13,7 @@ from torch.nn import functional as F
 IGNORED = -100
 
 
-@dataclass
-class Output:
+class Output(NamedTuple):
     """`logits` are (batch, sequence, vocabulary) or (batch, classes)."""
 
     logits: torch.Tensor

@@ -1,0 +1,151 @@
+"""The six collectives of tensor parallelism, as autograd functions on local tensors. Each does nothing when the group is None.
+
+| function | forward | backward |
+|---|---|---|
+| enter | the input | all-reduce |
+| leave | all-reduce | the gradient |
+| gather_sequence | all-gather | reduce-scatter |
+| leave_scattered | reduce-scatter | all-gather |
+| scatter_sequence | own slice | all-gather |
+| gather_whole | all-gather | own slice |
+
+Sources: Shoeybi et al., Megatron-LM (2019), section 3 (f is `enter`, g is `leave`); Korthikanti et al., Reducing Activation Recomputation
+(2022), section 4.2.2 (g and g-bar). They hold no state, so that a recomputed layer may run them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel import exchange
+from meshwright.parallel.mesh import Group
+
+
+def enter(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Into a region whose weights are cut by columns: every rank reads all of `x`, so its gradient is summed."""
+    return x if group is None else _Enter.apply(x, group)
+
+
+def leave(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Out of a region whose weights are cut by rows: the sum over ranks. `x` is overwritten: nothing else may hold it."""
+    return x if group is None else _Leave.apply(x, group)
+
+
+def gather_sequence(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
+    """`enter` under sequence parallelism: the slices of all ranks, joined along `dim`."""
+    return x if group is None else _GatherSequence.apply(x, group, dim)
+
+
+def leave_scattered(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
+    """`leave` under sequence parallelism: this rank's slice along `dim` of the sum."""
+    return x if group is None else _LeaveScattered.apply(x, group, dim)
+
+
+def scatter_sequence(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
+    """This rank's slice along `dim` of an `x` that every rank has."""
+    return x if group is None else _ScatterSequence.apply(x, group, dim)
+
+
+def gather_whole(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
+    """All slices along `dim`, for something that every rank then computes alike (so its gradient is the same everywhere)."""
+    return x if group is None else _GatherWhole.apply(x, group, dim)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_over(gradient, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return sum_over(x, group).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return join(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return sum_and_cut(gradient, ctx.group, ctx.dim), None, None
+
+
+class _LeaveScattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return sum_and_cut(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return join(gradient, ctx.group, ctx.dim), None, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return own_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return join(gradient, ctx.group, ctx.dim), None, None
+
+
+class _GatherWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return join(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return own_slice(gradient, ctx.group, ctx.dim), None, None
+
+
+def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of `x` over `group`, in the memory of `x` where that is contiguous."""
+    x = x.contiguous()
+    exchange.all_reduce(x, group).wait()
+    return x
+
+
+def join(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """The slices of all ranks along `dim`, in order of rank."""
+    ranks = dist.get_world_size(group)
+    full = torch.empty(ranks, *x.shape, dtype=x.dtype, device=x.device)
+    exchange.all_gather(full.view(-1), x.contiguous().view(-1), group).wait()
+    shape = (*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+    return full.movedim(0, dim).reshape(shape)
+
+
+def sum_and_cut(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """This rank's slice along `dim` of the sum of `x` over `group`."""
+    ranks = dist.get_world_size(group)
+    shape = (*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
+    full = x.unflatten(dim, (ranks, shape[dim])).movedim(dim, 0).contiguous()
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    exchange.reduce_scatter(full.view(-1), out.view(-1), group).wait()
+    return out
+
+
+def own_slice(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """A copy of this rank's slice of `x` along `dim`."""
+    each = x.shape[dim] // dist.get_world_size(group)
+    return x.narrow(dim, dist.get_rank(group) * each, each).contiguous()

@@ -1,0 +1,209 @@
+"""Tensor parallelism: column and row layers on local tensors, one collective into a region and one out of it.
+
+A region of a block (anatomy/) is entered once, at the module whose input its column layers read; column layers then compute their share
+with no further ado; a row layer sums over the ranks and adds its bias once. With sequence parallelism the hidden state between the first
+block's input and the last block's output is cut along the sequence, and regions gather on entry and scatter on leaving. The vocabulary
+embedding and head hold a share of the vocabulary each.
+
+Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.anatomy import Anatomy, Region, Split, intervals
+from meshwright.base.errors import InputError
+from meshwright.parallel import collectives
+from meshwright.parallel.mesh import Group
+
+
+def shard_model(model: nn.Module, anatomy: Anatomy, group: Group, sequence_parallel: bool) -> None:
+    """Shard `model` in place over `group`. Its parameters must be whole and the same on every rank; it must be called once.
+
+    Raises InputError before anything is changed.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    ranks, index = dist.get_world_size(group), dist.get_rank(group)
+    check(model, anatomy, ranks, sequence_parallel)
+    _shard_parameters(model, anatomy, index, ranks)
+    for number in range(anatomy.count if anatomy.regions else 0):
+        block = model.get_submodule(anatomy.block(number))
+        for region in anatomy.regions:
+            _enter_region(block, region, group, sequence_parallel)
+            for path in region.rows:
+                split = anatomy.splits[f"{anatomy.block(number)}.{path}.weight"]
+                row = block.get_submodule(path)
+                row.forward = Row(row, split.dim == 1, group, sequence_parallel)  # type: ignore[method-assign]
+            for path, name in region.attributes:
+                owner = block.get_submodule(path)
+                setattr(owner, name, getattr(owner, name) // ranks)
+    if anatomy.embedding is not None:
+        Vocabulary(model.get_submodule(anatomy.embedding), intervals(anatomy.vocabulary, index, ranks)[0], group)
+    if anatomy.head is not None:
+        model.get_submodule(anatomy.head).register_forward_pre_hook(Entry(lambda x: collectives.enter(x, group), 1), with_kwargs=True)
+
+
+def check(model: nn.Module, anatomy: Anatomy, ranks: int, sequence_parallel: bool) -> None:
+    """Every size that `ranks` tensor ranks must divide; one InputError that names them all."""
+    wrong = [f"{name} ({size})" for name, size in anatomy.divisible.items() if size % ranks]
+    vocabulary = {f"{path}.weight" for path in (anatomy.embedding, anatomy.head) if path} | {f"{anatomy.head}.bias"}
+    for name, split in anatomy.splits.items() if not wrong else ():
+        sizes = split.parts or (model.get_parameter(name).shape[split.dim],)
+        inside = anatomy.blocks is not None and name.startswith(anatomy.blocks + ".") and name not in vocabulary
+        wrong += [f"{name} ({size})" for size in sizes if inside and size % ranks]
+    if wrong:
+        raise InputError(f"tp({ranks}) must divide {', '.join(wrong)}: choose another tp")
+    if not anatomy.regions:
+        raise InputError(f"tp({ranks}): no part of this model can be sharded ({'; '.join(anatomy.understood)}): use tp1")
+    if vocabulary and anatomy.vocabulary <= -(-anatomy.vocabulary // ranks) * (ranks - 1):
+        raise InputError(f"tp({ranks}) leaves tensor rank {ranks - 1} none of the vocabulary ({anatomy.vocabulary}): choose a smaller tp")
+    if sequence_parallel and anatomy.whole_mixers:
+        raise InputError(f"sp: parts of the blocks stay whole ({'; '.join(anatomy.understood)}): leave sequence parallelism out")
+
+
+def partial_names(model: nn.Module, anatomy: Anatomy, sequence_parallel: bool = True) -> set[str]:
+    """Replicated parameters whose gradient is only a part on each tensor rank and must be summed over them.
+
+    Under sequence parallelism everything whole inside the blocks (norms, biases of row layers) sees a slice of the sequence; without it
+    only parameters that work on shared features (a norm of each head) are partial.
+    """
+    prefix = f"{anatomy.blocks}."
+    whole = {name for name, _ in model.named_parameters() if name.startswith(prefix) and name not in anatomy.splits}
+    return whole if sequence_parallel else whole & set(anatomy.partial)
+
+
+def local_slice(full: torch.Tensor, split: Split, index: int, ranks: int) -> torch.Tensor:
+    """A copy of what tensor rank `index` of `ranks` holds of `full`."""
+    pieces = [full.narrow(split.dim, start, stop - start) for start, stop in intervals(split.parts or full.shape[split.dim], index, ranks)]
+    return torch.cat(pieces, dim=split.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+
+
+def _shard_parameters(model: nn.Module, anatomy: Anatomy, index: int, ranks: int) -> None:
+    """Every parameter that splits becomes this rank's share, under all of its names: tied weights stay tied."""
+    by_identity = {id(tensor): anatomy.splits[name] for name, tensor in model.named_parameters() if name in anatomy.splits}
+    shares: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, full in list(module._parameters.items()):
+            if full is None or id(full) not in by_identity:
+                continue
+            if id(full) not in shares:
+                local = local_slice(full.detach(), by_identity[id(full)], index, ranks)
+                shares[id(full)] = nn.Parameter(local, requires_grad=full.requires_grad)
+            module._parameters[name] = shares[id(full)]
+            _resize(module)
+
+
+def _resize(module: nn.Module) -> None:
+    """Sizes that a module keeps beside its weight (Linear, Embedding, and Conv1D of transformers, whose forward reads `nf`)."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2:
+        return
+    names = ("num_embeddings", "embedding_dim") if isinstance(module, nn.Embedding) else ("out_features", "in_features")
+    names = ("nx", "nf") if hasattr(module, "nf") else names
+    for name, size in zip(names, weight.shape, strict=True):
+        if hasattr(module, name):
+            setattr(module, name, size)
+
+
+class Entry:
+    """A forward pre-hook that passes the hidden state through `cross`; `readers` modules given the same tensor share one crossing."""
+
+    def __init__(self, cross: Callable[[torch.Tensor], torch.Tensor], readers: int) -> None:
+        self.cross, self.readers = cross, readers
+        self.given: torch.Tensor | None = None
+        self.crossed: torch.Tensor | None = None
+        self.left = 0
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": self._through(kwargs["hidden_states"])}
+        if args:
+            return (self._through(args[0]), *args[1:]), kwargs
+        name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+        return args, {**kwargs, name: self._through(kwargs[name])}
+
+    def _through(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.readers == 1:
+            return self.cross(hidden)
+        if self.given is not hidden or self.crossed is None:
+            self.given, self.crossed, self.left = hidden, self.cross(hidden), self.readers
+        result = self.crossed
+        self.left -= 1
+        if not self.left:
+            self.given = self.crossed = None
+        return result
+
+
+def _enter_region(block: nn.Module, region: Region, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    cross = collectives.gather_sequence if sequence_parallel else collectives.enter
+    paths = (region.module,) if region.module else region.columns
+    entry = Entry(lambda hidden: cross(hidden, group), len(paths))
+    for path in paths:
+        block.get_submodule(path).register_forward_pre_hook(entry, with_kwargs=True)
+
+
+class Row:
+    """The forward of a row layer: a product of shares, summed over the ranks, and the bias once."""
+
+    def __init__(self, module: nn.Module, linear: bool, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+        self.module, self.linear, self.group = module, linear, group
+        self.leave = collectives.leave_scattered if sequence_parallel else collectives.leave
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.module.weight  # type: ignore[assignment]
+        bias = self.module._parameters.get("bias")
+        output = self.leave(F.linear(x, weight) if self.linear else x @ weight, self.group)
+        return output if bias is None else output + bias
+
+
+class Vocabulary:
+    """Hooks around an embedding that holds the rows `held`: other ids give zeros, and the ranks' outputs are summed."""
+
+    def __init__(self, module: nn.Module, held: tuple[int, int], group: dist.ProcessGroup) -> None:
+        self.held, self.group = held, group
+        self.missing: torch.Tensor | None = None
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None:
+            module.padding_idx = padding - held[0] if held[0] <= padding < held[1] else None  # type: ignore[assignment]
+        module.register_forward_pre_hook(self._local_ids)
+        module.register_forward_hook(self._sum)
+
+    def _local_ids(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        start, stop = self.held
+        missing = (args[0] < start) | (args[0] >= stop)
+        self.missing = missing
+        return ((args[0] - start).masked_fill(missing, 0), *args[1:])
+
+    def _sum(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        assert self.missing is not None
+        missing, self.missing = self.missing, None
+        return collectives.leave(output.masked_fill(missing.unsqueeze(-1), 0), self.group)
+
+
+class SequenceRegion:
+    """Between `enter` (before the first block) and `leave` (after the last one) each tensor rank holds its slice of the sequence."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) to (B, T / ranks, C). Raises InputError before any collective when T does not divide."""
+        if hidden.shape[1] % self.ranks:
+            raise InputError(
+                f"sequence ({hidden.shape[1]}) is not a multiple of tp({self.ranks}), which sequence parallelism needs: "
+                "pad the sequence or leave sp out"
+            )
+        return collectives.scatter_sequence(hidden, self.group)
+
+    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T / ranks, C) to (B, T, C)."""
+        return collectives.gather_whole(hidden, self.group)

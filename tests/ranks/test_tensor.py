@@ -1,0 +1,406 @@
+"""Tensor parallelism computes what one device computes: loss and every gradient, on real ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from meshwright import anatomy
+from meshwright.anatomy import Anatomy
+from meshwright.base.errors import InputError
+from meshwright.models.registry import TINY, build
+from meshwright.parallel import collectives
+from meshwright.parallel.loss import count_labels, sum_loss
+from meshwright.parallel.tensor import SequenceRegion, local_slice, partial_names, shard_model
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+CLASSES = (transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel)  # loaded here, before ranks are forked
+VOCABULARY = 67  # odd, so that the ranks' shares of it are unequal
+
+
+def small(name: str, **changes: object) -> nn.Module:
+    sizes = {**TINY[name], "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 48, "vocab": VOCABULARY, "seq": 16}
+    return build({**sizes, **changes})
+
+
+def hugging_face(name: str, attention: str, tied: bool = False) -> nn.Module:
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, intermediate_size=48,
+            tie_word_embeddings=tied, attn_implementation=attention,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, n_inner=48, attn_implementation=attention,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+class Bare(nn.Module):
+    """A block without modules for its parts: three columns read one tensor, which a residual reads too; a norm of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head_norm = nn.LayerNorm(32), nn.LayerNorm(8)
+        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (part(y).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        x = y + self.out(F.scaled_dot_product_attention(self.head_norm(q), self.head_norm(k), v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class BareModel(nn.Module):
+    shift_labels = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 32, padding_idx=3)
+        self.parts = nn.ModuleList(Bare() for _ in range(2))
+        self.out = nn.Linear(32, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for part in self.parts:
+            x = part(x)
+        return self.out(x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: small("llama-tiny", heads=8),
+    "llama tied": lambda: small("llama-tiny", tied=True, qkv_bias=True),
+    "gpt2": lambda: small("gpt2-tiny"),
+    "bert": lambda: small("bert-tiny"),
+    "bert untied": lambda: small("bert-tiny", tied=False),
+    "bare": BareModel,
+    "hf llama": lambda: hugging_face("llama", "sdpa"),
+    "hf llama tied eager": lambda: hugging_face("llama", "eager", tied=True),
+    "hf gpt2": lambda: hugging_face("gpt2", "sdpa"),
+    "hf gpt2 eager": lambda: hugging_face("gpt2", "eager"),
+}
+
+
+def batch(shift: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY, (2, 8), generator=generator)
+    labels = tokens.clone()
+    labels[0, 5:] = -100
+    if not shift:
+        labels[1, ::3] = -100
+    return tokens, labels
+
+
+def shift_of(model: nn.Module) -> bool:
+    return getattr(model, "shift_labels", True)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def cut_sequence(model: nn.Module, found: Anatomy) -> None:
+    """What the pipeline's gates do: enter before the first block, leave behind the last one."""
+    region = SequenceRegion(dist.group.WORLD)
+    blocks = list(model.get_submodule(str(found.blocks)))
+    blocks[0].register_forward_pre_hook(lambda module, args: (region.enter(args[0]), *args[1:]))
+    blocks[-1].register_forward_hook(
+        lambda module, args, out: region.leave(out) if isinstance(out, torch.Tensor) else (region.leave(out[0]), *out[1:])
+    )
+
+
+def whole_gradients(model: nn.Module, found: Anatomy, shapes: dict[str, torch.Size], sequence_parallel: bool) -> dict[str, torch.Tensor]:
+    """Gradients of the whole parameters, put together from all ranks."""
+    ranks = dist.get_world_size()
+    partial = partial_names(model, found, sequence_parallel)
+    result = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None, name
+        if name in partial:
+            dist.all_reduce(gradient)
+        every: list[Any] = [None] * ranks
+        dist.all_gather_object(every, gradient)
+        if name in found.splits:
+            places = torch.arange(shapes[name].numel(), dtype=gradient.dtype).view(shapes[name])
+            full = torch.full(shapes[name], torch.nan, dtype=gradient.dtype).flatten()
+            for rank, share in enumerate(every):
+                full[local_slice(places, found.splits[name], rank, ranks).flatten().long()] = share.flatten()
+            result[name] = full.view(shapes[name])
+        else:
+            assert all(torch.equal(every[0], other) for other in every), f"{name} differs between ranks"
+            result[name] = every[0]
+    return result
+
+
+def compare(name: str, dtype: torch.dtype, sequence_parallel: bool) -> tuple[float, float, str]:
+    """Relative difference to one device: of the loss, and the largest of a gradient, with its name.
+
+    A gradient that is zero but for rounding (the bias of a key) is held against a hundredth of the whole gradient's norm.
+    """
+    torch.manual_seed(1)
+    model = MODELS[name]().to(dtype)
+    tokens, labels = batch(shift_of(model))
+    reference = sum_loss(logits_of(model(tokens)), labels, shift_of(model))
+    reference.backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    shapes = {n: p.shape for n, p in model.named_parameters()}
+    model.zero_grad()
+    found = anatomy.read(model)
+    shard_model(model, found, dist.group.WORLD, sequence_parallel)
+    if sequence_parallel:
+        cut_sequence(model, found)
+    loss = sum_loss(logits_of(model(tokens)), labels, shift_of(model), dist.group.WORLD)
+    loss.backward()
+    got = whole_gradients(model, found, shapes, sequence_parallel)
+    assert got.keys() == wanted.keys()
+    whole = torch.stack([g.norm() for g in wanted.values()]).norm()
+    differences = {n: ((got[n] - g).norm() / torch.maximum(g.norm(), 0.01 * whole)).item() for n, g in wanted.items()}
+    worst = max(differences, key=lambda n: differences[n] if differences[n] == differences[n] else float("inf"))
+    return abs(loss.item() / reference.item() - 1), differences[worst], worst
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_every_gradient_are_those_of_one_device(ranks: Pool, name: str, world: int, sequence_parallel: bool) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        for loss, gradient, worst in ranks.run(world, compare, name, dtype, sequence_parallel):
+            assert loss < min(tolerance, 1e-6)
+            assert gradient < tolerance, worst
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes to the process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.namespace == "c10d"
+        return function(*args, **(kwargs or {}))
+
+
+def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int]]:
+    """(forward, backward) collectives of the blocks alone, for a model of one block and of three."""
+    counts = []
+    for layers in (1, 3):
+        torch.manual_seed(1)
+        model = small(name, layers=layers)
+        found = anatomy.read(model)
+        shard_model(model, found, dist.group.WORLD, sequence_parallel)
+        if sequence_parallel:
+            cut_sequence(model, found)
+        tokens, labels = batch(model.shift_labels)
+        with Collectives() as forward:
+            loss = sum_loss(model(tokens).logits, labels, model.shift_labels, dist.group.WORLD)
+        with Collectives() as backward:
+            loss.backward()
+        counts.append((forward.count, backward.count))
+    return counts
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "bert-tiny"])
+def test_a_layer_costs_two_all_reduces_forward_and_two_backward_and_the_rest_four_and_one(ranks: Pool, name: str) -> None:
+    one, three = ranks.run(2, count_collectives, name, False)[0]
+    assert (three[0] - one[0], three[1] - one[1]) == (4, 4)
+    # forward: the embedding, the maximum and the sum of the loss; backward: the entry of the head
+    assert (one[0] - 2, one[1] - 2) == (3, 1)
+
+
+def test_a_layer_under_sequence_parallelism_costs_a_gather_and_a_scatter_for_each_all_reduce(ranks: Pool) -> None:
+    one, three = ranks.run(2, count_collectives, "llama-tiny", True)[0]
+    assert (three[0] - one[0], three[1] - one[1]) == (8, 8)
+
+
+def recompute_differs(name: str, sequence_parallel: bool) -> float:
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        model = MODELS[name]()
+        found = anatomy.read(model)
+        shard_model(model, found, dist.group.WORLD, sequence_parallel)
+        if sequence_parallel:
+            cut_sequence(model, found)
+        if recompute:
+            for block in model.get_submodule(str(found.blocks)):
+                block.forward = again(block.forward)
+        tokens, labels = batch(shift_of(model))
+        sum_loss(logits_of(model(tokens)), labels, shift_of(model), dist.group.WORLD).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*gradients))
+
+
+def again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("name", ["llama", "hf gpt2", "bare"])
+def test_a_recomputed_layer_gives_the_same_gradients_bit_for_bit(ranks: Pool, name: str, sequence_parallel: bool) -> None:
+    assert ranks.run(2, recompute_differs, name, sequence_parallel) == [0.0, 0.0]
+
+
+def transposes() -> dict[str, float]:
+    """<f(x), y> and <x, f'(y)>, both summed over ranks, for each collective: a wrong backward makes them differ."""
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    differences = {}
+    for name in ("enter", "leave", "gather_sequence", "leave_scattered", "scatter_sequence", "gather_whole"):
+        replicated_input, replicated_output = name in ("enter", "scatter_sequence"), name in ("leave", "gather_whole")
+        x = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator)
+        if replicated_input:
+            dist.broadcast(x, 0)
+        x.requires_grad_()
+        out = getattr(collectives, name)(x * 1, group)
+        y = torch.randn(out.shape, dtype=torch.float64, generator=generator)
+        if replicated_output:
+            dist.broadcast(y, 0)
+        out.backward(y.clone())
+        sides = torch.stack([(out * y).sum().detach(), (x * x.grad).sum().detach()])
+        whole = sides.clone()
+        dist.all_reduce(whole)
+        left = sides[0] if replicated_output else whole[0]
+        right = sides[1] if replicated_input else whole[1]
+        differences[name] = abs(left - right).item()
+    return differences
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_backward_of_every_collective_is_its_transpose(ranks: Pool, world: int) -> None:
+    for differences in ranks.run(world, transposes):
+        assert max(differences.values()) < 1e-12, differences
+
+
+def test_without_a_group_collectives_hand_their_input_on() -> None:
+    x = torch.ones(2, 4, 3)
+    for name in ("enter", "leave", "gather_sequence", "leave_scattered", "scatter_sequence", "gather_whole"):
+        assert getattr(collectives, name)(x, None) is x
+
+
+def vocabulary_loss(width: int, dtype: torch.dtype, spread: float) -> tuple[float, float]:
+    """Largest relative difference of loss and of the gradient of the logits to F.cross_entropy on the whole."""
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(3, 6, width, generator=generator, dtype=torch.float64) * spread).to(dtype)
+    labels = torch.randint(width, (3, 6), generator=generator)
+    labels[1, 2:] = -100
+    whole = logits.clone().requires_grad_()
+    wanted = F.cross_entropy(whole.flatten(0, 1).to(torch.promote_types(dtype, torch.float32)), labels.flatten(), reduction="sum")
+    (wanted * 0.5).backward()
+    chunk, rank = -(-width // dist.get_world_size()), dist.get_rank()
+    mine = slice(rank * chunk, (rank + 1) * chunk)
+    local = logits[..., mine].clone().requires_grad_()
+    loss = sum_loss(local, labels, False, dist.group.WORLD)
+    (loss * 0.5).backward()
+    assert local.grad is not None and whole.grad is not None and local.grad.dtype == dtype
+    gradient = (local.grad - whole.grad[..., mine]).abs().max() / whole.grad.abs().max()
+    return abs(loss.item() / wanted.item() - 1), gradient.item()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("width", "spread"), [(32, 1.0), (67, 1.0), (67, 300.0), (5, 1.0)])
+def test_the_vocabulary_parallel_loss_is_cross_entropy_also_for_uneven_shares_and_huge_logits(
+    ranks: Pool, world: int, width: int, spread: float
+) -> None:
+    if -(-width // world) * (world - 1) >= width:
+        width += 2  # every rank needs a share
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        for loss, gradient in ranks.run(world, vocabulary_loss, width, dtype, spread):
+            assert loss < min(tolerance, 1e-5)
+            assert gradient < tolerance
+
+
+def test_the_loss_of_one_device_is_cross_entropy_and_counts_what_it_sums() -> None:
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(50, (3, 6), generator=generator)
+    labels[1, 2:] = -100
+    for shift in (False, True):
+        logits = torch.randn(3, 6, 50, generator=generator, dtype=torch.float64, requires_grad=True)
+        held, wanted = (logits[:, :-1], labels[:, 1:]) if shift else (logits, labels)
+        expected = F.cross_entropy(held.flatten(0, 1), wanted.flatten(), reduction="sum")
+        (gradient,) = torch.autograd.grad(expected, logits)
+        loss = sum_loss(logits, labels, shift)
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        assert torch.allclose(logits.grad, gradient, atol=1e-14)
+        assert count_labels(labels, shift) == (wanted != -100).sum()
+
+
+def test_a_batch_without_valid_labels_has_loss_and_gradient_zero() -> None:
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    loss = sum_loss(logits, torch.full((2, 3), -100), False)
+    loss.backward()
+    assert loss.item() == 0
+    assert not logits.grad.any()
+
+
+def test_a_second_backward_through_the_loss_is_refused_and_not_wrong() -> None:
+    loss = sum_loss(torch.randn(2, 5, requires_grad=True), torch.tensor([1, 2]), False)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def refusal(model: str, sequence_parallel: bool, length: int = 8, **sizes: object) -> str:
+    torch.manual_seed(1)
+    plain = small(model, **sizes)
+    before = [tuple(p.shape) for p in plain.parameters()]
+    found = anatomy.read(plain)
+    try:
+        shard_model(plain, found, dist.group.WORLD, sequence_parallel)
+        if sequence_parallel:
+            cut_sequence(plain, found)
+        plain(torch.zeros(2, length, dtype=torch.long))
+    except InputError as error:
+        assert length != 8 or before == [tuple(p.shape) for p in plain.parameters()]
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "changes", "message"),
+    [
+        (4, "llama-tiny", {"kv_heads": 2}, "tp(4) must divide kv_heads (2)"),
+        (4, "llama-tiny", {"heads": 2, "kv_heads": 2, "ffn": 50}, "tp(4) must divide heads (2), kv_heads (2), ffn (50)"),
+        (2, "gpt2-tiny", {"ffn": 49}, "tp(2) must divide ffn (49)"),
+        (4, "gpt2-tiny", {"vocab": 6}, "leaves tensor rank 3 none of the vocabulary (6)"),
+        (2, "convnet-tiny", {}, "no part of this model can be sharded"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_one_line_on_every_rank_before_anything_changes(
+    ranks: Pool, world: int, model: str, changes: dict[str, Any], message: str
+) -> None:
+    for said in ranks.run(world, refusal_of, model, False, 8, changes):
+        assert message in said
+        assert "\n" not in said
+
+
+def refusal_of(model: str, sequence_parallel: bool, length: int, changes: dict[str, Any]) -> str:
+    return refusal(model, sequence_parallel, length, **changes)
+
+
+def test_a_sequence_that_does_not_divide_is_refused_on_every_rank_before_a_collective(ranks: Pool) -> None:
+    for said in ranks.run(2, refusal_of, "llama-tiny", True, 7, {}):
+        assert said.startswith("sequence (7) is not a multiple of tp(2)")
+    assert ranks.run(2, refusal_of, "llama-tiny", False, 7, {}) == ["accepted"] * 2
+
+
+def bytes_of_logits() -> list[int]:
+    model = small("llama-tiny")
+    shard_model(model, anatomy.read(model), dist.group.WORLD, False)
+    return list(model(batch(True)[0]).logits.shape)
+
+
+def test_the_whole_logits_are_on_no_rank(ranks: Pool) -> None:
+    assert ranks.run(2, bytes_of_logits) == [[2, 8, 34], [2, 8, 33]]
