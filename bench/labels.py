@@ -150,12 +150,12 @@ def markdown(title: str, table: list[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.labels", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--source", choices=["huggingface", "own"], default=default_source())
     parser.add_argument("--only", nargs="+", default=[], help="parts of names of systems; one process always runs")
     parser.add_argument("--out", default="labels")
     chosen = parser.parse_args(arguments)
-    setting = Setting(SMALL, chosen.source, fused=False)
+    setting = Setting(SMALL, chosen.source, lr=3e-3)
     report: dict[str, Any] = {"machine": machine(), "workload": {**asdict(SMALL), "source": chosen.source}, "tables": {}}
     texts = []
     for world in chosen.ranks:

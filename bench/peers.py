@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 
 from bench.ranks import run
-from bench.systems import Batch, Setting, Sizes, Step, data_systems, model_systems
+from bench.systems import DDP, Batch, Setting, Sizes, System, divided, replicated, sharded
 
 RESULTS = Path(__file__).parent / "results"
-FAMILIES: dict[str, Callable[[int, int], dict[str, Callable[[Setting], Step]]]] = {"data": data_systems, "model": model_systems}
-REFERENCE = "torch DDP"
+FAMILIES: dict[str, Callable[[int, int], list[System]]] = {"replicated": replicated, "sharded": sharded, "divided": divided}
+REFERENCE = DDP.name
+ROOM = 700 * 2**20  # bytes that a system may take on a rank: 16 a parameter, its activations, its buffers
 
 
 def batch_of(sizes: Sizes, index: int) -> Batch:
@@ -38,12 +39,16 @@ def batch_of(sizes: Sizes, index: int) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
-def measure(setting: Setting, family: str, only: list[str], rounds: int, warm: int) -> dict[str, list[dict[str, float]]]:
+def chosen_systems(family: str, world: int, batch: int, only: list[str]) -> list[System]:
+    """Those of `family` with one of the words `only` in their names; DDP always."""
+    return [system for system in FAMILIES[family](world, batch) if not only or system is DDP or any(word in system.name for word in only)]
+
+
+def measure(setting: Setting, family: str, only: list[str], rounds: int, warm: int) -> dict[str, list[dict[str, Any]]]:
     """On every rank: the rounds of each system as {seconds, cpu, loss}; whole after the sums over ranks."""
-    made = FAMILIES[family](setting.world, setting.sizes.batch)
-    steps = {name: make(setting) for name, make in made.items() if not only or name == REFERENCE or any(word in name for word in only)}
+    steps = {system.name: system.make(setting) for system in chosen_systems(family, setting.world, setting.sizes.batch, only)}
     order = random.Random(0)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
     for index in range(warm + rounds):
         batch = batch_of(setting.sizes, index)
         for name in order.sample(sorted(steps), len(steps)):
@@ -62,7 +67,7 @@ def measure(setting: Setting, family: str, only: list[str], rounds: int, warm: i
 def peak(setting: Setting, family: str, name: str) -> float:
     """On every rank: bytes by which one system's peak of resident memory grew; the batch is tiny, so that model state decides."""
     before = _status("VmRSS")
-    step = FAMILIES[family](setting.world, setting.sizes.batch)[name](setting)
+    step = next(system for system in FAMILIES[family](setting.world, setting.sizes.batch) if system.name == name).make(setting)
     for index in range(2):
         step(batch_of(setting.sizes, index))
     return _status("VmHWM") - before
@@ -82,7 +87,7 @@ def spread(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def rows(found: dict[str, list[dict[str, float]]], peaks: dict[str, float], tokens: int) -> list[dict[str, Any]]:
+def rows(found: dict[str, list[dict[str, Any]]], peaks: dict[str, float], tokens: int) -> list[dict[str, Any]]:
     """One row a system: ratios to DDP of the same round, losses against one process (or DDP where that did not run)."""
     truth = found.get("one process", found[REFERENCE])
     table = []
@@ -105,7 +110,24 @@ def rows(found: dict[str, list[dict[str, float]]], peaks: dict[str, float], toke
     return table
 
 
-def markdown(title: str, table: list[dict[str, Any]]) -> str:
+def paired(found: dict[str, list[dict[str, Any]]], systems: list[System]) -> list[dict[str, Any]]:
+    """Ours against the one that does the same: how many times as fast, round by round."""
+    table = []
+    for system in systems:
+        if system.rival in found and system.name in found:
+            pairs = [(mine, other) for mine, other in zip(found[system.name], found[system.rival], strict=True) if not mine["warm"]]
+            table.append(
+                {
+                    "system": system.name,
+                    "rival": system.rival,
+                    "speed": spread([other["seconds"] / mine["seconds"] for mine, other in pairs]),
+                    "cpu": spread([other["cpu"] / mine["cpu"] for mine, other in pairs]),
+                }
+            )
+    return table
+
+
+def markdown(title: str, table: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> str:
     lines = [
         f"### {title}",
         "",
@@ -119,6 +141,12 @@ def markdown(title: str, table: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {row['system']} | {wall:.2f} [{low:.2f}, {high:.2f}] | {cpu:.2f} [{less:.2f}, {more:.2f}] | {row['seconds'][1]:.2f} | "
             f"{row['cpu_seconds'][1]:.2f} | {row['tokens_per_second']:.0f} | {row['loss_error']:.1e} | {memory} |"
+        )
+    for row in pairs:
+        (low, speed, high), (less, cpu, more) = row["speed"], row["cpu"]
+        lines.append(
+            f"\n{row['system']} against {row['rival']}: {speed:.2f} times as fast [{low:.2f}, {high:.2f}], "
+            f"its CPU time {cpu:.2f} times ours [{less:.2f}, {more:.2f}]"
         )
     return "\n".join(lines)
 
@@ -136,6 +164,16 @@ def machine() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "load_average_before": round(os.getloadavg()[0], 2),
     }
+
+
+def check_room(needed: float) -> None:
+    """All systems of a job are in memory at once; without room the figures would be those of the disk."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    free = float(line.split()[1]) * 1024
+    if free < needed:
+        sys.exit(
+            f"bench.peers: the job takes up to {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; name fewer systems with --only"
+        )
 
 
 def default_source() -> str:
@@ -168,12 +206,13 @@ def main(arguments: list[str] | None = None) -> None:
     texts = []
     for world in chosen.ranks:
         for family in chosen.families:
+            systems = chosen_systems(family, world, sizes.batch, chosen.only)
+            check_room(0 if chosen.small else world * len(systems) * ROOM)
             found = run(world, measure, setting, family, chosen.only, chosen.rounds, chosen.warm)[0]
             peaks = {} if chosen.no_memory else {name: max(run(world, peak, tiny, family, name)) for name in found}
-            table = rows(found, peaks, sizes.batch * sizes.sequence)
-            title = f"{world} ranks, what splits the {'batch' if family == 'data' else 'model'}"
-            report["tables"][f"{family}-{world}"] = table
-            texts.append(markdown(title, table))
+            table, pairs = rows(found, peaks, sizes.batch * sizes.sequence), paired(found, systems)
+            report["tables"][f"{family}-{world}"] = {"systems": table, "paired": pairs, "rounds": found}
+            texts.append(markdown(f"{world} ranks, {family}", table, pairs))
             print(texts[-1] + "\n", flush=True)
     report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
     if chosen.out != "-":

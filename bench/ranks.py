@@ -5,6 +5,7 @@ Promise: results in order of rank, or the first failing rank's traceback; no pro
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import socket
@@ -25,11 +26,15 @@ import torch.distributed.tensor.parallel
 
 
 def warm() -> None:
-    """What every rank would else pay for at its first step: lazy imports behind the first optimizer."""
+    """What every rank would else pay for at its first step, and count as its memory: lazy imports, ours and theirs."""
     torch.set_num_threads(1)
     weight = torch.nn.Parameter(torch.ones(2))
     weight.sum().backward()
     torch.optim.AdamW([weight]).step()
+    import meshwright.train.trainer  # noqa: F401
+
+    if importlib.util.find_spec("transformers"):
+        import transformers.models.llama.modeling_llama  # noqa: F401
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 900.0) -> list[Any]:

@@ -40,7 +40,8 @@ class Setting:
 
     sizes: Sizes
     source: str
-    fused: bool
+    fused: bool = False
+    lr: float = 3e-4
 
     @property
     def world(self) -> int:
@@ -73,7 +74,7 @@ class Setting:
             )
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=3e-4, fused=self.fused or None)
+        return torch.optim.AdamW(parameters, lr=self.lr, fused=self.fused or None)
 
     def mine(self, batch: Batch) -> Batch:
         """This rank's share of a batch under plain data parallelism."""
@@ -112,7 +113,7 @@ def ddp_zero1(setting: Setting) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(setting.model())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=setting.fused or None)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=setting.lr, fused=setting.fused or None)
     return _plain(model, optimizer, setting.mine)
 
 
@@ -273,35 +274,56 @@ def ours(setting: Setting, plan: str) -> Step:
     return lambda batch: (trainer.step(batch).loss, 1.0)
 
 
-def _ours(plan: str) -> Callable[[Setting], Step]:
-    return lambda setting: ours(setting, plan)
+@dataclass(frozen=True)
+class System:
+    """`rival` is the name of the system that does the same by other means, for ours."""
+
+    name: str
+    make: Callable[[Setting], Step]
+    rival: str = ""
 
 
-def data_systems(world: int, batch: int) -> dict[str, Callable[[Setting], Step]]:
-    """Everything that splits the batch, by name; DDP is what the others are compared with."""
+def _ours(name: str, plan: str, rival: str) -> System:
+    return System(f"ours, {name}", lambda setting: ours(setting, plan), rival)
+
+
+DDP = System("torch DDP", ddp)
+
+
+def replicated(world: int, batch: int) -> list[System]:
+    """Data parallelism that keeps weights and gradients whole on every rank; optimizer states may be sharded."""
     own = f"dp{world}.mb{batch // world}"
-    found: dict[str, Callable[[Setting], Step]] = {
-        "torch DDP": ddp,
-        "one process": one_process,
-        "DDP + ZeroRedundancyOptimizer": ddp_zero1,
-        "FSDP2, ZeRO-2 form": lambda setting: fsdp2(setting, False),
-        "FSDP2, ZeRO-3": lambda setting: fsdp2(setting, True),
-    }
+    found = [DDP, System("one process", one_process), System("DDP + ZeroRedundancyOptimizer", ddp_zero1)]
     if importlib.util.find_spec("accelerate"):
-        found["accelerate DDP"] = accelerate_ddp
+        found.append(System("accelerate DDP", accelerate_ddp))
     if importlib.util.find_spec("deepspeed"):
-        found["DeepSpeed ZeRO-1"] = lambda setting: deepspeed(setting, 1)
-        found["DeepSpeed ZeRO-3"] = lambda setting: deepspeed(setting, 3)
-    return {**found, "ours, ZeRO 0": _ours(own), **{f"ours, ZeRO-{stage}": _ours(f"{own}.z{stage}") for stage in (1, 2, 3)}}
+        found.append(System("DeepSpeed ZeRO-1", lambda setting: deepspeed(setting, 1)))
+    return [*found, _ours("ZeRO 0", own, DDP.name), _ours("ZeRO-1", f"{own}.z1", "DDP + ZeroRedundancyOptimizer")]
 
 
-def model_systems(world: int, batch: int) -> dict[str, Callable[[Setting], Step]]:
-    """Everything that splits the model, by name."""
-    around = f"dp{world // 2}.z2." if world > 2 else ""
-    return {
-        "torch DDP": ddp,
-        f"DTensor tp2{' x FSDP2' if around else ''}": tensor_parallel,
-        f"ours, tp2{' x ZeRO-2' if around else ''}": _ours(f"{around}tp2.mb{batch * 2 // world}"),
-        f"torch pipelining 1F1B, pp{world}": pipelining,
-        f"ours, pp{world}": _ours(f"pp{world}.mb{max(1, batch // (2 * world))}"),
-    }
+def sharded(world: int, batch: int) -> list[System]:
+    """Data parallelism that shards gradients, or gradients and weights."""
+    own = f"dp{world}.mb{batch // world}"
+    found = [
+        DDP,
+        System("FSDP2, ZeRO-2 form", lambda setting: fsdp2(setting, False)),
+        System("FSDP2, ZeRO-3", lambda setting: fsdp2(setting, True)),
+    ]
+    if importlib.util.find_spec("deepspeed"):
+        found.append(System("DeepSpeed ZeRO-3", lambda setting: deepspeed(setting, 3)))
+    return [*found, _ours("ZeRO-2", f"{own}.z2", "FSDP2, ZeRO-2 form"), _ours("ZeRO-3", f"{own}.z3", "FSDP2, ZeRO-3")]
+
+
+def divided(world: int, batch: int) -> list[System]:
+    """Everything that divides the model: tensors or layers."""
+    groups = world // 2
+    tensor = System(f"DTensor tp2{' x FSDP2' if groups > 1 else ''}", tensor_parallel)
+    stages = System(f"torch pipelining 1F1B, pp{world}", pipelining)
+    around = f"dp{groups}.z2." if groups > 1 else ""
+    return [
+        DDP,
+        tensor,
+        _ours(f"tp2{' x ZeRO-2' if groups > 1 else ''}", f"{around}tp2.mb{batch // groups}", tensor.name),
+        stages,
+        _ours(f"pp{world}", f"pp{world}.mb{max(1, batch // (2 * world))}", stages.name),
+    ]
