@@ -40,9 +40,18 @@ _FILE = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 
 
 def export(
-    path: Path | str, folder: Path | str, config: dict[str, Any] | None = None, *, dtype: str | None = None, largest: int = LARGEST_FILE
+    path: Path | str,
+    folder: Path | str,
+    config: dict[str, Any] | None = None,
+    *,
+    dtype: str | None = None,
+    turned: tuple[str, ...] = (),
+    largest: int = LARGEST_FILE,
 ) -> list[Path]:
-    """Writes the full weights of the checkpoint `path` into `folder` and returns the files. `dtype` rounds floating-point weights to another type."""
+    """Writes the full weights of the checkpoint `path` into `folder` and returns the files.
+
+    `dtype` rounds floating-point weights to another type; matrices whose name ends in one of `turned` are transposed.
+    """
     folder = Path(folder)
     reader = Reader(path)
     weights = {name: entry for name, entry in reader.manifest.tensors.items() if name.startswith(_PREFIX)}
@@ -56,13 +65,16 @@ def export(
     for name, entry in sorted(weights.items()):
         kind = dtype if dtype and DTYPES[entry.dtype].is_floating_point else entry.dtype
         shown = name.removeprefix(_PREFIX)
-        items.append(Item(shown, kind, entry.shape, entry.numel * DTYPES[kind].itemsize, partial(_full, reader, name, kind)))
+        turn = shown.endswith(turned) and len(entry.shape) == 2
+        shape = entry.shape[::-1] if turn else entry.shape
+        items.append(Item(shown, kind, shape, entry.numel * DTYPES[kind].itemsize, partial(_full, reader, name, kind, turn)))
     disk.make_folder(folder)
     return _write(folder, items, config, largest)
 
 
-def _full(reader: Reader, name: str, dtype: str) -> torch.Tensor:
-    return full(reader, name).to(DTYPES[dtype])
+def _full(reader: Reader, name: str, dtype: str, turn: bool) -> torch.Tensor:
+    tensor = full(reader, name).to(DTYPES[dtype])
+    return tensor.T if turn else tensor
 
 
 def _write(folder: Path, items: list[Item], config: dict[str, Any] | None, largest: int) -> list[Path]:

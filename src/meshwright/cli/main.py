@@ -74,8 +74,10 @@ def run(tokens: list[str]) -> int:
     app = application(tokens)
     try:
         code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
-    except UnknownCommandError:
+    except UnknownCommandError as error:
         names = [name for name, _ in COMMANDS]
+        if tokens[0] in names:
+            raise InputError(f"{tokens[0]}: {error}") from None
         raise InputError(f"no command {tokens[0]!r}{did_you_mean(tokens[0], names)}; commands are {', '.join(names)}") from None
     except CycloptsError as error:
         raise InputError(f"{tokens[0]}: {error}") from None
