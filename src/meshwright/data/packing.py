@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,23 +63,22 @@ class Segments(NamedTuple):
 def encode(passages: Iterable[Passage], tokenizer: Tokenizer, folder: Path) -> None:
     """Writes tokens.bin, documents.npy and encoded.json into `folder`."""
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32)
-    lengths: list[int] = []
-    digests: list[int] = []
+    lengths, digests = array("Q"), array("Q")
     open_length, open_digest, characters = 0, xxhash.xxh3_64(), 0
-    end = np.array([tokenizer.end_of_text], dtype=dtype)
+    end = np.array([tokenizer.end_of_text], dtype=dtype).tobytes()
     with (folder / "tokens.bin").open("wb") as file:
         for group in _groups(passages):
             for passage, ids in zip(group, tokenizer.encode([passage.text for passage in group])):
-                ids.astype(dtype).tofile(file)
+                file.write(ids.astype(dtype).tobytes())
                 open_length += len(ids)
                 open_digest.update(passage.text.encode())
                 characters += len(passage.text)
                 if passage.ends:
-                    end.tofile(file)
+                    file.write(end)
                     lengths.append(open_length + 1)
                     digests.append(open_digest.intdigest())
                     open_length, open_digest = 0, xxhash.xxh3_64()
-    table = np.array([lengths, digests], dtype=np.uint64)
+    table = np.array([np.array(column, dtype=np.uint64) for column in (lengths, digests)])
     np.save(folder / "documents.npy", table)
     digest = xxhash.xxh3_128_hexdigest(table.tobytes())
     entry = Encoded(dtype=dtype.name, tokens=sum(lengths), documents=len(lengths), characters=characters, digest=digest)
@@ -159,10 +159,10 @@ def split(documents: Documents, sequence: int, fraction: float, name: str) -> tu
 
 def _segments(documents: Documents, chosen: NDArray[np.bool_]) -> Segments:
     """The `chosen` documents; neighbours become one run."""
-    array, start, length = documents.array[chosen], documents.start[chosen], documents.length[chosen]
-    follows = (array[1:] == array[:-1]) & (start[1:] == start[:-1] + length[:-1])
-    first = np.flatnonzero(np.concatenate([[True], ~follows])) if len(array) else np.zeros(0, dtype=np.int64)
-    return Segments(array[first], start[first], np.add.reduceat(length, first) if len(first) else length)
+    holder, start, length = documents.array[chosen], documents.start[chosen], documents.length[chosen]
+    follows = (holder[1:] == holder[:-1]) & (start[1:] == start[:-1] + length[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows])) if len(holder) else np.zeros(0, dtype=np.int64)
+    return Segments(holder[first], start[first], np.add.reduceat(length, first) if len(first) else length)
 
 
 def _cut(documents: Documents, at: int) -> tuple[Segments, Segments]:
