@@ -6,9 +6,10 @@ storage (a test counts them). Rules of autograd that decide it:
 - RMSNorm in float32 keeps a float32 input (4 bytes), the normed input in the compute type, and 1/rms; LayerNorm its input, mean and 1/std;
 - silu and gelu keep their input, a product both factors, relu its output; the hand-written gelu of GPT-2 keeps four tensors;
 - a sum keeps nothing, so a residual costs only what the norm behind it keeps.
+`transient` is what a layer's own pass adds on top at its fullest: behind a gated product two gradients of its width, behind gelu one.
 Tensor parallelism divides what lies behind a column weight; sequence parallelism divides the rest. Attention without a fused kernel (ALiBi
-in some libraries) would keep the probabilities, sequence x heads a token, and is not counted. Dropout is off in the reference models; each
-mask would be one element more.
+in some libraries) would keep the probabilities, sequence x heads a token, and is not counted. Dropout is off in the reference models; each mask
+would be one element more.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def block_kept(sizes: Sizes, experts: bool) -> Account:
     kept += expert_kept(sizes) if experts else feed_forward_kept(sizes, width)
     rotated = 10 * (q + k) if sizes.pos == "rope" else 0
     moved = sizes.norms * norm_moved(sizes, h) + rotated + 6 * h + (5 if sizes.gated else 2) * width
-    return account(kept, moved, transient=2 * h + 2 * width)
+    return account(kept, moved, transient=h + (2 if sizes.gated else 1) * width)
 
 
 def norm_moved(sizes: Sizes, width: float) -> float:
@@ -138,11 +139,18 @@ def back_kept(sizes: Sizes) -> Account:
     if sizes.kind == "bert":
         kept = [Kept("input of the transform", h), Kept("input of gelu", h), *norm_kept(sizes, h)]
         return account(kept, moved=4 * h, transient=2 * h)
-    return account(norm_kept(sizes, h), moved=norm_moved(sizes, h), transient=2 * h)
+    return account(norm_kept(sizes, h), moved=norm_moved(sizes, h), transient=(5 if sizes.norm == "rms" else 2) * h)
 
 
 def head_kept(sizes: Sizes) -> Account:
-    """The input of the vocabulary product and what the loss keeps of the logits."""
+    """The input of the vocabulary product and what the loss keeps: log-probabilities in float32, the place and the validity of labels.
+
+    The logits themselves live until the loss has read them; backward turns the log-probabilities into the gradient in place.
+    """
     v = sizes.vocab
-    kept = [Kept("input of the head", sizes.hidden), Kept("probabilities of the loss", v, split=True)]
-    return account(kept, moved=5 * v, transient=2 * v)
+    kept = [
+        Kept("input of the head", sizes.hidden),
+        Kept("log-probabilities in float32", fixed=4 * v, split=True),
+        Kept("labels and which are valid", fixed=10),
+    ]
+    return account(kept, moved=4 * v, transient=v)

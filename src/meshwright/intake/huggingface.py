@@ -31,7 +31,7 @@ FAMILIES: Mapping[str, Implied] = {
     "gemma3_text": {**_GEMMA, "norms": 4, "qk_norm": True},
     "smollm3": {"tied_embeddings": True},
     "deepseek_v2": {"kind": "decoder"},
-    "deepseek_v3": {"kind": "decoder", "router_bias": True},
+    "deepseek_v3": {"kind": "decoder"},
     "nemotron": {"kind": "decoder", "norm": "ln", "mlp": "relu2"},
     "stablelm": {"kind": "decoder", "norm": "ln"},
     "falcon": {"kind": "decoder", "norm": "ln", "mlp": "gelu", "tied_embeddings": True},
