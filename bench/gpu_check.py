@@ -34,12 +34,12 @@ from meshwright.spec.plan import Plan
 MEMORY_TOLERANCE, LOSS_TOLERANCE = 0.10, 1e-6
 WARM = 3
 SIZES: tuple[dict[str, Any], ...] = (
-    {"layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 5504, "vocab": 32000, "seq": 2048},
-    {"layers": 16, "hidden": 1024, "heads": 16, "kv_heads": 16, "ffn": 2816, "vocab": 32000, "seq": 2048},
-    {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1408, "vocab": 32000, "seq": 1024},
+    {"layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn": 5504, "vocab": 32000, "seq": 2048},
+    {"layers": 16, "hidden": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 2816, "vocab": 32000, "seq": 2048},
+    {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1408, "vocab": 32000, "seq": 1024},
 )
 """The first of these that fits is trained: about 1.3 B, 0.3 B and 0.06 B parameters."""
-TINY: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 512, "seq": 64}
+TINY: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 192, "vocab": 512, "seq": 64}
 
 
 @dataclass

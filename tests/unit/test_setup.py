@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -158,3 +159,14 @@ def test_an_interrupted_set_up_starts_again_cleanly(tmp_path: Path) -> None:
     stamp = next(source.glob(".venv/ready-*")).stat().st_mtime_ns
     run("make", "setup", cwd=source)
     assert next(source.glob(".venv/ready-*")).stat().st_mtime_ns == stamp
+
+
+@pytest.mark.soak
+def test_the_device_check_runs_on_the_processor_and_says_what_is_missing_without_cuda() -> None:
+    check = (sys.executable, "bench/gpu_check.py")
+    data = json.loads(run(*check, "--cpu", "--json"))
+    assert data["faults"] == [] and data["held"]["parameters"] == data["estimate"]["memory"]["parameters"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    for options, code in ((["--skip-without-cuda"], 0), ([], 2)):
+        done = subprocess.run([*check, *options], cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code and "no CUDA device" in done.stderr and len(done.stderr.splitlines()) == 1
