@@ -40,7 +40,7 @@ def fail(channel: Channel, payload: dict) -> int:
 def until_stopped(channel: Channel, payload: dict) -> int:
     """Says that it is there, then waits; `payload["deaf"]` ranks do not heed a request to stop."""
     connect(channel.rank, channel.world)
-    channel.say("there", pid=os.getpid())
+    channel.say("begin", pid=os.getpid())
     while not channel.stop or payload.get("deaf"):
         time.sleep(0.01)
     return 75

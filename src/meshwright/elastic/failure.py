@@ -100,3 +100,13 @@ def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Pat
         lines.append(f"  {len(others)} other rank{'s' if len(others) > 1 else ''} lost the connection because of it")
     lines.append(f"  log: {log_of(first.rank)}")
     return RankFailed("\n".join(lines[:MOST_LINES]))
+
+
+def failed_here(error: Exception, rank: int, world: int) -> MeshwrightError:
+    """The same words for a rank that has no supervisor: it can only speak of itself."""
+    if isinstance(error, MeshwrightError):
+        return error
+    mine = Failure(rank, 0.0, 1, type(error).__name__, str(error))
+    if mine.innocent:
+        return RankFailed(f"rank {rank} of {world} lost the connection because of another rank")
+    return RankFailed(f"rank {rank} of {world} on {socket.gethostname()}: {cause(mine)}")

@@ -60,6 +60,7 @@ class Supervisor:
     _failures: dict[int, Failure] = field(default_factory=dict)
     _stopped: set[int] = field(default_factory=set)
     _killed: bool = False
+    _begun: bool = False
 
     def run(self) -> None:
         """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
@@ -117,6 +118,7 @@ class Supervisor:
             said = event["message"]
             self._failures[rank] = Failure(rank, now, said["code"], said["error"], said["message"], said["place"])
         elif event["event"] == "said":
+            self._begun = self._begun or event["message"]["kind"] == "begin"
             self.hear(rank, event["message"])
         elif event["event"] == "ended":
             del self._living[rank]
@@ -137,9 +139,9 @@ class Supervisor:
         )
 
     def _ask(self, nursery: Nursery) -> None:
-        """A first request lets the step end; a second one does not wait."""
+        """A first request lets the step end; a second one does not wait, nor does one before a rank said `begin`: there is no step to save."""
         reason = self._asked[0]
-        if len(self._asked) > 1:
+        if len(self._asked) > 1 or not self._begun:
             self._killed = True
             return
         self._deadline = time.monotonic() + self.grace
@@ -159,7 +161,7 @@ class Supervisor:
             raise verdict(list(self._failures.values()), self.work.world, self.work.log)
         if self._asked:
             saved = len(self._stopped) == self.work.world
-            how = "everything is saved" if saved else "the step in progress was given up"
+            how = "everything is saved" if saved else "the step in progress was given up" if self._begun else "no step had begun"
             raise Interrupted(f"stopped by {self._asked[0]}: {how}; the same command goes on where this one stopped")
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -60,9 +60,19 @@ class Channel:
     def say(self, kind: str, **message: Any) -> None:
         self.hear({"kind": kind, **message})
 
-    def heed_signals(self) -> None:
-        """SIGTERM (and Ctrl-C where nobody else hears it) asks for the end of the step, not of the process."""
-        signal.signal(signal.SIGTERM, lambda *_: self._ask("SIGTERM"))
+    def heed_signals(self, keyboard: bool = False) -> None:
+        """SIGTERM asks for the end of the step, not of the process; so does Ctrl-C, at the `keyboard`, where no supervisor hears it.
+
+        A second one ends the process.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT) if keyboard else (signal.SIGTERM,):
+            signal.signal(number, self._on_signal)
+        if not keyboard:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        self._ask(signal.Signals(number).name)
+        signal.signal(number, signal.SIG_DFL)
 
     def _ask(self, reason: str) -> None:
         self.stop = self.stop or reason
@@ -164,7 +174,20 @@ class Connection:
     rank: int
     world: int
     control: Any = None
-    notes: list[str] = field(default_factory=list)
+
+    def tell(self, text: str) -> str:
+        """Rank 0's text, on every rank. All ranks call it."""
+        if self.control is None:
+            return text
+        import torch
+        import torch.distributed as dist
+
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = torch.tensor(data.numel())
+        dist.broadcast(length, 0, self.control)
+        data = data if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, 0, self.control)
+        return bytes(data.tolist()).decode()
 
     def close(self) -> None:
         import torch.distributed as dist
@@ -199,6 +222,8 @@ def connect(rank: int, world: int, timeout: float = 1800.0) -> Connection:
     else:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ.setdefault("MASTER_PORT", "29500")
+        if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         try:
             dist.init_process_group(backend, timeout=limit)
         except dist.DistNetworkError as error:

@@ -1,0 +1,196 @@
+"""From what a person wrote to a launch: the question, its plan and price, how ranks build the model. Shared by the commands that run ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.cli.options import Shared
+
+if TYPE_CHECKING:
+    from meshwright.intake.job import JobFile
+    from meshwright.spec.estimate import Estimate
+    from meshwright.spec.job import Job
+    from meshwright.spec.launch import Launch, ModelSource
+    from meshwright.spec.plan import Plan
+
+EMBEDDED = Path(__file__).parents[1] / "catalog" / "default.yaml"
+BYTE_VOCABULARY = 258
+LANGUAGE = ("llama", "gpt2", "bert")
+
+
+class Choice(NamedTuple):
+    """A plan, its price, and why it. `question` and `estimate` are None for live code, which the planner cannot read."""
+
+    question: Job | None
+    plan: Plan
+    estimate: Estimate | None
+    why: list[str]
+
+
+def read_file(path: Path | None, shared: Shared) -> JobFile:
+    """The job file with the options over it; without one the embedded job.
+
+    Without the tokenizers library there are only bytes: then the embedded model's vocabulary is theirs.
+    """
+    embedded = path is None and (shared.model is None or shared.model.endswith("-tiny"))
+    file = shared.job_file(EMBEDDED if embedded else path)
+    library = importlib.util.find_spec("tokenizers") is not None
+    if embedded and not library and file.model.source.partition("-")[0] in LANGUAGE:
+        file = file.but(model={"sizes": {"vocab": BYTE_VOCABULARY}, **file.model.model_dump(exclude_defaults=True)})
+    return file
+
+
+def source_of(file: JobFile) -> ModelSource:
+    """How the ranks build the model that the planner only counts."""
+    from meshwright.intake.job import sizes_of
+    from meshwright.spec.launch import ModelSource
+
+    name = file.model.source
+    path = Path(name).expanduser()
+    if file.model.module:
+        return ModelSource(name=name, module=name)
+    if path.is_dir():
+        return ModelSource(name=path.resolve().name, folder=str(path.resolve()))
+    sizes = {key: value for key, value in sizes_of(file.model).model_dump().items() if value is not None}
+    return ModelSource(name=path.stem if path.is_file() else name, sizes=sizes)
+
+
+def folder_of(file: JobFile, source: ModelSource) -> Path:
+    """Where the run lies: as it says, or runs/ and the name of the model."""
+    return Path(file.run.folder or "runs/" + (re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model")).expanduser()
+
+
+def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Mapping[str, str], world: int | None) -> Choice:
+    """The plan that is given, that the run folder has been trained with, or that the search finds.
+
+    `world` is the number of ranks that another launcher has started; None when they are ours to start.
+    """
+    from meshwright.cost.step import estimate as price
+    from meshwright.intake.job import resolve
+    from meshwright.intake.plans import parse_pins
+    from meshwright.search.explain import explain
+    from meshwright.search.rank import search
+
+    if world is not None and file.cluster.name == "local" and not file.cluster.path and not file.cluster.groups:
+        here = int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", world)))
+        file = file.but(cluster={"name": f"local:{here}"})
+    if file.model.module:
+        return _live_code(file, world)
+    question = resolve(file)
+    if world is not None:
+        question = _over(question, world)
+    if pin:
+        question = question.but(pins={**question.pins, **parse_pins(pin)})
+    given = file.given_plan()
+    plan = given or (_before(folder, question) if folder is not None and not question.pins else None)
+    if plan is not None:
+        estimate = price(question, plan)
+        why = [f"plan {plan.name}, {'as asked' if given else 'as the run began'}: {_expected(estimate)}"]
+    else:
+        answer = search(question, 1)
+        plan, estimate = answer.chosen.plan, answer.chosen.estimate
+        first, *rest = explain(question, answer)
+        why = [f"plan {first}", *(f"  {line}" for line in rest)]
+    return Choice(question, plan, estimate, [_asked(question), *why])
+
+
+def _asked(question: Job) -> str:
+    from meshwright.base.units import show_count
+
+    model, cluster, work = question.model, question.cluster, question.workload
+    ranks = f"{cluster.devices} rank{'s' if cluster.devices > 1 else ''}"
+    return f"{model.name}, {show_count(model.parameters)} parameters, on {ranks} of {cluster.name}; {work.batch} x {work.sequence} tokens a step"
+
+
+def _expected(estimate: Estimate) -> str:
+    from meshwright.base.units import show_bytes, show_seconds
+
+    return f"{show_seconds(estimate.time.step)} a step and {show_bytes(estimate.memory.total)} on the fullest rank expected"
+
+
+def _before(folder: Path, question: Job) -> Plan | None:
+    """The plan that the run folder has, so that going on is bit-identical; None where it cannot run on these devices."""
+    from meshwright.base.codec import read
+    from meshwright.base.errors import InputError
+    from meshwright.spec.plan import Plan
+    from meshwright.spec.rules import check_plan
+
+    path = folder / "plan.json"
+    if not path.is_file():
+        return None
+    plan = read(Plan, path)
+    try:
+        check_plan(question, plan)
+    except InputError:
+        return None
+    return plan
+
+
+def _over(question: Job, world: int) -> Job:
+    """The cluster of one machine as many times as it takes for `world` ranks."""
+    from meshwright.base.errors import InputError
+
+    cluster = question.cluster
+    nodes, rest = divmod(world, cluster.devices)
+    if cluster.name.startswith("local") and not rest:
+        group = cluster.groups[0]
+        return question.but(cluster=cluster.but(groups=(group.but(nodes=nodes),)))
+    if cluster.devices != world:
+        raise InputError(f"{world} ranks were started but cluster {cluster.name!r} has {cluster.devices} devices; start as many")
+    return question
+
+
+def _live_code(file: JobFile, world: int | None) -> Choice:
+    """A module that only running it can size: the plan must be given, or it is data parallel."""
+    from meshwright.base.errors import InputError
+    from meshwright.intake.job import cluster_from
+    from meshwright.spec.plan import Plan
+
+    devices = world or cluster_from(file.cluster).devices
+    plan = file.given_plan() or Plan(dp_replicate=devices)
+    if plan.world != devices:
+        raise InputError(f"plan {plan.name} is for {plan.world} ranks but there are {devices} devices")
+    return Choice(None, plan, None, [f"plan {plan.name} for {file.model.module}: live code is not priced; another plan by --plan"])
+
+
+def launch_of(file: JobFile, source: ModelSource, folder: Path, choice: Choice) -> Launch:
+    """What the ranks are told. Raises InputError when the batch does not divide."""
+    from meshwright.spec.launch import Launch
+
+    question = choice.question
+    workload = question.workload if question is not None else file.workload
+    choice.plan.micro_batches(workload.batch)
+    return Launch(
+        model=source,
+        workload=workload,
+        data=file.data,
+        plan=choice.plan,
+        run=file.run.but(folder=str(folder.resolve())),
+        parameters=question.model.parameters if question is not None else 0,
+    )
+
+
+def write_run(folder: Path, launch: Launch, choice: Choice) -> None:
+    """The nouns of a run into its folder, each whole or not at all. Raises InputError when the folder is another job's."""
+    from meshwright.base.codec import read
+    from meshwright.base.errors import InputError
+    from meshwright.spec.launch import Launch, difference
+
+    path = folder / "launch.json"
+    if path.is_file():
+        other = difference(launch, read(Launch, path))
+        if other:
+            raise InputError(f"run {str(folder)!r} holds another job: {other}; choose another --run, or give the same job")
+    elif (folder / "checkpoints").is_dir() or (folder / "records.jsonl").is_file():
+        raise InputError(f"run {str(folder)!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; choose another --run")
+    nouns = {"job": choice.question, "plan": choice.plan, "estimate": choice.estimate, "launch": launch}
+    for name, noun in nouns.items():
+        if noun is not None:
+            fresh = folder / f".{name}.json.{os.getpid()}"
+            fresh.write_text(noun.to_json() + "\n", encoding="utf-8")
+            fresh.replace(folder / f"{name}.json")

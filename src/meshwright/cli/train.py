@@ -1,0 +1,151 @@
+"""`meshwright train`: plans without torch, starts the ranks, shows the run; picks up where a run folder stopped.
+
+Started by torchrun, Slurm or Kubernetes this process is itself one rank: rank 0 plans and tells the others, nothing is forked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from meshwright.cli.options import AsJson, JobPath, Shared, say_json
+
+if TYPE_CHECKING:
+    from meshwright.cli.preparation import Choice
+    from meshwright.spec.launch import Launch
+    from meshwright.train.rank import Launched
+    from meshwright.train.screen import Screen
+
+LOOP = "meshwright.train.loop"
+
+
+def train(
+    job: JobPath = None,
+    /,
+    *,
+    shared: Shared = Shared(),  # noqa: B008
+    run: Annotated[str | None, Parameter(help="run folder, or its name under runs/; the same folder goes on where it stopped")] = None,
+    steps: Annotated[int | None, Parameter(help="optimizer steps in all")] = None,
+    pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
+    json: AsJson = False,
+) -> int:
+    """Plan a job, start its ranks on this machine, train; leave records, checkpoints and a report in a run folder.
+
+    The same command again goes on where the run stopped. Under torchrun or Slurm each process is one rank.
+
+    Try: meshwright train --model gpt2-tiny --steps 100 --cluster local:4 --pin tp=2
+    """
+    from meshwright.train.rank import launched
+    from meshwright.train.screen import Screen
+
+    named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
+    more = [f"{name}={value}" for name, value in (("workload.steps", steps), ("run.folder", named)) if value is not None]
+    shared = dataclasses.replace(shared, set=(*shared.set, *more))
+    me = launched(os.environ)
+    screen = Screen()
+    try:
+        if me is None:
+            folder = _supervise(job, shared, pin, screen)
+        else:
+            folder = _be_a_rank(me, job, shared, pin, screen)
+    finally:
+        screen.close()
+    if me is None or me.rank == 0:
+        _conclude(folder, screen, json)
+    return 0
+
+
+def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen) -> Path:
+    """Ranks of this machine, each a child of this process."""
+    from meshwright.elastic.supervisor import Supervisor, Work
+
+    with _prepared(job, shared, pin, screen, None) as (launch, folder):
+        work = Work(f"{LOOP}:train", launch.plan.world, launch.model_dump(mode="json"), folder, (LOOP,))
+        Supervisor(work, lambda rank, message: screen.hear(message), screen.note).run()
+    return folder
+
+
+@contextmanager
+def _prepared(job: Path | None, shared: Shared, pin: str | None, screen: Screen, world: int | None) -> Iterator[tuple[Launch, Path]]:
+    """A planned run whose folder is ours for as long as the block lasts."""
+    from meshwright.base.errors import InputError
+    from meshwright.cli.preparation import choose, folder_of, launch_of, read_file, source_of, write_run
+    from meshwright.train.lease import Lease
+
+    file = read_file(job, shared)
+    source = source_of(file)
+    folder = folder_of(file, source)
+    choice: Choice = choose(file, pin, folder, os.environ, world)
+    launch = launch_of(file, source, folder, choice)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise InputError(f"run folder {str(folder)!r} cannot be made: {error.strerror}") from None
+    with Lease(folder):
+        write_run(folder, launch, choice)
+        for line in choice.why:
+            screen.note(line)
+        yield launch, folder
+
+
+def _be_a_rank(me: Launched, job: Path | None, shared: Shared, pin: str | None, screen: Screen) -> Path:
+    """One rank among those that another launcher has started. Rank 0 plans; what it finds wrong ends them all with one line."""
+    from meshwright.base.codec import build, parse
+    from meshwright.base.errors import Interrupted, MeshwrightError
+    from meshwright.elastic.failure import failed_here
+    from meshwright.spec.launch import Launch
+    from meshwright.train.rank import Channel, connect, keep_heap
+
+    keep_heap()
+    channel = Channel(me.rank, me.world, screen.hear if me.rank == 0 else lambda message: None)
+    channel.heed_signals(keyboard=True)
+    connection = connect(me.rank, me.world)
+    with ExitStack() as stack:
+        stack.callback(connection.close)
+        if me.rank == 0:
+            try:
+                launch, folder = stack.enter_context(_prepared(job, shared, pin, screen, me.world))
+            except MeshwrightError as error:
+                connection.tell(f'{{"wrong": {error.exit_code}}}')
+                raise
+            connection.tell(launch.to_json())
+        else:
+            told = parse(connection.tell(""), "rank 0")
+            if "wrong" in told:
+                raise SystemExit(told["wrong"])
+            launch = build(Launch, told)
+            folder = Path(launch.run.folder)
+        from meshwright.train.loop import Loop
+
+        try:
+            code = Loop(launch, channel, connection).run()
+        except Exception as error:
+            raise failed_here(error, me.rank, me.world) from error
+    if code == Interrupted.exit_code:
+        if me.rank:
+            raise SystemExit(code)
+        raise Interrupted(
+            f"stopped by {channel.stop or 'another rank'}: everything is saved; the same command goes on where this one stopped"
+        )
+    return folder
+
+
+def _conclude(folder: Path, screen: Screen, json: bool) -> None:
+    """Predicted beside measured, and what to type next."""
+    from meshwright.report.run import read_run, summarise
+    from meshwright.report.run_text import run_text
+
+    finished = read_run(folder)
+    screen.note("")
+    screen.note(run_text(finished))
+    screen.note(
+        f"\nnext: meshwright report {folder}    or prove the plan: meshwright verify --plan {finished.plan.name if finished.plan else 'auto'}"
+    )
+    if json:
+        say_json(summarise(finished).model_dump(mode="json"))

@@ -1,0 +1,210 @@
+"""The loop around `trainer.step`: data, learning rate, records, held-out loss, checkpoints, and an end that loses nothing.
+
+Promise: step k reads the same batch and the same learning rate whenever it is run, so a run that was killed and started again ends in the
+same weights, bit for bit, under the same plan. A request to stop is heeded after a step, by all ranks after the same one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.base.codec import build
+from meshwright.base.errors import InputError, Interrupted
+from meshwright.base.lines import Message
+from meshwright.base.units import show_count
+from meshwright.checkpoint.folder import newest, prune
+from meshwright.checkpoint.save import SaveFailed
+from meshwright.data.dataset import open_dataset
+from meshwright.data.loader import Batch, Loader
+from meshwright.models.output import IGNORED
+from meshwright.spec.launch import Launch
+from meshwright.spec.record import StepRecord
+from meshwright.train.keep import ranks_of
+from meshwright.train.memory import cuda_memory, resident, watching
+from meshwright.train.metrics import Records, agree
+from meshwright.train.model import build_model, objective_of, vocabulary_of
+from meshwright.train.optimizer import learning_rate, optimizer_of
+from meshwright.train.rank import Channel, Connection, connect
+from meshwright.train.sample import why_no_sample, write_text
+from meshwright.train.trainer import Share, parallelize
+
+HELD_OUT_ROWS = 64
+WATCHED = 2  # which step of a launch the profiler watches for memory: the first two warm up
+PROMPT, SAMPLE_TOKENS = "def ", 120
+
+
+def train(channel: Channel, payload: Message) -> int:
+    """What every rank of `meshwright train` runs: `payload` is the `Launch`. Returns its exit status."""
+    connection = connect(channel.rank, channel.world)
+    try:
+        return Loop(build(Launch, payload), channel, connection).run()
+    finally:
+        connection.close()
+
+
+class Loop:
+    """One rank's part of one launch."""
+
+    def __init__(self, launch: Launch, channel: Channel, connection: Connection) -> None:
+        self.launch, self.channel, self.connection = launch, channel, connection
+        self.folder = Path(launch.run.folder)
+        self.steps = launch.workload.steps
+        model = build_model(launch.model, launch.workload.seed)
+        self.objective = objective_of(launch.model, model)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary_of(launch.model, model), self.objective, self._note)
+        self.dataset, self.loader = dataset, Loader(dataset, launch.workload.batch, launch.workload.seed)
+        rule, precision = launch.workload.optimizer, launch.workload.precision
+        self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=precision, clip=rule.clip, seed=launch.workload.seed)
+        self.device = self.trainer.mesh.device
+        self.saved = -1
+        self.stopping = False
+
+    def _note(self, line: str) -> None:
+        self.channel.say("note", line=line)
+
+    def _say(self, kind: str, **message: Any) -> None:
+        if self.channel.rank == 0:
+            self.channel.say(kind, **message)
+
+    def run(self) -> int:
+        began = self._resume()
+        self._check()
+        self._say("begin", step=began, steps=self.steps, data=self.dataset.describe(), parameters=self.parameters)
+        records = Records(self.folder, self.launch.run.tensorboard, self._note) if self.channel.rank == 0 else None
+        held_out = list(self._held_out_batches())
+        if began == 0 and held_out:
+            loss = self._evaluate(held_out)
+            self._report(records, StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss))
+        for record in self._steps(began):
+            if held_out and self._due(record.step, self.launch.run.evaluate_every):
+                record = record.model_copy(update={"held_out_loss": self._evaluate(held_out)})
+            self._report(records, record)
+            if self.stopping or self._due(record.step, self.launch.run.checkpoint_every):
+                self._save(must=self.stopping or record.step == self.steps)
+            if self.stopping and record.step < self.steps:
+                self._say("stopped", step=record.step)
+                return Interrupted.exit_code
+        if records is not None:
+            records.close()
+        self._sample()
+        self._say("done", step=self.steps)
+        return 0
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.steps or (every > 0 and step % every == 0)
+
+    # --- steps ----------------------------------------------------------------------------------------------------------------
+
+    def _steps(self, began: int) -> Iterator[StepRecord]:
+        """The records of steps began + 1 to the last, each as the whole world saw it."""
+        plan, rule = self.launch.plan, self.launch.workload.optimizer
+        count, size = plan.micro_batches(self.launch.workload.batch), plan.micro_batch
+        ranges = [((self.trainer.mesh.replica * count + k) * size, size) for k in range(count)]
+        with self.loader.prefetch(ranges, began, self.steps) as batches:
+            for step, batch in enumerate(batches, began):
+                start = time.perf_counter() - batches.waited
+                self.trainer.learning_rate(learning_rate(rule, step, self.steps))
+                watched = self.device.type == "cpu" and step - began == min(WATCHED, self.steps - began - 1)
+                with watching() if watched else nullcontext() as watch:
+                    record = self.trainer.step(Share(batch, self.loader.labels_per_step))
+                held = sum(value for kind, value in record.memory.items())
+                memory = {**record.memory, "resident": resident()}
+                if watch is not None:
+                    memory["total"] = held + watch.peak - watch.kept
+                if self.device.type == "cuda":
+                    memory |= cuda_memory(self.device)
+                seconds = time.perf_counter() - start
+                record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds})
+                record, self.stopping = agree(record, bool(self.channel.stop), self.connection.control)
+                yield record
+
+    def _report(self, records: Records | None, record: StepRecord) -> None:
+        if records is not None:
+            records.write(record)
+        self._say("record", record=record.model_dump(exclude_none=True))
+
+    # --- held-out loss --------------------------------------------------------------------------------------------------------
+
+    def _held_out_batches(self) -> Iterator[Batch]:
+        """The held-out rows in batches of the training's size; rows that fill the last one up have no valid label."""
+        rows, size = min(self.dataset.held_out_rows, max(HELD_OUT_ROWS, self.loader.batch)), self.loader.batch
+        for first in range(0, rows, size):
+            batch = self.loader.held_out(min(size, rows - first), first)
+            lacking = size - len(batch["labels"])
+            filled = {name: torch.cat([value, value[:1].expand(lacking, *value.shape[1:])]) for name, value in batch.items()}
+            filled["labels"][size - lacking :] = IGNORED
+            yield filled
+
+    def _evaluate(self, batches: list[Batch]) -> float:
+        total = tokens = 0.0
+        for batch in batches:
+            count = self.trainer.engine.objective.count(batch)
+            total, tokens = total + self.trainer.evaluate(batch) * count, tokens + count
+        return total / tokens
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {"data": self.dataset.digest, "parameters": self.parameters}
+
+    def _resume(self) -> int:
+        """Goes on from the newest valid checkpoint of the run folder, which rank 0 chooses. Returns the steps done."""
+        chosen = newest(self.folder / "checkpoints", say=self._note) if self.channel.rank == 0 else None
+        path = ranks_of(self.trainer.mesh).share(str(chosen or ""))[0]
+        if not path:
+            return 0
+        identity = self.trainer.load(path)
+        if identity["data"] != self._identity["data"]:
+            raise InputError(
+                f"run {str(self.folder)!r} was trained on other data ({identity['data'][:8]}, now {self._identity['data'][:8]}: "
+                f"{self.dataset.describe()}): restore the files, or choose another --run"
+            )
+        self.saved = self.trainer.steps
+        return self.trainer.steps
+
+    def _check(self) -> None:
+        expected = self.launch.parameters
+        if expected and expected != self.parameters:
+            self._say("note", line=f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates are off")
+
+    def _save(self, must: bool) -> None:
+        """A checkpoint that fails costs the run only when it was the last chance."""
+        if self.saved == self.trainer.steps:
+            return
+        folder = self.folder / "checkpoints"
+        try:
+            path = self.trainer.save(folder, self._identity)
+        except SaveFailed as error:
+            if must:
+                raise
+            self._say("note", line=f"no checkpoint at step {self.trainer.steps}: {error}; training goes on")
+            return
+        self.saved = self.trainer.steps
+        if self.channel.rank == 0:
+            prune(folder, self.launch.run.keep, verified=path)
+        self._say("saved", step=self.trainer.steps, path=str(path))
+
+    # --- sample ---------------------------------------------------------------------------------------------------------------
+
+    def _sample(self) -> None:
+        """Text written by the trained model, where it can write any."""
+        why = why_no_sample(self.objective, self.dataset.tokenizer, 4.0 * self.parameters)
+        if why:
+            self._say("sample", why=why)
+            return
+        weights = self.trainer.full_state_dict()
+        if weights is None:
+            return
+        launch, tokenizer = self.launch, self.dataset.tokenizer
+        assert tokenizer is not None
+        model = build_model(launch.model, launch.workload.seed)
+        text = write_text(model, weights, tokenizer, PROMPT, SAMPLE_TOKENS, launch.workload.sequence, launch.workload.seed)
+        self._say("sample", text=text, parameters=show_count(self.parameters))

@@ -1,0 +1,85 @@
+"""One record a step for the whole world: seconds of the slowest rank, bytes of the fullest, and what the ranks agree to do next.
+
+One small reduction a step carries all of it, the wish to stop included: so every rank stops after the same step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.spec.record import StepRecord
+
+Say = Callable[[str], None]
+
+
+def agree(record: StepRecord, stop: bool, group: Any) -> tuple[StepRecord, bool]:
+    """`record` with the largest of each time and size over the ranks, and whether any rank wants to stop. All ranks call it."""
+    if group is not None:
+        memory, exposed = sorted(record.memory), sorted(record.exposed)
+        mine = [record.seconds, record.data_seconds, float(stop)]
+        largest = torch.tensor(
+            mine + [record.memory[kind] for kind in memory] + [record.exposed[kind] for kind in exposed], dtype=torch.float64
+        )
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        seconds, data_seconds, stopping, *rest = largest.tolist()
+        stop = stopping > 0
+        record = record.model_copy(
+            update={
+                "seconds": seconds,
+                "data_seconds": data_seconds,
+                "memory": dict(zip(memory, rest[: len(memory)], strict=True)),
+                "exposed": dict(zip(exposed, rest[len(memory) :], strict=True)),
+            }
+        )
+    return record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), stop
+
+
+class Records:
+    """RUN/records.jsonl, and TensorBoard events under RUN/tb where that is installed. Kept by rank 0.
+
+    A full disk costs records, not the run: it is said once.
+    """
+
+    def __init__(self, folder: Path, tensorboard: bool, say: Say) -> None:
+        self.say = say
+        self._lost = False
+        self._handle = os.open(folder / "records.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._writer: Any = None
+        if tensorboard and importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder / "tb"))
+
+    def write(self, record: StepRecord) -> None:
+        line = json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")) + "\n"
+        try:
+            os.write(self._handle, line.encode())
+            if self._writer is not None:
+                self._events(record)
+        except OSError as error:
+            if not self._lost:
+                self.say(f"records are lost from step {record.step} on: {error.strerror}; training goes on")
+            self._lost = True
+
+    def _events(self, record: StepRecord) -> None:
+        add = self._writer.add_scalar
+        add("loss/train", record.loss, record.step)
+        if record.held_out_loss is not None:
+            add("loss/held out", record.held_out_loss, record.step)
+        for name in ("gradient_norm", "lr", "seconds", "tokens_per_second", "loss_scale"):
+            add(f"step/{name}", getattr(record, name), record.step)
+        for kind, size in record.memory.items():
+            add(f"memory/{kind}", size, record.step)
+
+    def close(self) -> None:
+        os.close(self._handle)
+        if self._writer is not None:
+            self._writer.close()

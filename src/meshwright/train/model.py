@@ -1,0 +1,82 @@
+"""The module that a launch names: a reference model from its sizes, a Hugging Face folder, or what a function returns.
+
+Promise: the same seed gives the same weights on every rank and under every plan. Nothing is downloaded and no code of a model folder is run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.base.errors import InputError, did_you_mean
+from meshwright.data.dataset import Objective
+from meshwright.models.registry import build
+from meshwright.spec.launch import ModelSource
+
+
+def build_model(source: ModelSource, seed: int) -> nn.Module:
+    """The whole model, on the host, in float32."""
+    torch.manual_seed(seed)
+    if source.sizes:
+        return build(source.sizes)
+    return _from_folder(Path(source.folder)) if source.folder else _from_module(source.module)
+
+
+def _from_folder(folder: Path) -> nn.Module:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(f"model folder {str(folder)!r} needs transformers: pip install 'meshwright[huggingface]'") from None
+    config = transformers.AutoConfig.from_pretrained(folder)
+    names = list(getattr(config, "architectures", None) or [])
+    kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
+    if kind is None:
+        raise InputError(f"{folder / 'config.json'}: transformers {transformers.__version__} has no architecture {names[0]!r}")
+    if any(folder.glob("*.safetensors")):
+        return kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    return kind.from_config(config) if kind is transformers.AutoModelForCausalLM else kind(config)
+
+
+def _from_module(name: str) -> nn.Module:
+    module_name, _, function = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise InputError(f"model {name!r}: there is no module {error.name!r} here or installed") from None
+    make = getattr(module, function, None)
+    if make is None:
+        raise InputError(f"model {name!r}: module {module_name!r} has no {function!r}{did_you_mean(function, vars(module))}")
+    model = make()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def objective_of(source: ModelSource, model: nn.Module) -> Objective:
+    """What the model learns: the next token, masked tokens, or the kind of an image."""
+    kind = str(source.sizes.get("kind", ""))
+    if kind == "convnet" or type(model).__name__.endswith("ForImageClassification"):
+        return "images"
+    return "masked" if kind == "bert" or type(model).__name__.endswith("ForMaskedLM") else "causal"
+
+
+def vocabulary_of(source: ModelSource, model: nn.Module) -> int:
+    """Tokens (or classes) that the model knows; 0 when it does not say."""
+    sizes = source.sizes
+    if sizes:
+        return int(sizes.get("classes") or sizes.get("vocab") or 0)
+    config = getattr(model, "config", None)
+    found = getattr(config, "vocab_size", 0) or getattr(model, "vocabulary", 0)
+    return int(found or 0)
+

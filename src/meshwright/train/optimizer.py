@@ -1,0 +1,43 @@
+"""The update rule of a workload as a torch optimizer, and the learning rate of each step.
+
+The trainer hands over flat buffers, so the rule must be elementwise: weight decay falls on every parameter alike. Fused kernels: on a CPU
+they cost a quarter of the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+
+from meshwright.spec.workload import Optimizer
+
+
+def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
+    """What makes the optimizer of `rule` from parameters."""
+
+    def make(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if rule.name == "adamw":
+            return torch.optim.AdamW(parameters, rule.lr, rule.betas, rule.eps, rule.weight_decay, fused=True)
+        if rule.name == "adam":
+            return torch.optim.Adam(parameters, rule.lr, rule.betas, rule.eps, rule.weight_decay, fused=True)
+        momentum = rule.momentum if rule.name == "sgd-momentum" else 0.0
+        return torch.optim.SGD(parameters, rule.lr, momentum, weight_decay=rule.weight_decay, fused=True)
+
+    return make
+
+
+def learning_rate(rule: Optimizer, step: int, steps: int) -> float:
+    """The rate of `step` (from 0) of `steps`: a line up over `warmup` steps, then a cosine down to `final_lr` x `lr` at the last step.
+
+    >>> rule = Optimizer(lr=1.0, warmup=2, final_lr=0.1)
+    >>> [round(learning_rate(rule, step, 5), 3) for step in range(5)]
+    [0.5, 1.0, 1.0, 0.55, 0.1]
+    """
+    if step < rule.warmup:
+        return rule.lr * (step + 1) / rule.warmup
+    if rule.schedule == "constant":
+        return rule.lr
+    done = (step - rule.warmup) / max(1, steps - 1 - rule.warmup)
+    return rule.lr * (rule.final_lr + (1 - rule.final_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))

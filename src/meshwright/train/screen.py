@@ -1,0 +1,117 @@
+"""What a person sees of a run, on standard error: one line of progress on a terminal, plain lines elsewhere (no carriage returns, no escapes).
+
+It hears what rank 0 says (`begin`, `record`, `saved`, `note`, `sample`, `done`), in the supervisor's process or in rank 0's own.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from meshwright.base.lines import Message
+from meshwright.base.units import show_bytes, show_count, show_seconds
+from meshwright.spec.record import StepRecord
+
+QUIET_SECONDS = 10.0  # between plain lines
+
+
+class Screen:
+    """`hear` gets the messages of rank 0. `quiet` shows nothing but what must be said."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.quiet = quiet
+        self.steps = self.first = 0
+        self.last: StepRecord | None = None
+        self.held_out: list[tuple[int, float]] = []
+        self.sample = ""
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._shown = 0.0
+        self._began = time.monotonic()
+
+    def hear(self, message: Message) -> None:
+        getattr(self, f"_{message['kind']}")(message)
+
+    def note(self, line: str) -> None:
+        """A line that stays. Never interpreted as markup."""
+        if not self.quiet:
+            self.console.print(line, markup=False)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    # --- messages -------------------------------------------------------------------------------------------------------------
+
+    def _note(self, message: Message) -> None:
+        self.note(message["line"])
+
+    def _begin(self, message: Message) -> None:
+        self.steps, self.first, self._began = message["steps"], message["step"], time.monotonic()
+        self.note(message["data"])
+        if self.first >= self.steps:
+            self.note(f"all {self.steps} steps are done")
+        elif self.first:
+            self.note(f"goes on from the checkpoint of step {self.first}")
+        if self.console.is_terminal and not self.quiet and self.first < self.steps:
+            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+            self._progress = Progress(*columns, console=self.console, transient=True)
+            self._task = self._progress.add_task("", total=self.steps, completed=self.first)
+            self._progress.start()
+
+    def _record(self, message: Message) -> None:
+        record = StepRecord.model_validate(message["record"])
+        self.last = record
+        if record.held_out_loss is not None:
+            self.held_out.append((record.step, record.held_out_loss))
+        now = time.monotonic()
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=record.step, description=self._words(record))
+        notable = record.held_out_loss is not None or record.skipped or record.step == self.steps
+        if notable or (self._progress is None and now - self._shown > QUIET_SECONDS):
+            self._shown = now
+            self.note(f"step {record.step}/{self.steps}  {self._words(record)}")
+
+    def _words(self, record: StepRecord) -> str:
+        words = [f"loss {record.loss:.4f}"] if record.tokens else []
+        if record.held_out_loss is not None:
+            words.append(f"held out {record.held_out_loss:.4f}")
+        if record.skipped:
+            words.append("skipped: the gradient was not finite")
+        if record.tokens:
+            words.append(f"{show_count(record.tokens_per_second)} tokens/s")
+            words.append(f"{show_bytes(record.memory.get('total') or record.memory.get('resident', 0.0))} on the fullest rank")
+        done = record.step - self.first
+        if done > 0 and record.step < self.steps:
+            words.append(f"{show_seconds((time.monotonic() - self._began) / done * (self.steps - record.step))} left")
+        return "  ".join(words)
+
+    def _saved(self, message: Message) -> None:
+        if message["step"] == self.steps or self._progress is None:
+            self.note(f"checkpoint {message['path']}")
+
+    def _stopped(self, message: Message) -> None:
+        self.close()
+
+    def _sample(self, message: Message) -> None:
+        self.close()
+        if "why" in message:
+            self.note(f"no sample: {message['why']}")
+            return
+        self.sample = message["text"]
+        self.note("a sample of what it writes:")
+        for line in self.sample.splitlines():
+            self.note(f"  | {line}")
+
+    def _done(self, message: Message) -> None:
+        self.close()
+
+    def summary(self) -> dict[str, Any]:
+        """For `--json`: where the run stands."""
+        losses = [{"step": step, "loss": loss} for step, loss in self.held_out]
+        return {"steps": self.last.step if self.last else self.first, "loss": self.last.loss if self.last else None, "held_out": losses}
