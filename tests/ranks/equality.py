@@ -145,7 +145,9 @@ def check(expected: dict[str, Any], results: list[dict[str, Any]], precision: st
     assert ours["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
         off = difference(ours["gradients"][name], gradient)
-        assert off <= gradient_limit or gradient.norm() < 1e-9, f"gradient of {name} differs by {off:.1e}"
+        assert off <= gradient_limit or gradient.norm() < 1e-7, f"gradient of {name} differs by {off:.1e}"
     for name, weight in expected["weights"].items():
+        if expected["gradients"][name].norm() < 1e-7:
+            continue  # a key bias moves no score: its gradient is rounding, of which AdamW makes whole steps
         off = difference(ours["weights"][name], weight)
         assert off <= (1e-3 if precision == "fp32" else 1e-8), f"weight {name} differs by {off:.1e}"

@@ -164,8 +164,10 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
         name = getattr(function, "__name__", "")
+        if name == "__bool__":
+            return False  # a question about values, such as 'is this batch packed?': there are none, and the plain path is asked for
+        result = function(*args, **kwargs)
         if name not in METADATA or isinstance(result, torch.Tensor):
             self.see(name, args, kwargs, result)
         return result

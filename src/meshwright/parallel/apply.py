@@ -64,9 +64,8 @@ class Parallel:
 
     def _open_ungated(self) -> None:
         """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""
-        gated = {id(unit) for gate in self.gates for unit in gate.units}
         for unit in self.zero.units:
-            if id(unit) not in gated:
+            if not unit.gated:
                 unit.open()
 
     def stage_forward(self, stage: int, batch: Batch, received: torch.Tensor | None) -> torch.Tensor:
@@ -108,7 +107,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, loss: LossFu
     dtype = getattr(torch, recipe.compute)
     _drop_absent(model, anatomy, {name for held in mine.values() for layer in held for name in layer.parameters}, tie_here, dtype)
     flat, tied, by_layer = _lay_flat(mine, table, anatomy, mesh, recipe, parameters)
-    zero = Zero(mesh, flat, partial_names(model, anatomy) if plan.sequence_parallel else set(), tied)
+    zero = Zero(mesh, flat, partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set(), tied)
     run = Run(start=0, stop=max(anatomy.count, 1))
     gates = _set_gates(model, anatomy, mesh, run, by_layer, {name: layer for layer in table for name in layer.parameters})
     pipeline = Pipeline(mesh, lambda *arguments: engine.stage_forward(*arguments), zero.end_backward)
@@ -219,6 +218,9 @@ def _set_gates(
     if plan.zero == 3:
         gates += _outer_gates(model, anatomy, run, by_layer, layer_of)
         blocks = [gate for gate in gates if gate.index is not None]
+        for gate in gates:
+            for unit in gate.units:
+                unit.gated = True
         for first, second in pairwise(blocks):
             first.following, second.previous = second.units, first.units
     return gates

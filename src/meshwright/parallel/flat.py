@@ -43,6 +43,7 @@ class FlatUnit:
         self.on_complete: Callable[[FlatUnit], None] | None = None
         self._gathering: Pending | None = None
         self.is_open = True
+        self.gated = False
         self._lay_weights()
         self._lay_gradients()
         self._make_master(recipe)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from meshwright.anatomy import intervals
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.tensor import intervals
 from meshwright.spec.piece import Piece
 
 
@@ -43,7 +43,7 @@ def _runs(engine: Parallel, kind: str, unit: FlatUnit, flat: torch.Tensor, savin
         begin, end = max(offset, first), min(offset + unit.parameters[name].numel(), last)
         if begin < end:
             shape = tuple(engine.shapes[name])
-            held = () if split is None else intervals(shape[split.dim], split.parts, mesh.place.tp, plan.tp)
+            held = () if split is None else intervals(split.parts or shape[split.dim], mesh.place.tp, plan.tp)
             dtype = str(flat.dtype).removeprefix("torch.")
             piece = Piece(f"{kind}/{name}", shape, dtype, split.dim if split else None, held, begin - offset, end - offset)
             yield Held(piece, flat[begin - unit.own.start : end - unit.own.start])

@@ -77,7 +77,8 @@ class Zero:
             while len(self._pending) >= IN_FLIGHT:
                 self._wait(self._pending.popleft())
         self._pending.append(unit.reduce())
-        unit.close()
+        if unit.gated:
+            unit.close()
 
     def end_backward(self, number: int) -> None:
         """One backward pass of stage `number` is over: parameters that took no part count as zero."""
