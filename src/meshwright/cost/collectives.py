@@ -1,0 +1,93 @@
+"""Time of collectives on the links that their group really spans.
+
+Ring, n ranks, S bytes of the whole tensor (Thakur, Rabenseifner, Gropp, 2005; NCCL):
+
+    all-gather, reduce-scatter   (n - 1) / n * S / B + (n - 1) hops
+    all-reduce                   twice that; or a tree, 2 S / B + 2 log2(nodes) hops between nodes: the shorter
+
+Rings that cross nodes leave each node once per rank of the group in it, so that B is the link inside or that many network shares,
+whichever is less. A group is `ranks` ranks, `stride` devices apart, beginning at a multiple of ranks * stride; it lies in one domain when
+the domain holds whole groups.
+
+>>> links = Fabric(8, Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0), Link(name="IB", bandwidth=25e9, efficiency=1.0))
+>>> float(group(links, 8, 1).gather(8e9))                # 7/8 of 8 GB at 300 GB/s and 7 hops
+0.023354333333333335
+>>> group(links, 32, 1).bandwidth, group(links, 4, 8).bandwidth   # 8 network shares carry a ring over whole nodes, 1 a ring of one rank each
+(200000000000.0, 25000000000.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, log2
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.cost.box import Array
+from meshwright.cost.constants import TREE_SHARE
+from meshwright.spec.cluster import Cluster, Link
+
+
+class Fabric(NamedTuple):
+    """The least of the groups' links: `domain` devices reach each other over `near`, all over `far`."""
+
+    domain: int
+    near: Link
+    far: Link
+
+
+def fabric(cluster: Cluster) -> Fabric:
+    """What every group of ranks can count on."""
+    near = min((each.link for each in cluster.groups), key=lambda link: link.bandwidth * link.efficiency)
+    domain = min(each.link.span or each.devices for each in cluster.groups)
+    if domain >= cluster.devices:
+        return Fabric(cluster.devices, near, near)
+    return Fabric(domain, near, cluster.network)
+
+
+class Group(NamedTuple):
+    """What the ranks of one axis get: bytes/s of a ring, seconds of latency of one turn of it and of one tree. Numbers or arrays."""
+
+    ranks: Any
+    bandwidth: Any
+    turn: Any
+    tree: Any
+
+    def gather(self, size: Any, calls: Any = 1.0) -> Any:
+        """Seconds of `calls` all-gathers, or reduce-scatters, of `size` bytes in all."""
+        return (self.ranks - 1) / self.ranks * size / self.bandwidth + calls * self.turn
+
+    def reduce(self, size: Any, calls: Any = 1.0) -> Any:
+        """Seconds of `calls` all-reduces of `size` bytes in all."""
+        ring = 2.0 * (self.ranks - 1) / self.ranks * size / self.bandwidth + calls * (2.0 * self.turn)
+        tree = 2.0 / TREE_SHARE * size / self.bandwidth + calls * (2.0 * self.tree)
+        return np.minimum(ring, tree)
+
+
+def group(links: Fabric, ranks: int, stride: int) -> Group:
+    """
+    >>> group(Fabric(7, Link(name="in", bandwidth=100.0, efficiency=1.0), Link(name="out", bandwidth=9.0, efficiency=1.0)), 2, 1).bandwidth
+    9.0
+    """
+    near, far = links.near, links.far
+    if ranks == 1:
+        return Group(1, 1.0, 0.0, 0.0)
+    if links.domain % (ranks * stride) == 0:
+        return Group(ranks, near.bandwidth * near.efficiency, (ranks - 1) * near.latency, ceil(log2(ranks)) * near.latency)
+    beside = max(links.domain // stride, 1) if ranks * stride > links.domain else 1
+    nodes = ceil(ranks / beside)
+    wire = far.bandwidth * far.efficiency * beside
+    bandwidth = min(wire, near.bandwidth * near.efficiency) if beside > 1 else wire
+    turn = (ranks - nodes) * near.latency + (nodes - 1) * far.latency
+    return Group(ranks, bandwidth, turn, ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency)
+
+
+def stack(groups: Sequence[Group]) -> Group:
+    """Several groups as one of arrays."""
+    return Group(*(np.array(values, dtype=float) for values in zip(*groups, strict=True)))
+
+
+def send(links: Fabric, size: Array) -> Array:
+    """Seconds until `size` bytes of a pipeline rank have come to the next: ranks of a stage lie together, so that some pair is far apart."""
+    return size / (links.far.bandwidth * links.far.efficiency) + links.far.latency

@@ -1,0 +1,119 @@
+"""Seconds of one layer's forward and backward on one rank: what it computes, and what its tensor ranks exchange meanwhile.
+
+    matrix product    max(FLOPs / (peak * efficiency), bytes / bandwidth) + ramp, each weight by itself
+    attention         FLOPs / (peak * efficiency * attention share)
+    everything else   bytes / bandwidth
+    floor             what the host needs to launch the kernels; on a host device, which launches and computes, added
+
+Tensor parallelism divides a layer's FLOPs by its split weights; its element-wise work by the share of what it keeps that is split.
+Source of the form: Calculon (SC23), autoparallel's roofline; constants have theirs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.cost import constants
+from meshwright.cost.box import Array
+from meshwright.cost.collectives import group
+from meshwright.cost.setting import BLOCK, EMBEDDING, HEAD, Setting
+from meshwright.spec.model import Layer
+
+
+class Work(NamedTuple):
+    """Seconds of one layer of each entry, arrays over (entry, b, s)."""
+
+    forward: Array
+    backward: Array
+    tensor_forward: Array
+    tensor_backward: Array
+
+
+class Matrices(NamedTuple):
+    """The weights of a layer that multiply, on one tensor rank: FLOPs per token, elements, elements in and out per token, products."""
+
+    flops: Array
+    weights: Array
+    sides: Array
+    products: Array
+
+
+def matrices(layer: Layer, tp: int) -> Matrices:
+    """`layer.flops` shared among its weights by their size. Stacked experts are one product each."""
+    weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
+    whole = sum(weight.numel for weight in weights)
+    flops, local, sides, products = [], [], [], []
+    for weight in weights:
+        share = weight.local_numel(tp) / weight.numel
+        flops.append(layer.flops * weight.numel / whole * share)
+        local.append(weight.numel * share)
+        plane = [size * (share if weight.split == axis else 1.0) for axis, size in enumerate(weight.shape)]
+        sides.append(sum(plane[-2:]) if len(plane) < 4 else 0.0)
+        products.append(weight.shape[0] if len(weight.shape) == 3 else 1)
+    return Matrices(*(np.array(values, dtype=float) for values in (flops, local, sides, products)))
+
+
+def work(setting: Setting, tp: int, tokens: Array, sequence_parallel: Array) -> Work:
+    """`tokens` of a micro-batch (b), `sequence_parallel` (s)."""
+    rows = []
+    for entry in setting.entries:
+        if entry.copy:
+            rows.append(np.zeros((4, len(tokens), len(sequence_parallel))))
+            continue
+        computing = _compute(setting, entry.layer, tp, tokens, sequence_parallel)
+        exchange = _exchange(setting, entry.layer, tp, tokens, sequence_parallel)
+        rows.append(np.stack([*computing, *exchange]))
+    return Work(*np.stack(rows, axis=1))
+
+
+def _compute(setting: Setting, layer: Layer, tp: int, tokens: Array, sequence_parallel: Array) -> tuple[Array, Array]:
+    """Forward and backward, (b, s)."""
+    device, size = setting.device, setting.recipe.size
+    rate = setting.rate * device.efficiency
+    bandwidth = device.bandwidth * constants.MEMORY_SHARE
+    parts = matrices(layer, tp)
+    multiply = parts.flops[:, None] * tokens / rate
+    move = size * (parts.weights[:, None] + parts.sides[:, None] * tokens) / bandwidth
+    products = (np.maximum(multiply, move) + parts.products[:, None] * constants.KERNEL_RAMP).sum(axis=0)
+    attention = layer.attention_flops / tp * setting.job.workload.sequence * tokens / (rate * constants.ATTENTION_SHARE)
+    elements = layer.moved * tokens[:, None] * local_share(layer, size, tp, sequence_parallel)
+    rest = elements * size / bandwidth
+    kernels = (1 + parts.products.sum()) * constants.KERNELS_PER_MATRIX * constants.LAUNCH
+    forward = (products + attention)[:, None] + rest
+    backward = (constants.BACKWARD * products + constants.ATTENTION_BACKWARD * attention)[:, None] + constants.BACKWARD * rest
+    if setting.on_host:
+        return forward + kernels, backward + constants.BACKWARD * kernels
+    return np.maximum(forward, kernels), np.maximum(backward, constants.BACKWARD * kernels)
+
+
+def local_share(layer: Layer, size: int, tp: int, sequence_parallel: Array) -> Array:
+    """Part of a layer's element-wise work that stays on one tensor rank (s), judged by what it keeps."""
+    split = layer.saved_split * size + layer.fixed_split
+    whole = layer.saved_whole * size + layer.fixed_whole
+    total = split + whole
+    if not total:
+        split, whole, total = float(layer.name == HEAD), float(layer.name != HEAD), 1.0
+    divided = sequence_parallel & (layer.name == BLOCK)
+    return (split / tp + whole / np.where(divided, tp, 1)) / total
+
+
+def _exchange(setting: Setting, layer: Layer, tp: int, tokens: Array, sequence_parallel: Array) -> tuple[Array, Array]:
+    """Collectives of the tensor ranks, forward and backward, (b, s). Sequence parallelism gathers and scatters where else sums are."""
+    shape = (len(tokens), len(sequence_parallel))
+    none = np.zeros(shape)
+    if tp == 1 or not any(parameter.split is not None for parameter in layer.parameters):
+        return none, none
+    ranks = group(setting.fabric, tp, 1)
+    state = (tokens * (setting.job.model.hidden * setting.recipe.size))[:, None]
+    total = np.where(sequence_parallel, 2.0 * ranks.gather(state), ranks.reduce(state))
+    gather = np.where(sequence_parallel, ranks.gather(state), 0.0)
+    if layer.name == BLOCK:
+        return constants.TENSOR_PAIRS * total, constants.TENSOR_PAIRS * (total + gather)
+    if layer.name == EMBEDDING:
+        return ranks.reduce(state) + none, gather + none
+    if layer.name == HEAD:
+        loss = constants.LOSS_SUMS * ranks.reduce((tokens * constants.LOSS_ELEMENT)[:, None])
+        return loss + gather, ranks.reduce(state) + none
+    return total, total

@@ -1,0 +1,63 @@
+"""Every number of the cost model that is not a fact of a catalog entry, with its source. Formulas hold no numbers of their own.
+
+A device's peak, bandwidth, links and matrix efficiency come from the cluster; calibration (`probe`) replaces them there.
+"""
+
+from __future__ import annotations
+
+ALLOCATOR = 1.12
+"""Reserved over allocated bytes. 26 measured stages of Mist's tuned plans (Dazz993/Mist expected_summary.json): mean 1.118."""
+
+ALLOCATOR_SAFE = 1.22
+"""The largest of the same 26 stages is 1.225, the smallest 1.058: below this factor a plan fits with a margin, above it is tight."""
+
+USABLE = 0.98
+"""Share of a device's memory that a process can take: 79.15 to 79.35 of 80 GiB in BigScience's nvidia-smi logs, less a reserve."""
+
+REDUCTIONS_IN_FLIGHT = 2
+"""Units whose reduction may be under way at ZeRO 2 and 3 while a third one fills: the runtime's own bound."""
+
+MEMORY_SHARE = 0.9
+"""Of a device's memory bandwidth, in large transfers (calculon systems/a100_80g.json: 0.90 at 100 MB)."""
+
+KERNEL_RAMP = 3e-6
+"""Seconds that a matrix product loses to start and end. calculon's A100 table of efficiencies (0.95 from 128 GFLOP, 0.90 from 16, 0.60
+from 1) is peak plus 2 to 3 us a product."""
+
+LAUNCH = 5e-6
+"""Seconds of the host to launch one kernel: below this the device waits for the host (7 us in autoparallel's docs, measured 4 to 7)."""
+
+KERNELS_PER_MATRIX = 3
+"""Kernels of a forward pass for each weight matrix, the element-wise ones between them included: 21 for the 7 of a Llama block."""
+
+ATTENTION_SHARE = 0.75
+"""Of the matrix efficiency that fused attention reaches: FlashAttention-2 (arXiv 2307.08691, figure 4) 190 to 225 of 312 TFLOP/s on an A100,
+of which 271 are reached by plain matrix products."""
+
+BACKWARD = 2.0
+"""Backward over forward in FLOPs and in bytes of a layer: a gradient for the input and one for the weights."""
+
+ATTENTION_BACKWARD = 2.5
+"""Of fused attention, which multiplies five times backward and twice forward (arXiv 2307.08691, section 3.1)."""
+
+TENSOR_PAIRS = 2
+"""Sums over the tensor ranks in one block and direction, attention and feed-forward (Megatron-LM, arXiv 1909.08053, figure 4). Sequence
+parallelism gathers and scatters the same bytes (arXiv 2205.05198, section 4.2.2)."""
+
+LOSS_SUMS = 3
+"""All-reduces of one float32 a token in a vocabulary-parallel loss: largest logit, sum of exponentials, logit of the label."""
+
+LOSS_ELEMENT = 4
+"""Bytes of one of them."""
+
+OVERLAP_SLOWDOWN = 0.13
+"""Compute takes 1.13 times as long while a collective runs beside it (Galvatron overlap_coefficient.json, A100: 1.1256)."""
+
+UPDATE_PASSES = 2
+"""Times that the optimizer passes over each master weight and state: read and write. Gradients are read twice (norm, update)."""
+
+TREE_SHARE = 0.9
+"""Of a ring's bandwidth that NCCL's double trees reach between nodes (NCCL src/graph/tuning.cc)."""
+
+GLOO_COPIES = 2
+"""Whole buffers that a reduction holds on a host device, where it is an all-to-all into a second one."""

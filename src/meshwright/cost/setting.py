@@ -1,0 +1,115 @@
+"""What all plans of a job share: its precision recipe, the device that every rank can count on, the links, the layers in forward order.
+
+On unlike groups an even plan waits for the slowest device and must fit the smallest: that device is made here, and `notes` says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from meshwright.base.errors import InputError
+from meshwright.cost.collectives import Fabric, fabric
+from meshwright.spec.cluster import Cluster, Device
+from meshwright.spec.job import Job
+from meshwright.spec.layout import align
+from meshwright.spec.model import Layer, Parameter
+from meshwright.spec.precision import RECIPES, Recipe
+
+BLOCK, EMBEDDING, HEAD = "block", "embedding", "head"
+
+
+class Entry(NamedTuple):
+    """A run of equal layers as ranks hold it: `own` without a weight that another entry holds.
+
+    `copy` marks the last stage's own copy of a tied vocabulary; `alone` a layer that is a flat unit by itself.
+    """
+
+    layer: Layer
+    own: tuple[Parameter, ...]
+    first_block: int
+    alone: bool = False
+    copy: bool = False
+
+    @property
+    def is_block(self) -> bool:
+        return self.layer.name == BLOCK
+
+    def raw(self, tp: int) -> int:
+        """Elements of one layer on one tensor rank."""
+        return sum(parameter.local_numel(tp) for parameter in self.own)
+
+    def aligned(self, tp: int) -> int:
+        """The same with every tensor padded as in [Note: flat layout]."""
+        return sum(align(parameter.local_numel(tp)) for parameter in self.own)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Made once per job; `entries` are in forward order, a tied copy last."""
+
+    job: Job
+    recipe: Recipe
+    device: Device
+    fabric: Fabric
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...]
+
+    @cached_property
+    def on_host(self) -> bool:
+        """Ranks are processes on CPUs: no caching allocator, gloo instead of NCCL."""
+        return self.device.name.lower().startswith("cpu")
+
+    @property
+    def blocks(self) -> int:
+        return max(self.job.model.blocks, 1)
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of matrix products at the job's precision, as sold."""
+        return self.device.peak[self.recipe.name]
+
+
+def setting(job: Job) -> Setting:
+    """Raises InputError when no device of the cluster computes at the job's precision."""
+    recipe = RECIPES[job.workload.precision]
+    device, notes = slowest(job.cluster, recipe.name)
+    return Setting(job, recipe, device, fabric(job.cluster), entries(job.model.layers), notes)
+
+
+def slowest(cluster: Cluster, precision: str) -> tuple[Device, tuple[str, ...]]:
+    """One device with the least of everything that the groups have; the note that says it where they differ."""
+    devices = [group.device for group in cluster.groups]
+    for device in devices:
+        if not device.peak.get(precision):
+            known = ", ".join(name for name, rate in device.peak.items() if rate)
+            raise InputError(f"device {device.name} has no rate for precision {precision}; it has {known}")
+    if all(device == devices[0] for device in devices):
+        return devices[0], ()
+    rates = [device.peak[precision] * device.efficiency for device in devices]
+    slow = devices[rates.index(min(rates))]
+    names = " + ".join(dict.fromkeys(device.name for device in devices))
+    even = slow.but(
+        name=slow.name,
+        memory=min(device.memory for device in devices),
+        bandwidth=min(device.bandwidth for device in devices),
+        context=max(device.context for device in devices),
+    )
+    return even, (f"unlike devices ({names}): every rank is taken as the slowest ({slow.name}) with the smallest memory",)
+
+
+def entries(layers: tuple[Layer, ...]) -> tuple[Entry, ...]:
+    """The layers as ranks hold them (see [Note: flat layout] for the tied vocabulary)."""
+    tied = {layer.tied for layer in layers if layer.tied is not None}
+    result: list[Entry] = []
+    block = 0
+    for layer in layers:
+        own = layer.parameters[1:] if layer.tied is not None else layer.parameters
+        result.append(Entry(layer, own, block, alone=layer.name in tied))
+        block += layer.repeat if layer.name == BLOCK else 0
+    for layer in layers:
+        if layer.name in tied:
+            held = Layer(name=layer.name, parameters=layer.parameters)
+            result.append(Entry(held, layer.parameters, block, alone=True, copy=True))
+    return tuple(result)

@@ -1,0 +1,86 @@
+"""The `Estimate` of one plan: the price of the box that holds only it, with the memory of every pipeline rank. One cost model, whoever asks.
+
+Time items are those of the slowest pipeline rank, so that they add up to the step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.base.errors import InputError
+from meshwright.cost import constants
+from meshwright.cost.box import Box, box_of
+from meshwright.cost.memory import reserved, usable
+from meshwright.cost.price import Pricer, Seconds
+from meshwright.cost.stages import ranks
+from meshwright.spec.estimate import Estimate, Fits, Memory, Time
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+from meshwright.spec.rules import check_plan
+
+
+def estimate(job: Job, plan: Plan) -> Estimate:
+    """The price of one plan. Raises InputError when the plan cannot run, with the rule that it breaks."""
+    check_plan(job, plan)
+    if plan.cp > 1 or plan.ep > 1 or plan.offload:
+        raise InputError(f"plan {plan.name}: context and expert parallelism and offload are not priced; use cp1, ep1 and no off-")
+    pricer = Pricer(job)
+    return estimate_of(pricer, box_of(plan, job.workload.batch, job.model.blocks))
+
+
+def estimate_of(pricer: Pricer, box: Box) -> Estimate:
+    """The only plan of `box`."""
+    assert box.size == 1
+    prices = pricer.price(box)
+    per_stage = _per_stage(pricer, box)
+    busiest = max(per_stage, key=lambda memory: memory.total)
+    seconds = _time(box, prices.seconds)
+    job = pricer.setting.job
+    tokens = job.workload.tokens
+    _, safe = reserved(pricer.setting, np.array(busiest.total))
+    limit = usable(pricer.setting)
+    verdict = Fits.fits if safe <= limit else Fits.tight if busiest.reserved <= limit else Fits.no
+    return Estimate(
+        memory=busiest,
+        per_stage=per_stage,
+        time=seconds,
+        tokens_per_second=tokens / seconds.step,
+        mfu=model_flops(job) / (seconds.step * job.cluster.devices * pricer.setting.rate),
+        fits=verdict != Fits.no,
+        verdict=verdict,
+        notes=pricer.setting.notes,
+    )
+
+
+def _per_stage(pricer: Pricer, box: Box) -> tuple[Memory, ...]:
+    """Memory of every pipeline rank: each priced as if it were its own kind."""
+    order = box.orders[0]
+    parts = pricer.memory(box, [ranks(pricer.setting.entries, order, box.pp)])
+    totals = parts.total
+    taken, _ = reserved(pricer.setting, totals)
+    table = [np.broadcast_to(part, totals.shape).reshape(box.pp) for part in (*parts, totals, taken)]
+    return tuple(Memory(**dict(zip(Memory.model_fields, map(float, column), strict=True))) for column in zip(*table, strict=True))
+
+
+def _time(box: Box, seconds: Seconds) -> Time:
+    """The items of the slowest rank."""
+    micro_batches = box.micro_batches[0][1]
+    parts = [np.broadcast_to(part, seconds.each.shape).reshape(-1) for part in seconds[:4]]
+    slowest = int(seconds.each.reshape(-1).argmax())
+    compute, again, tensor, data = (float(part[slowest]) * micro_batches for part in parts)
+    return Time(
+        compute=compute + seconds.update.item(),
+        recompute=again,
+        bubble=seconds.bubble.item(),
+        tensor=tensor,
+        data=data + seconds.once.item(),
+        pipeline=seconds.messages.item(),
+        step=seconds.step.item(),
+    )
+
+
+def model_flops(job: Job) -> float:
+    """FLOPs of a step that the model needs, whatever the plan: forward once, backward twice."""
+    layers = job.model.layers
+    token = sum(layer.repeat * (layer.flops + layer.attention_flops * job.workload.sequence) for layer in layers)
+    return (1.0 + constants.BACKWARD) * token * job.workload.tokens

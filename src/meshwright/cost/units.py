@@ -1,0 +1,100 @@
+"""How long the flat buffers of a stage are: [Note: flat layout] to the element, by runs of equal layers instead of layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshwright.cost.constants import REDUCTIONS_IN_FLIGHT
+from meshwright.cost.setting import Entry
+
+
+class Run(NamedTuple):
+    """`times` equal units of `end` elements, before padding to the shards; `gathered_ahead` where the unit before it fetches it."""
+
+    end: int
+    times: int
+    gathered_ahead: bool = False
+
+
+class Units(NamedTuple):
+    """The units of one virtual stage, in elements before padding.
+
+    `first`: the unit whose gradients are complete last. `largest`: the largest unit. `reducing`: the units whose whole gradients are
+    there at a time at ZeRO 2. `gathered`: whole weights and gradients at a time at ZeRO 3. `lone`: units that nothing gathers ahead.
+    """
+
+    runs: tuple[Run, ...]
+    number: int
+    first: int
+    largest: int
+    reducing: int
+    gathered: int
+    lone: int
+
+
+class Sized(NamedTuple):
+    """An entry on one tensor rank: elements of a layer with padding (`aligned`) and without."""
+
+    aligned: int
+    raw: int
+    alone: bool
+    is_block: bool
+
+
+def sized(entry: Entry, tp: int) -> Sized:
+    return Sized(entry.aligned(tp), entry.raw(tp), entry.alone, entry.is_block)
+
+
+def buckets(layers: Sequence[tuple[Sized, int]], bucket: int) -> list[Run]:
+    """Units below ZeRO 3, in forward order: whole layers, from the back, until `bucket` elements are reached.
+
+    >>> block, head = Sized(64, 50, False, True), Sized(32, 10, False, False)
+    >>> buckets([(block, 7), (head, 1)], 100)       # from the back: head and two blocks reach 100, then two blocks each
+    [Run(end=64, times=1, gathered_ahead=False), Run(end=128, times=2, gathered_ahead=False), Run(end=160, times=1, gathered_ahead=False)]
+    """
+    found: list[Run] = []
+    room = 0
+    for layer, count in reversed(layers):
+        if not (layer.aligned and count):
+            continue
+        if layer.alone:
+            found.append(Run(layer.aligned, count))
+            room = 0
+            continue
+        each = -(-bucket // layer.raw)
+        while count:
+            if room > 0:
+                taken = min(count, -(-room // layer.raw))
+                found[-1] = Run(found[-1].end + taken * layer.aligned, 1)
+                room -= taken * layer.raw
+            elif count >= each:
+                taken = count // each * each
+                found.append(Run(each * layer.aligned, count // each))
+            else:
+                taken = 0
+                found.append(Run(0, 1))
+                room = bucket
+            count -= taken
+    return found[::-1]
+
+
+def singles(layers: Sequence[tuple[Sized, int]]) -> list[Run]:
+    """Units at ZeRO 3: one a layer. A block fetches the next one; before the first block of a stage, and elsewhere, nothing does."""
+    return [Run(layer.aligned, count, layer.is_block) for layer, count in layers if layer.aligned and count]
+
+
+def units(layers: Sequence[tuple[Sized, int]], bucket: int | None) -> Units:
+    """The units of one virtual stage with `bucket` elements, or of ZeRO 3 with None."""
+    runs = singles(layers) if bucket is None else buckets(layers, bucket)
+    if not runs:
+        return Units((), 0, 0, 0, 0, 0, 0)
+    line = [run.end for run in runs for _ in range(min(run.times, REDUCTIONS_IN_FLIGHT + 1))]
+    reducing = gathered = 0
+    for at, end in enumerate(line):
+        gradients = sum(line[at : at + REDUCTIONS_IN_FLIGHT + 1])
+        reducing = max(reducing, gradients)
+        gathered = max(gathered, gradients + end + (line[at - 1] if at else 0))
+    lone = sum(run.end * run.times for run in runs if not run.gathered_ahead)
+    lone += next((run.end for run in runs if run.gathered_ahead), 0)
+    return Units(tuple(runs), sum(run.times for run in runs), runs[0].end, max(line), reducing, gathered, lone)

@@ -1,0 +1,1 @@
+"""Which plans fit, which is fastest, why the others lost. Exhaustive over every legal plan, vectorised."""

@@ -1,0 +1,52 @@
+"""The nouns of an answer: plans with their estimates, what was refused and why, the best of every family of plans."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from meshwright.base.codec import Noun
+from meshwright.spec.estimate import Estimate
+from meshwright.spec.plan import Plan
+
+
+class Entry(Noun):
+    """A plan and its price."""
+
+    plan: Plan
+    estimate: Estimate
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+
+class Rejection(Noun):
+    """Plans that broke one rule, or did not fit."""
+
+    reason: str
+    count: int
+    example: str = Field(description="the line for one of them")
+
+
+class Family(Noun):
+    """Plans of one kind, such as 'tensor' or 'ZeRO-3': the best of those that fit, else the nearest."""
+
+    name: str
+    plan: Plan
+    fits: bool
+    seconds: float = Field(description="of a step of `plan`")
+    reserved: float = Field(description="bytes on its fullest rank")
+
+
+class Answer(Noun):
+    """What a search found. `plans` fit and are ranked fastest first; at equal time the simpler plan stands first."""
+
+    plans: tuple[Entry, ...] = Field(min_length=1)
+    families: tuple[Family, ...] = ()
+    considered: int = Field(description="all plans of the space, legal or not")
+    rejected: tuple[Rejection, ...] = ()
+    seconds: float = Field(description="that the search took")
+
+    @property
+    def chosen(self) -> Entry:
+        return self.plans[0]

@@ -1,0 +1,117 @@
+"""Published numbers that the cost model must reproduce."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import GIB, cluster, decoder, named_job, small_job
+
+from meshwright.base.errors import InputError
+from meshwright.cost.step import estimate
+from meshwright.spec.estimate import Fits
+from meshwright.spec.model import Layer, ModelSpec, Parameter
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.workload import Optimizer
+
+
+def of_size(parameters: float, blocks: int = 64) -> ModelSpec:
+    """A model that is nothing but parameters, in `blocks` equal layers of a width that all degrees divide."""
+    weight = Parameter(name="weight", shape=(round(parameters / blocks / 2**16), 2**16), split=1)
+    return ModelSpec(name="size", layers=(Layer(name="block", repeat=blocks, parameters=(weight,)),), hidden=64)
+
+
+def states(parameters: float, plan: str, precision: str, memory: float = 1e15) -> float:
+    """Decimal gigabytes of parameters, gradients and optimizer on one device."""
+    chosen = parse_plan(plan)
+    job = small_job(of_size(parameters), cluster(1, chosen.world, memory), batch=chosen.dp * 64, precision=precision)
+    memory_of = estimate(job, chosen).memory
+    return (memory_of.parameters + memory_of.gradients + memory_of.optimizer) / 1e9
+
+
+@pytest.mark.parametrize(("plan", "gigabytes"), [("dp64", 120), ("dp64.z1", 31.4), ("dp64.z2", 16.6), ("dp64.z3", 1.9)])
+def test_zero_stages_hold_what_figure_1_of_the_zero_paper_says(plan: str, gigabytes: float) -> None:
+    """7.5 B parameters, mixed precision with Adam, 64 data ranks (Rajbhandari et al., figure 1)."""
+    assert states(7.5e9, plan, "bf16") == pytest.approx(gigabytes, abs=0.06)
+
+
+def test_65b_in_float32_with_adam_is_260_and_260_and_520_gigabytes() -> None:
+    memory = estimate(small_job(of_size(65e9), cluster(1, 1), precision="fp32", batch=1), parse_plan("dp1")).memory
+    assert [round(value / 1e9) for value in (memory.parameters, memory.gradients, memory.optimizer)] == [260, 260, 520]
+
+
+def test_7b_in_mixed_precision_is_112_gigabytes_before_the_first_token() -> None:
+    assert states(7e9, "dp1", "bf16") == pytest.approx(112, abs=0.1)
+
+
+def test_200b_on_64_devices_as_pp4_tp2_dp8_needs_400_gigabytes_a_device_and_does_not_fit() -> None:
+    assert states(200e9, "dp8.tp2.pp4", "bf16") == pytest.approx(400, abs=0.5)
+    job = small_job(of_size(200e9), cluster(8, 8, 80 * GIB), batch=512)
+    assert estimate(job, parse_plan("dp8.tp2.pp4")).verdict == Fits.no
+
+
+def test_stochastic_descent_without_momentum_keeps_only_master_weights() -> None:
+    job = small_job(of_size(1e9), cluster(1, 1), batch=1, optimizer=Optimizer(name="sgd"))
+    memory = estimate(job, parse_plan("dp1")).memory
+    assert memory.optimizer == 2 * memory.parameters
+
+
+def test_tensor_parallelism_keeps_10_and_24_over_t_and_sequence_parallelism_34_over_t() -> None:
+    """Korthikanti et al. (arXiv 2205.05198), table 2, bytes per s b h of a layer without its attention scores."""
+    layer = Layer(
+        name="block", repeat=6, parameters=(Parameter(name="w", shape=(8, 8), split=0),), saved_split=24 / 2 * 8, saved_whole=10 / 2 * 8
+    )
+    job = small_job(ModelSpec(name="layer", layers=(layer,), hidden=8), cluster(1, 4), batch=1)
+    kept = [estimate(job, parse_plan(name)).memory.activations / (6 * 128 * 8) for name in ("dp1.tp4", "dp1.tp4.sp")]
+    assert kept == [10 + 24 / 4, 34 / 4]
+
+
+def test_recompute_keeps_one_hidden_state_a_layer_and_one_layer_besides() -> None:
+    model = decoder(((12, 256),))
+    job = small_job(model, cluster(1, 1), batch=4)
+    kept, again = (estimate(job, parse_plan(name)).memory.activations for name in ("dp1.mb4", "dp1.mb4.rc-layer"))
+    tokens = 4 * 128
+    block = model.layers[2]
+    one = tokens * (2 * (block.saved_split + block.saved_whole) + block.fixed_split + block.fixed_whole)
+    head = tokens * 2 * (model.layers[-1].saved_split + model.layers[-1].saved_whole + model.layers[-2].saved_whole)
+    loss = tokens * 2 * model.layers[-1].transient
+    assert kept == pytest.approx(12 * one + head + loss)
+    assert again == pytest.approx(12 * tokens * 2 * 64 + max(head + loss, one + tokens * 2 * block.transient))
+
+
+def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_ranks_follow() -> None:
+    job = small_job(decoder(((160, 256),), vocabulary=10), cluster(1, 4), batch=16)
+    plain, gpipe = (estimate(job, parse_plan(name)) for name in ("dp1.pp4", "dp1.pp4.gpipe"))
+    first, second = (memory.activations for memory in plain.per_stage[:2])
+    assert first / second == pytest.approx(4 / 3, rel=0.05)
+    assert gpipe.per_stage[1].activations / second == pytest.approx(16 / 3, rel=0.05)
+
+
+def test_time_items_add_up_to_the_step() -> None:
+    job = named_job("llama2-70b", "8x8:h100", 512, 4096)
+    for name in ("dp8.tp8.sp.z1.rc-layer", "dp4.tp4.sp.pp4.z2", "dp4x16.z3.rc-layer", "dp8.tp2.pp4.interleaved4"):
+        time = estimate(job, parse_plan(name)).time
+        assert sum(seconds for kind, seconds in time if kind != "step") == pytest.approx(time.step, rel=1e-12)
+
+
+def test_memory_items_add_up_and_the_busiest_stage_is_reported() -> None:
+    found = estimate(named_job("llama2-70b", "8x8:h100", 512, 4096), parse_plan("dp4.tp4.sp.pp4.z2"))
+    memory = found.memory
+    assert memory.total == sum((memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.buffers))
+    assert memory.total == max(stage.total for stage in found.per_stage)
+    assert len(found.per_stage) == 4
+
+
+def test_a_plan_of_another_world_is_refused_with_the_equation() -> None:
+    with pytest.raises(InputError, match=r"dp\(4\) \* tp\(3\) \* pp\(2\) = 24 but the cluster has 16 devices"):
+        estimate(small_job(on=cluster(2, 8)), parse_plan("dp4.tp3.pp2"))
+
+
+def test_a_device_without_a_rate_for_the_precision_is_refused() -> None:
+    with pytest.raises(InputError, match="v100-32gb has no rate for precision bf16; it has fp32, fp16"):
+        estimate(named_job("bert-base", "1x1:v100-32gb", 8, 512, "bf16"), parse_plan("dp1"))
+
+
+def test_an_even_plan_on_unlike_devices_is_priced_on_the_slowest_and_says_so() -> None:
+    mixed = estimate(named_job("gpt2-xl", "1x4:a100-80gb+1x4:v100-32gb", 64, 1024, "fp16"), parse_plan("dp8.z2"))
+    alone = estimate(named_job("gpt2-xl", "2x4:v100-32gb", 64, 1024, "fp16"), parse_plan("dp8.z2"))
+    assert mixed.time.compute == pytest.approx(alone.time.compute)
+    assert "slowest (v100-32gb)" in mixed.notes[0]

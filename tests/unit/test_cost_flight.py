@@ -1,0 +1,86 @@
+"""What is in flight, and what messages cost, equal the schedules that run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.cost.box import Order
+from meshwright.cost.flight import moments
+from meshwright.cost.pipeline import idle, messages
+from meshwright.cost.stages import Kind
+from meshwright.schedules import in_flight, orders, play
+from meshwright.spec.plan import Schedule
+
+SCHEDULES = [(Schedule.gpipe, 1), (Schedule.one_f_one_b, 1), *((Schedule.interleaved, turns) for turns in (2, 3, 5))]
+
+
+def fullest(schedule: Schedule, turns: int, pp: int, rank: int, count: int, held: list[int]) -> float:
+    """Layers kept at the fullest moment, when virtual stage k of the rank has `held[k]` equal layers."""
+    order = Order(schedule, turns, (1,) * (pp * turns))
+    kind = Kind(rank, 1, np.array(held)[:, None], ())
+    [(_, layers)] = moments(order, pp, [kind], np.array([count]))
+    return float(layers[0, :, 0].max())
+
+
+@pytest.mark.parametrize(("schedule", "turns"), SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 3, 5])
+def test_in_flight_is_what_the_order_holds(schedule: Schedule, turns: int, pp: int, rounds: int) -> None:
+    count = rounds * pp
+    for rank, order in enumerate(orders(schedule, pp, turns, count)):
+        assert fullest(schedule, turns, pp, rank, count, [1] * turns) == in_flight(order) * turns
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 4), st.integers(2, 5), st.integers(1, 4), st.integers(0, 4), st.data())
+def test_uneven_stages_of_interleaving_are_counted_as_they_run(pp: int, turns: int, rounds: int, larger: int, data) -> None:
+    held = [3 if turn < larger else 2 for turn in range(turns)]
+    rank = data.draw(st.integers(0, pp - 1))
+    order = orders("interleaved", pp, turns, rounds * pp)[rank]
+    exact = in_flight(order, {turn * pp + rank: size for turn, size in enumerate(held)})
+    assert fullest(Schedule.interleaved, turns, pp, rank, rounds * pp, held) == exact
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 16, 24])
+def test_messages_of_plain_schedules_cost_what_playing_them_costs(pp: int, count: int) -> None:
+    for schedule in (Schedule.gpipe, Schedule.one_f_one_b):
+        table = orders(schedule, pp, 1, count)
+        extra = play(table, [1.0] * pp, [2.0] * pp, transfer=0.01).makespan - play(table, [1.0] * pp, [2.0] * pp).makespan
+        assert messages(Order(schedule, 1, (1,) * pp), pp, np.array([count]))[0] == pytest.approx(extra / 0.01)
+
+
+@pytest.mark.parametrize(("pp", "turns", "rounds"), [(2, 2, 1), (4, 2, 4), (4, 4, 3), (8, 3, 2)])
+def test_messages_of_interleaving_cost_what_playing_it_costs(pp: int, turns: int, rounds: int) -> None:
+    stages, count = pp * turns, rounds * pp
+    table = orders("interleaved", pp, turns, count)
+    extra = play(table, [1.0] * stages, [2.0] * stages, transfer=0.1).makespan - play(table, [1.0] * stages, [2.0] * stages).makespan
+    assert messages(Order(Schedule.interleaved, turns, (1,) * stages), pp, np.array([count]))[0] == pytest.approx(extra / 0.1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 12))
+def test_the_bubble_of_uneven_stages_is_that_of_playing_gpipe_and_never_less_than_that_of_1f1b(seconds: list[int], count: int) -> None:
+    times = np.array(seconds, dtype=float)
+    longest, bubble = idle(times, np.ones(len(times)), np.array(1))
+    gpipe, plain = (
+        play(orders(name, len(times), 1, count), (times / 3).tolist(), (times * 2 / 3).tolist()).makespan for name in ("gpipe", "1f1b")
+    )
+    assert count * longest + bubble == pytest.approx(gpipe)
+    assert plain <= gpipe * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("pp", "count"), [(4, 16), (8, 8), (2, 1)])
+def test_the_bubble_of_1f1b_is_p_minus_1_of_m_plus_p_minus_1(pp: int, count: int) -> None:
+    longest, bubble = idle(np.ones(pp), np.ones(pp), np.array(1))
+    assert bubble / (count * longest + bubble) == pytest.approx((pp - 1) / (count + pp - 1))
+
+
+@pytest.mark.parametrize(("pp", "turns", "rounds"), [(4, 2, 4), (8, 3, 2), (2, 4, 5)])
+def test_the_bubble_of_interleaving_is_a_turn_th_of_it(pp: int, turns: int, rounds: int) -> None:
+    longest, bubble = idle(np.ones(pp), np.ones(pp), np.array(turns))
+    played = play(orders("interleaved", pp, turns, rounds * pp), [1 / 3 / turns] * (pp * turns), [2 / 3 / turns] * (pp * turns))
+    assert rounds * pp * longest + bubble == pytest.approx(played.makespan)
