@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import shutil
 import subprocess
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,18 +56,18 @@ def _cut_at(call_number, die, who=lambda: True):
     """The `call_number`-th call that reaches the disk runs `die` in its place; a write then leaves half of its bytes."""
     real = {name: getattr(os, name) for name in CALLS}
     left = [call_number]
-    lock = threading.Lock()
+    lock = threading.RLock()
 
     def counted(name):
         def call(*arguments, **options):
             with lock:
                 left[0] -= who()
-                mine = left[0] == 0 and who()
-            if mine:
-                if name == "write":
-                    real["write"](arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-                die()
-            return real[name](*arguments, **options)
+                if left[0] == 0 and who():
+                    if name == "write":
+                        real["write"](arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                    left[0] = -1
+                    die()
+                return real[name](*arguments, **options)
 
         return call
 
@@ -76,6 +78,49 @@ def _cut_at(call_number, die, who=lambda: True):
     finally:
         for name, function in real.items():
             setattr(os, name, function)
+
+
+class Cache:
+    """What a power cut takes: bytes of files never flushed, and names changed since their folder was last flushed. Source: ALICE (OSDI 2014)."""
+
+    def __init__(self):
+        self.dirty, self.moved, self.open = set(), [], {}
+
+    def watch(self):
+        """Notes every call from now on, beneath whatever is laid over later."""
+        real = {name: getattr(os, name) for name in CALLS}
+
+        def opened(path, *arguments, **options):
+            handle = real["open"](path, *arguments, **options)
+            self.open[handle] = Path(path)
+            return handle
+
+        def written(handle, data):
+            self.dirty.add(os.fstat(handle).st_ino)
+            return real["write"](handle, data)
+
+        def flushed(handle):
+            self.dirty.discard(os.fstat(handle).st_ino)
+            self.moved = [move for move in self.moved if move[0].parent != self.open[handle]]
+            return real["fsync"](handle)
+
+        def renamed(source, target, **options):
+            source, target = Path(source), Path(target)
+            before = target.read_bytes() if target.is_file() else None
+            real["rename"](source, target)
+            self.moved.append((source, target, before))
+
+        os.open, os.write, os.fsync, os.rename, os.replace = opened, written, flushed, renamed, renamed
+
+    def lose(self, folder):
+        for source, target, before in list(reversed(self.moved)):
+            if target.exists():
+                shutil.move(target, source)
+            if before is not None:
+                target.write_bytes(before)
+        for file in folder.rglob("*"):
+            if file.is_file() and file.stat().st_ino in self.dirty:
+                file.write_bytes(b"")
 
 
 def _in_child(work):
@@ -105,8 +150,10 @@ def _holds_a_whole_checkpoint(folder, steps):
     return step
 
 
+@pytest.mark.parametrize("power", ["kept", "lost"])
 @pytest.mark.parametrize("before", [(1,), (1, 2)], ids=["a new step", "a step saved before"])
-def test_a_save_killed_at_any_call_leaves_a_whole_newest_checkpoint(quick_path, before):
+def test_a_save_killed_at_any_call_leaves_a_whole_newest_checkpoint(quick_path, before, power):
+    """Killed, or with the power cut: then all that was not flushed is lost, too."""
     for step in before:
         _save(quick_path / "start", step)
     seen = []
@@ -115,7 +162,15 @@ def test_a_save_killed_at_any_call_leaves_a_whole_newest_checkpoint(quick_path, 
         shutil.copytree(quick_path / "start", folder)
 
         def work(folder=folder, number=number):
-            with _cut_at(number, lambda: os._exit(9)):
+            cache = Cache()
+
+            def die():
+                if power == "lost":
+                    cache.lose(folder)
+                os._exit(9)
+
+            cache.watch()
+            with _cut_at(number, die):
                 _save(folder, 2)
                 prune(folder, 1)
 
@@ -160,7 +215,7 @@ def test_one_rank_that_dies_at_any_call_leaves_a_whole_newest_checkpoint(quick_p
 
 @contextmanager
 def _small_disk(folder, size):
-    """A file system of `size` bytes."""
+    """A file system of `size` bytes, where this machine lets us mount one; the next test needs none."""
     folder.mkdir(parents=True)
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True)
     if done.returncode:
@@ -213,6 +268,17 @@ def test_a_disk_that_fills_up_during_the_save_is_an_error_on_every_rank_and_leav
         assert sorted(os.listdir(folder)) == ["latest", "other", "step-00000001"] and newest(folder) == folder / "step-00000001"
         (folder / "other").unlink()
         assert newest(folder) == folder / "step-00000001" and save(folder, 2, [(_piece(10_000), torch.ones(10_000))], {})
+
+
+def test_a_file_that_may_not_grow_is_an_error_and_leaves_nothing(tmp_path):
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        with pytest.raises(SaveFailed, match=r"File too large \(EFBIG\)"):
+            save(tmp_path, 2, [(_piece(50_000), torch.ones(50_000))], {})
+
+    save(tmp_path, 1, [(_piece(50_000), torch.ones(50_000))], {})
+    assert _in_child(work) == 0
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"] and newest(tmp_path) == tmp_path / "step-00000001"
 
 
 @pytest.mark.parametrize("call", ["fsync", "write", "rename"])

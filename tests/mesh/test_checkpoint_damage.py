@@ -271,6 +271,12 @@ def test_1000_mutated_manifests_are_refused_in_one_sentence_or_harmless_within_l
     assert _in_little_memory(work, 256 * 2**20) == 0
 
 
+@pytest.mark.soak
+def test_10000_more_mutated_manifests_are_refused_or_harmless(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "copy")
+    assert _fuzz(tmp_path / "copy", saved[1][200], range(1000, 11_000)) > 7000
+
+
 @pytest.mark.parametrize(
     "text",
     [b"{}", b"{", b"{" + b'"a":[' * 100_000, b'{"version":1' + b"0" * 5000 + b"}", b'{"a":1,"a":2}', b"{\xff\xfe}", b'{"version":NaN}', b'{"version": 1}'],

@@ -21,6 +21,7 @@ def make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         os.makedirs(folder, mode=0o700, exist_ok=True)
+        sync_folder(folder.parent)
 
 
 def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool = True) -> int:
@@ -57,6 +58,7 @@ def remove(path: Path) -> None:
         return
     if not path.name.startswith("."):
         path = path.rename(path.with_name(f".{path.name}.{os.urandom(4).hex()}.trash"))
+        sync_folder(path.parent)
     shutil.rmtree(path)
 
 
