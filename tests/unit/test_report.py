@@ -15,11 +15,14 @@ from meshwright.report.run import Run, read_run, summarise
 from meshwright.report.run_text import run_text
 from meshwright.report.text import columns, sparkline
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
+from meshwright.spec.data import Data
 from meshwright.spec.estimate import Estimate, Memory, Time
 from meshwright.spec.job import Job
+from meshwright.spec.launch import Launch, ModelSource
 from meshwright.spec.model import Layer, ModelSpec, Parameter
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.record import StepRecord
+from meshwright.spec.run import Run as RunOptions
 from meshwright.spec.workload import Workload
 
 MIB = 2.0**20
@@ -56,12 +59,18 @@ def estimate() -> Estimate:
     return Estimate(memory=memory, per_stage=(memory,), time=time, tokens_per_second=2500.0, mfu=0.3, fits=True)
 
 
-def write_run(folder: Path, records: list[StepRecord], plan: str = "dp2.pp2.z1", nouns: bool = True) -> Path:
+def launch(plan: str, batch: int = 8) -> Launch:
+    workload = Workload(sequence=125, batch=batch, steps=40)
+    return Launch(model=ModelSource(name="tiny", module="a:b"), workload=workload, data=Data(), plan=parse_plan(plan), run=RunOptions())
+
+
+def write_run(folder: Path, records: list[StepRecord], plan: str = "dp2.pp2.z1", nouns: bool = True, batch: int = 8) -> Path:
     folder.mkdir()
     (folder / "records.jsonl").write_text("".join(line.to_json(indent=None) + "\n" for line in records))
     if nouns:
         (folder / "plan.json").write_text(parse_plan(plan).to_json())
         (folder / "job.json").write_text(job().to_json())
+        (folder / "launch.json").write_text(launch(plan, batch).to_json())
         (folder / "estimate.json").write_text(estimate().to_json())
     return folder
 
@@ -226,9 +235,33 @@ def test_runs_of_one_workload_stand_side_by_side_with_the_difference_of_their_lo
     comparison = compare([one, two])
     assert comparison.shared_steps == (5, 4)
     assert comparison.loss_difference == (0.0, pytest.approx(1e-7, rel=1e-6))
-    assert comparison.same_workload == (True, True)
+    assert comparison.another_job == ("", "")
     text = compare_text(comparison)
     assert "dp4" in text and "dp2.pp2.z1" in text and "1.0e-07 over 4" in text
+
+
+def test_runs_of_two_jobs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    one = read_run(write_run(tmp_path / "one", losses(2)))
+    two = read_run(write_run(tmp_path / "two", losses(2), batch=4))
+    assert "two is another job than one: workload.batch is 8 there and 4 here" in compare_text(compare([one, two]))
+
+
+def test_the_held_out_loss_before_the_first_step_is_no_step(tmp_path: Path) -> None:
+    before = record(0, 6.0, tokens=0, seconds=0.0, memory={}, held_out_loss=6.0)
+    folder = write_run(tmp_path / "a", [before, record(1, 5.0), record(2, 4.0, held_out_loss=3.0)])
+    summary = summarise(read_run(folder))
+    assert (summary.steps, summary.loss.first.step if summary.loss else None) == (2, 1)
+    assert "2 of 40 steps" in run_text(read_run(folder))
+    assert "6.0000 at step 0, 3.0000 at step 2, best 3.0000 at step 2 (50.0% of the first)" in run_text(read_run(folder))
+
+
+def test_a_run_of_live_code_which_has_no_job_is_named_by_its_launch(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", losses(3))
+    (folder / "job.json").unlink()
+    (folder / "estimate.json").unlink()
+    text = run_text(read_run(folder))
+    assert "tiny, plan dp2.pp2.z1 on 4 ranks" in text
+    assert "3 of 40 steps" in text
 
 
 def test_a_loss_that_became_nan_in_one_run_only_is_infinitely_far(tmp_path: Path) -> None:

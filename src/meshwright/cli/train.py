@@ -140,6 +140,7 @@ def _conclude(folder: Path, screen: Screen, json: bool) -> None:
     """Predicted beside measured, and what to type next."""
     from meshwright.report.run import read_run, summarise
     from meshwright.report.run_text import run_text
+    from meshwright.report.text import plain
 
     finished = read_run(folder)
     screen.note("")
@@ -148,4 +149,4 @@ def _conclude(folder: Path, screen: Screen, json: bool) -> None:
         f"\nnext: meshwright report {folder}    or prove the plan: meshwright verify --plan {finished.plan.name if finished.plan else 'auto'}"
     )
     if json:
-        say_json(summarise(finished).model_dump(mode="json"))
+        say_json(plain(summarise(finished)))

@@ -10,11 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pydantic import Field
+
 from meshwright.base.codec import Noun
 from meshwright.base.errors import InputError
 from meshwright.base.units import show_bytes, show_count, show_seconds
 from meshwright.report.run import Pair, Run, Summary, summarise
 from meshwright.report.text import columns
+from meshwright.spec.launch import difference
 
 
 class Comparison(Noun):
@@ -23,7 +26,7 @@ class Comparison(Noun):
     runs: tuple[Summary, ...]
     shared_steps: tuple[int, ...]
     loss_difference: tuple[float | None, ...]
-    same_workload: tuple[bool | None, ...]
+    another_job: tuple[str | None, ...] = Field(description="what differs from the first run's job, empty where nothing does")
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
@@ -40,7 +43,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
         runs=tuple(summarise(run) for run in runs),
         shared_steps=tuple(shared),
         loss_difference=tuple(differences),
-        same_workload=tuple(_same(runs[0], run) for run in runs),
+        another_job=tuple(_another(runs[0], run) for run in runs),
     )
 
 
@@ -51,18 +54,19 @@ def _apart(loss: float, other: float) -> float:
     return abs(loss - other) / max(abs(other), 1e-300)
 
 
-def _same(first: Run, other: Run) -> bool | None:
-    """Whether both had one question; None when a job is not known."""
-    if first.job is None or other.job is None:
+def _another(first: Run, other: Run) -> str | None:
+    """What makes `other` another job than `first`; empty when it is the same one, None when that is not known."""
+    if first.launch is None or other.launch is None:
         return None
-    return first.job.workload == other.job.workload and first.job.model == other.job.model
+    return difference(other.launch, first.launch)
 
 
 def compare_text(comparison: Comparison) -> str:
     """What `meshwright report RUN RUN ...` prints."""
     runs = comparison.runs
-    names = [Path(run.run).name for run in runs]
-    rows: list[tuple[str, ...]] = [("", *(names if len(set(names)) == len(names) else [run.run for run in runs]))]
+    short = [Path(run.run).name for run in runs]
+    names = short if len(set(short)) == len(short) else [run.run for run in runs]
+    rows: list[tuple[str, ...]] = [("", *names)]
 
     def add(name: str, cells: Sequence[str]) -> None:
         if any(cell != "-" for cell in cells):
@@ -85,7 +89,8 @@ def compare_text(comparison: Comparison) -> str:
         add(f"memory {kind}", [_shown(run.pair("memory", kind), show_bytes) for run in runs])
     add("skipped steps", [str(len(run.skipped)) for run in runs])
     add("loss difference", [_difference(comparison, at) for at in range(len(runs))])
-    return columns(rows)
+    notes = [f"{names[at]} is another job than {names[0]}: {words}" for at, words in enumerate(comparison.another_job) if words]
+    return "\n".join([columns(rows), *notes])
 
 
 def _shown(pair: Pair, show: Callable[[float], str]) -> str:
@@ -97,8 +102,7 @@ def _ratio(pair: Pair) -> str:
 
 
 def _difference(comparison: Comparison, at: int) -> str:
-    difference = comparison.loss_difference[at]
-    if at == 0 or difference is None:
+    apart = comparison.loss_difference[at]
+    if at == 0 or apart is None:
         return "-"
-    other = " (another job)" if comparison.same_workload[at] is False else ""
-    return f"{difference:.1e} over {comparison.shared_steps[at]}{other}"
+    return f"{apart:.1e} over {comparison.shared_steps[at]}"

@@ -1,8 +1,9 @@
 """A run folder, read back: what was planned, what was measured, in the same words and side by side.
 
-RUN/records.jsonl holds a `StepRecord` a line; RUN/plan.json, job.json and estimate.json the nouns that the run was started with (a run
-without them is reported by what it measured); RUN/checkpoints a folder a step. A step that was run again after a restart counts once, as
-it was run last. A line that a kill cut off is left out and counted. Times are medians over the steps after the first, which warms up.
+RUN/records.jsonl holds a `StepRecord` a line; RUN/plan.json, job.json, estimate.json and launch.json the nouns that the run was started with
+(a run without them is reported by what it measured); RUN/checkpoints a folder a step. A step that was run again after a restart counts
+once, as it was run last. A record without tokens is no step: it holds the held-out loss before the first. A line that a kill cut off is
+left out and counted. Times are medians over the steps after the first, which warms up.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from meshwright.base.codec import Noun, NounType, build, read, read_text
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.spec.estimate import Estimate, Memory, Time
 from meshwright.spec.job import Job
+from meshwright.spec.launch import Launch
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import StepRecord
 
@@ -33,9 +35,24 @@ class Run:
     plan: Plan | None
     job: Job | None
     estimate: Estimate | None
+    launch: Launch | None
     checkpoints: tuple[int, ...]
     repeated: int
     cut: int
+
+    @property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """The records of optimizer steps."""
+        return tuple(record for record in self.records if record.tokens or record.skipped)
+
+    @property
+    def model(self) -> str | None:
+        return self.job.model.name if self.job else self.launch.model.name if self.launch else None
+
+    @property
+    def planned_steps(self) -> int | None:
+        noun = self.launch or self.job
+        return noun.workload.steps if noun else None
 
 
 class Point(Noun):
@@ -115,6 +132,7 @@ def read_run(folder: Path | str) -> Run:
         plan=_read(Plan, path / "plan.json"),
         job=_read(Job, path / "job.json"),
         estimate=_read(Estimate, path / "estimate.json"),
+        launch=_read(Launch, path / "launch.json"),
         checkpoints=_checkpoints(path / "checkpoints"),
         repeated=len(records) - len(by_step),
         cut=cut,
@@ -159,27 +177,27 @@ def _curve(points: list[Point]) -> Curve | None:
 
 
 def summarise(run: Run) -> Summary:
-    records = run.records
-    settled = records[1:] if len(records) > 1 else records
+    steps = run.steps
+    settled = steps[1:] if len(steps) > 1 else steps
     speeds = [record.tokens_per_second or record.tokens / record.seconds for record in settled if record.seconds > 0 and not record.skipped]
     return Summary(
         run=run.folder,
-        model=run.job.model.name if run.job else None,
+        model=run.model,
         plan=run.plan.name if run.plan else None,
         devices=run.plan.world if run.plan else None,
-        steps=len(records),
-        planned_steps=run.job.workload.steps if run.job else None,
+        steps=len(steps),
+        planned_steps=run.planned_steps,
         repeated=run.repeated,
         cut=run.cut,
-        tokens=sum(record.tokens for record in records),
-        loss=_curve([Point(step=record.step, loss=record.loss) for record in records]),
-        held_out=_curve([Point(step=record.step, loss=record.held_out_loss) for record in records if record.held_out_loss is not None]),
+        tokens=sum(record.tokens for record in steps),
+        loss=_curve([Point(step=record.step, loss=record.loss) for record in steps]),
+        held_out=_curve([Point(step=record.step, loss=record.held_out_loss) for record in run.records if record.held_out_loss is not None]),
         tokens_per_second=Pair(
             name="tokens/s", predicted=run.estimate.tokens_per_second if run.estimate else None, measured=median(speeds) if speeds else None
         ),
         time=_time(run.estimate.time if run.estimate else None, settled),
-        memory=_memory(run.estimate.memory if run.estimate else None, records),
-        skipped=tuple(record.step for record in records if record.skipped),
+        memory=_memory(run.estimate.memory if run.estimate else None, steps),
+        skipped=tuple(record.step for record in steps if record.skipped),
         checkpoints=run.checkpoints,
     )
 

@@ -14,10 +14,11 @@ def run_text(run: Run) -> str:
     summary = summarise(run)
     facts = [("planned", _planned(run, summary)), ("trained", _trained(summary))]
     if summary.loss:
-        facts.append(("loss", f"{_curve(summary.loss)}  {sparkline([record.loss for record in run.records])}"))
+        facts.append(("loss", f"{_curve(summary.loss)}  {sparkline([record.loss for record in run.steps])}"))
     if summary.held_out:
         curve = [record.held_out_loss for record in run.records if record.held_out_loss is not None]
-        facts.append(("held out", f"{_curve(summary.held_out)}  {sparkline(curve)}"))
+        share = f" ({summary.held_out.last.loss / summary.held_out.first.loss:.1%} of the first)" if len(curve) > 1 else ""
+        facts.append(("held out", f"{_curve(summary.held_out)}{share}  {sparkline(curve)}"))
     facts.append(("skipped", f"{_steps(summary.skipped)}: a gradient was not finite" if summary.skipped else "none"))
     facts.append(("checkpoints", _steps(summary.checkpoints) if summary.checkpoints else "none"))
     parts = [f"run {summary.run}", lines(facts, "  ")]
@@ -34,7 +35,8 @@ def _planned(run: Run, summary: Summary) -> str:
     if run.plan is None:
         return "unknown: the folder has no plan.json"
     ranks = f"{run.plan.world} rank{'s' if run.plan.world > 1 else ''}"
-    what = f"{run.job.model.name} ({show_count(run.job.model.parameters)} parameters), " if run.job else ""
+    count = run.job.model.parameters if run.job else run.launch.parameters if run.launch else 0
+    what = f"{run.model}{f' ({show_count(count)} parameters)' if count else ''}, " if run.model else ""
     speed = summary.tokens_per_second.predicted
     return f"{what}plan {run.plan.name} on {ranks}" + (f", {show_count(speed)} tokens/s predicted" if speed else "")
 
