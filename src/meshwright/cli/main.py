@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         error = Interrupted("interrupted; the same command goes on") if isinstance(error, KeyboardInterrupt) else error
         known = isinstance(error, MeshwrightError)
-        line = str(error) if known else f"{type(error).__name__}: {error}; this is a fault of meshwright, --debug shows where"
-        print(f"meshwright: {' '.join(line.split())}", file=sys.stderr)
+        fault = f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of meshwright, --debug shows where"
+        print(f"meshwright: {str(error) if known else fault}", file=sys.stderr)
         return error.exit_code if isinstance(error, MeshwrightError) else 1
 
 

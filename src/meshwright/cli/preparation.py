@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = Path(__file__).parents[1] / "catalog" / "default.yaml"
 BYTE_VOCABULARY = 258
-LANGUAGE = ("llama", "gpt2", "bert")
+LANGUAGE = ("llama-tiny", "gpt2-tiny", "bert-tiny")
 
 
 class Choice(NamedTuple):
@@ -33,14 +33,14 @@ class Choice(NamedTuple):
 
 
 def read_file(path: Path | None, shared: Shared) -> JobFile:
-    """The job file with the options over it; without one the embedded job.
+    """The job file with the options over it; without one the embedded job, which suits small models of language.
 
     Without the tokenizers library there are only bytes: then the embedded model's vocabulary is theirs.
     """
-    embedded = path is None and (shared.model is None or shared.model.endswith("-tiny"))
+    embedded = path is None and (shared.model or "llama-tiny") in LANGUAGE
     file = shared.job_file(EMBEDDED if embedded else path)
     library = importlib.util.find_spec("tokenizers") is not None
-    if embedded and not library and file.model.source.partition("-")[0] in LANGUAGE:
+    if embedded and not library:
         file = file.but(model={"sizes": {"vocab": BYTE_VOCABULARY}, **file.model.model_dump(exclude_defaults=True)})
     return file
 
@@ -187,7 +187,9 @@ def write_run(folder: Path, launch: Launch, choice: Choice) -> None:
         if other:
             raise InputError(f"run {str(folder)!r} holds another job: {other}; choose another --run, or give the same job")
     elif (folder / "checkpoints").is_dir() or (folder / "records.jsonl").is_file():
-        raise InputError(f"run {str(folder)!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; choose another --run")
+        raise InputError(
+            f"run {str(folder)!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; choose another --run"
+        )
     nouns = {"job": choice.question, "plan": choice.plan, "estimate": choice.estimate, "launch": launch}
     for name, noun in nouns.items():
         if noun is not None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,7 +30,7 @@ EXIT_SECONDS = 2.0
 class Nursery:
     """Ranks and the process that forks them. A context manager: nothing outlives it."""
 
-    def __init__(self, log: Path, warm: Sequence[str] = ()) -> None:
+    def __init__(self, log: Path, warm: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
         _adopt_orphans(True)
         self.log = log
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -41,6 +41,7 @@ class Nursery:
                 stdout=subprocess.PIPE,
                 stderr=handle,
                 bufsize=0,
+                env={**os.environ, **(environment or {})},
                 process_group=0,
             )
         finally:

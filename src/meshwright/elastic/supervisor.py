@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ class Work:
     payload: Message
     folder: Path
     warm: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def logs(self) -> Path:
@@ -65,7 +66,7 @@ class Supervisor:
     def run(self) -> None:
         """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
         self.work.logs.mkdir(parents=True, exist_ok=True)
-        with _signals(self._on_signal), Nursery(self.work.logs / "zygote.log", self.work.warm) as nursery:
+        with _signals(self._on_signal), Nursery(self.work.logs / "zygote.log", self.work.warm, self.work.environment) as nursery:
             self._await_ready(nursery)
             self._start(nursery)
             told = 0

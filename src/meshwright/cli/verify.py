@@ -1,0 +1,109 @@
+"""`meshwright verify`: the job's plan, reduced in size, on real ranks of this machine against one device; exit code 4 when not equal."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from meshwright.cli.options import AsJson, JobPath, Shared, note, say, say_json
+
+if TYPE_CHECKING:
+    from meshwright.spec.plan import Plan
+
+DTYPES = {"float64": ("fp64",), "float32": ("fp32",), "both": ("fp64", "fp32")}
+MODULE = "meshwright.train.verify"
+
+
+def verify(
+    job: JobPath = None,
+    /,
+    *,
+    shared: Shared = Shared(),  # noqa: B008
+    pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
+    dtype: Annotated[Literal["float64", "float32", "both"], Parameter(help="in which precision to compare")] = "both",
+    json: AsJson = False,
+) -> int:
+    """Run the job's plan with a small model on real ranks and compare it with one device.
+
+    Compared are the loss of several steps, every first gradient, the weights after them, the numbers of parameters and of labels. The model
+    keeps its form and loses its size; the plan keeps its kinds of parallelism on at most 8 ranks.
+
+    Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-layer
+    """
+    from meshwright.cli.preparation import choose, read_file, source_of
+    from meshwright.spec.reduced import reduced
+
+    file = read_file(job, shared)
+    source = source_of(file)
+    choice = choose(file, pin, None, {}, None)
+    small = reduced(choice.plan)
+    rule = file.workload.optimizer.model_dump(mode="json")
+    question = {"model": source.model_dump(), "plan": small.model_dump(mode="json"), "optimizer": rule, "precisions": DTYPES[dtype]}
+    what = f"plan {choice.plan.name}" + (f", reduced to {small.name}" if small.name != choice.plan.name else "")
+    note(
+        f"{source.name} with few and small layers, {what}, {small.world} gloo rank{'s' if small.world > 1 else ''} of this machine; dropout 0"
+    )
+    findings = _run(small, question)
+    if json:
+        equal = all(finding["equal"] for finding in findings)
+        say_json(
+            {"model": source.name, "plan": choice.plan.name, "ran": small.name, "ranks": small.world, "equal": equal, "found": findings}
+        )
+    return _judge(findings, small, json)
+
+
+def _run(plan: Plan, question: dict[str, Any]) -> list[dict[str, Any]]:
+    """The findings of the ranks. Their logs stay when something went wrong."""
+    from meshwright.elastic.supervisor import Supervisor, Work
+
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
+    findings: list[dict[str, Any]] = []
+
+    def hear(rank: int, message: dict[str, Any]) -> None:
+        if message["kind"] == "found":
+            findings.append({**message["finding"], "equal": message["equal"]})
+
+    work = Work(f"{MODULE}:verify", plan.world, question, folder, (MODULE,), {"CUDA_VISIBLE_DEVICES": ""})
+    Supervisor(work, hear, note).run()
+    shutil.rmtree(folder)
+    return findings
+
+
+def _judge(findings: list[dict[str, Any]], plan: Plan, quiet: bool) -> int:
+    from meshwright.base.errors import VerificationFailed
+
+    wrong = []
+    for finding in findings:
+        line = _line(finding, plan)
+        if not finding["equal"]:
+            wrong.append(line)
+        elif not quiet:
+            say(line)
+    if wrong:
+        raise VerificationFailed("\n".join(wrong))
+    return 0
+
+
+def _line(finding: dict[str, Any], plan: Plan) -> str:
+    """One precision in one line."""
+    one, many = finding["parameters"]
+    labels, ours = finding["labels"]
+    shares = finding["labels_by_replica"]
+    spread = f", {min(shares)} to {max(shares)} a replica" if len(shares) > 1 else ""
+    parts = [
+        f"loss {finding['loss']:.1e}",
+        f"gradients {finding['gradient']:.1e} at {finding['where']}",
+        f"weights after {finding['steps']} steps {finding['weight']:.1e} at {finding['weight_where']}",
+        f"{one:,} parameters" if one == many else f"{many:,} parameters instead of {one:,}",
+        f"{labels:,} labels{spread}" if labels == ours else f"{ours:,} labels instead of {labels:,}",
+    ]
+    if finding["missing"]:
+        parts.append(f"{len(finding['missing'])} gradients are missing or too many, the first {finding['missing'][0]}")
+    if finding["rounding"]:
+        parts.append(f"{finding['rounding']} gradients are rounding alone and left out")
+    name = {"fp64": "float64", "fp32": "float32"}[finding["precision"]]
+    return f"{name} {'equal to' if finding['equal'] else f'{plan.name} differs from'} one device: {', '.join(parts)}"

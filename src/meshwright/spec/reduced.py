@@ -1,0 +1,52 @@
+"""A plan made small enough to run on the cores of one machine, every kind of parallelism in it kept as long as there is room.
+
+Rule: while there are too many ranks, the first of dp_replicate, dp_shard, pp, tp that is above 2 is halved; when all are 2 or 1, the first
+that is 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism stay.
+
+>>> from meshwright.spec.plan import parse_plan
+>>> reduced(parse_plan("dp16.tp4.pp8.z1.mb4")).name
+'dp2.tp2.pp2.z1.mb2'
+>>> reduced(parse_plan("dp4.z3.rc-layer")).name
+'dp4.z3.rc-layer'
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.spec.plan import BUCKET, Plan, Schedule
+
+MOST = 8
+AXES = ("dp_replicate", "dp_shard", "pp", "tp")
+
+
+def reduced(plan: Plan, most: int = MOST) -> Plan:
+    """`plan` on at most `most` ranks. Buckets are small, so that a small model has several."""
+    sizes = {axis: getattr(plan, axis) for axis in AXES}
+
+    def world() -> int:
+        product = plan.cp
+        for size in sizes.values():
+            product *= size
+        return product
+
+    while world() > most:
+        above = [axis for axis in AXES if sizes[axis] > 2] or [axis for axis in AXES if sizes[axis] > 1]
+        if not above:
+            break
+        sizes[above[0]] = max(sizes[above[0]] // 2, 1)
+    virtual = min(plan.virtual_stages, 2) if sizes["pp"] > 1 else 1
+    interleaved = plan.schedule == Schedule.interleaved
+    changes: dict[str, Any] = {
+        **sizes,
+        "virtual_stages": virtual,
+        "schedule": Schedule.one_f_one_b if interleaved and virtual == 1 else plan.schedule,
+        "sequence_parallel": plan.sequence_parallel and sizes["tp"] > 1,
+        "micro_batch": min(plan.micro_batch, 2),
+        "layers_per_stage": (),
+        "bucket": min(plan.bucket, BUCKET // 2**10),
+    }
+    if plan.layers_per_stage and len(plan.layers_per_stage) == sizes["pp"] * virtual:
+        fewest = min(plan.layers_per_stage)
+        changes["layers_per_stage"] = tuple(1 + (count > fewest) for count in plan.layers_per_stage)
+    return plan.but(**changes)

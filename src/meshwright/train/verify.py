@@ -1,0 +1,260 @@
+"""Is a plan right? The model, reduced in size, under the plan on real ranks, beside the plain model with torch's own loss on one device.
+
+Compared: the loss of every step, every first gradient, the weights at the end, the number of parameters and of labels. Rows hold unequal
+numbers of valid labels, so a mean of means is found out. Dropout is 0 in both: two draws are never equal.
+Differences are norms of the difference over the norm. A gradient that is rounding alone (below 10 eps of the whole gradient's norm, such as
+that of a key's bias, which moves no score) has no relative difference: it is counted and left out, and so is its weight, of which AdamW
+makes whole steps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.base.codec import Noun, build
+from meshwright.base.lines import Message
+from meshwright.models.output import IGNORED
+from meshwright.parallel.objective import Batch, Objective, logits_of
+from meshwright.spec.launch import ModelSource
+from meshwright.spec.plan import Plan
+from meshwright.spec.workload import Optimizer
+from meshwright.train.model import build_model, objective_of, vocabulary_of
+from meshwright.train.optimizer import optimizer_of
+from meshwright.train.rank import Channel, connect
+from meshwright.train.trainer import parallelize
+
+STEPS, SEQUENCE, HIDDEN, HEADS, FFN, VOCABULARY, SIDE = 3, 32, 64, 8, 128, 251, 16
+TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-8), "fp32": (1e-6, 1e-5, 1e-3)}
+"""Largest relative difference of losses, of first gradients and of the weights after the steps."""
+
+
+class Question(Noun):
+    """What the ranks verify. `plan` is already reduced."""
+
+    model: ModelSource
+    plan: Plan
+    optimizer: Optimizer
+    precisions: tuple[str, ...]
+    seed: int = 1
+
+
+class Finding(Noun):
+    """What was found in one precision. `where` names the parameter of the largest gradient difference."""
+
+    precision: str
+    loss: float
+    gradient: float
+    where: str
+    weight: float
+    weight_where: str
+    parameters: tuple[int, int] = Field(description="of one device, of the plan")
+    labels: tuple[int, int] = Field(description="of the first batch: on one device, under the plan")
+    labels_by_replica: tuple[int, ...]
+    steps: int = STEPS
+    rounding: int = Field(default=0, description="gradients that are rounding alone")
+    missing: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        loss, gradient, weight = TOLERANCES[self.precision]
+        counts = self.parameters[0] == self.parameters[1] and self.labels[0] == self.labels[1] and not self.missing
+        return counts and self.loss <= loss and self.gradient <= gradient and self.weight <= weight
+
+
+def verify(channel: Channel, payload: Message) -> int:
+    """What every rank runs: rank 0 says a finding for each precision."""
+    question = build(Question, payload)
+    connection = connect(channel.rank, channel.world)
+    try:
+        for precision in question.precisions:
+            ours = _under_plan(question, precision)
+            if channel.rank == 0:
+                found = compare(question, precision, ours)
+                channel.say("found", finding=found.model_dump(), equal=found.equal)
+    finally:
+        connection.close()
+    return 0
+
+
+def rows_of(plan: Plan) -> int:
+    """A batch with several micro-batches a replica; enough of them for any schedule of the plan."""
+    return plan.dp * plan.micro_batch * 2 * plan.pp
+
+
+# --- the reduced model --------------------------------------------------------------------------------------------------------
+
+
+def reduce_source(source: ModelSource, plan: Plan) -> ModelSource:
+    """Sizes of the same form, small: as many blocks as the stages need, an uneven vocabulary, as much sharing of key-value heads."""
+    if not source.sizes:
+        return source
+    given = source.sizes
+    small: dict[str, Any] = {"layers": sum(plan.layers_per_stage) or max(2, plan.stages)}
+    if given.get("kind") == "convnet":
+        small |= {"hidden": 16, "image": SIDE}
+    else:
+        sharing = max(1, int(given.get("heads", 1)) // max(1, int(given.get("kv_heads", 1))))
+        small |= {"hidden": HIDDEN, "heads": HEADS, "kv_heads": min(HEADS, max(HEADS // sharing, plan.tp)), "head_dim": HIDDEN // HEADS}
+        small |= {"ffn": FFN, "vocab": VOCABULARY, "seq": SEQUENCE}
+        small |= {"pos_rows": SEQUENCE} if given.get("pos_rows") else {}
+    return source.but(sizes={**given, **small})
+
+
+def small_model(question: Question) -> nn.Module:
+    """The model of the question, without dropout. What only running code can size is taken as it is."""
+    source = question.model
+    model = _small_hugging_face(source, question) if source.folder else build_model(reduce_source(source, question.plan), question.seed)
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return model
+
+
+def _small_hugging_face(source: ModelSource, question: Question) -> nn.Module:
+    """The architecture of the folder's configuration with small sizes; every rate of dropout in it is 0."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(source.folder)
+    plan = question.plan
+    sharing = max(1, config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads))
+    layers = sum(plan.layers_per_stage) or max(2, plan.stages)
+    small = {"num_hidden_layers": layers, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
+    small |= {"num_key_value_heads": min(HEADS, max(HEADS // sharing, plan.tp)), "head_dim": HIDDEN // HEADS, "intermediate_size": FFN}
+    small |= {"n_inner": FFN, "max_position_embeddings": max(SEQUENCE, 64), "use_cache": False}
+    small |= {name: 0.0 for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
+    small |= {name: 0 for name in ("bos_token_id", "eos_token_id", "pad_token_id") if getattr(config, name, None) is not None}
+    for name, value in small.items():
+        if hasattr(config, name) or name in config.attribute_map:
+            setattr(config, name, value)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    names = list(getattr(config, "architectures", None) or [])
+    torch.manual_seed(question.seed)
+    if names and hasattr(transformers, names[0]):
+        return getattr(transformers, names[0])(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def make_batch(objective: str, vocabulary: int, rows: int, step: int) -> Batch:
+    """Row r has a number of valid labels of its own: replicas hold unequal numbers."""
+    random = torch.Generator().manual_seed(1000 + step)
+    if objective == "images":
+        labels = torch.randint(0, vocabulary, (rows,), generator=random)
+        labels[1::3] = IGNORED
+        return {"images": torch.randn(rows, 3, SIDE, SIDE, generator=random), "labels": labels}
+    ids = torch.randint(0, vocabulary, (rows, SEQUENCE), generator=random)
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : (row * 7 + step) % (SEQUENCE - 2)] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+# --- both sides ---------------------------------------------------------------------------------------------------------------
+
+
+def _batches(question: Question, model: nn.Module, dtype: torch.dtype) -> list[Batch]:
+    objective, vocabulary = objective_of(question.model, model), _vocabulary(question, model)
+    rows = rows_of(question.plan)
+    batches = [make_batch(objective, vocabulary, rows, step) for step in range(STEPS)]
+    return [{name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()} for batch in batches]
+
+
+def _vocabulary(question: Question, model: nn.Module) -> int:
+    if question.model.sizes:
+        return vocabulary_of(reduce_source(question.model, question.plan), model)
+    return vocabulary_of(question.model, model) or VOCABULARY
+
+
+def _under_plan(question: Question, precision: str) -> dict[str, Any]:
+    """Losses of the steps, labels, first gradients and last weights (rank 0)."""
+    model = small_model(question)
+    batches = _batches(question, model, torch.float32)
+    rule = question.optimizer
+    trainer = parallelize(model, optimizer_of(rule), question.plan, precision=precision, clip=rule.clip, seed=question.seed)
+    first, labels, gradients = trainer.gradients(batches[0])
+    losses = [trainer.step(batch).loss for batch in batches]
+    count, objective = rows_of(question.plan) // question.plan.dp, trainer.engine.objective
+    by_replica = [
+        objective.count({name: value[d * count : (d + 1) * count] for name, value in batches[0].items()}) for d in range(question.plan.dp)
+    ]
+    weights = trainer.full_state_dict()
+    return {"losses": [first, *losses], "labels": labels, "by_replica": by_replica, "gradients": gradients, "weights": weights}
+
+
+def alone(question: Question, precision: str) -> dict[str, Any]:
+    """What one device computes, with nothing of ours but the model: torch's loss, clipping and optimizer."""
+    dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
+    model = small_model(question)
+    shift = Objective(model, None, None).shift
+    batches = _batches(question, model, dtype)
+    model.to(dtype)
+    make = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(question.optimizer.name)
+    rule = question.optimizer
+    if make is not None:
+        optimizer: torch.optim.Optimizer = make(model.parameters(), rule.lr, rule.betas, rule.eps, rule.weight_decay, foreach=False)
+    else:
+        momentum = rule.momentum if rule.name == "sgd-momentum" else 0.0
+        optimizer = torch.optim.SGD(model.parameters(), rule.lr, momentum, weight_decay=rule.weight_decay, foreach=False)
+
+    def backward(batch: Batch) -> tuple[float, int]:
+        optimizer.zero_grad()
+        logits = logits_of(model(**{name: value for name, value in batch.items() if name != "labels"}))
+        assert logits is not None
+        labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED) if shift else batch["labels"]
+        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+        loss.backward()
+        return loss.item(), int((labels != IGNORED).sum())
+
+    first, labels = backward(batches[0])
+    gradients = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    losses = []
+    for batch in batches:
+        losses.append(backward(batch)[0])
+        if rule.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), rule.clip)
+        optimizer.step()
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    return {"losses": [first, *losses], "labels": labels, "gradients": gradients, "weights": weights}
+
+
+def compare(question: Question, precision: str, ours: dict[str, Any]) -> Finding:
+    """The largest differences between one device and the plan, and where they are."""
+    theirs = alone(question, precision)
+    eps = torch.finfo({"fp64": torch.float64, "fp32": torch.float32}[precision]).eps
+    whole = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in theirs["gradients"].values()))
+    rounding = {name for name, gradient in theirs["gradients"].items() if float(gradient.double().norm()) <= 10 * eps * whole}
+    places = [name for name in theirs["gradients"] if name not in rounding]
+    gradients = {name: difference(ours["gradients"].get(name), theirs["gradients"][name]) for name in places}
+    weights = {name: difference(ours["weights"].get(name), value) for name, value in theirs["weights"].items() if name not in rounding}
+    where, weight_where = max(gradients, key=gradients.__getitem__), max(weights, key=weights.__getitem__)
+    return Finding(
+        precision=precision,
+        loss=max(abs(mine / other - 1) for mine, other in zip(ours["losses"], theirs["losses"], strict=True)),
+        gradient=gradients[where],
+        where=where,
+        weight=weights[weight_where],
+        weight_where=weight_where,
+        parameters=(_count(theirs["weights"]), _count({name: ours["weights"].get(name) for name in theirs["weights"]})),
+        labels=(theirs["labels"], ours["labels"]),
+        labels_by_replica=tuple(ours["by_replica"]),
+        rounding=len(rounding),
+        missing=tuple(sorted(theirs["gradients"].keys() ^ ours["gradients"].keys())),
+    )
+
+
+def difference(mine: torch.Tensor | None, other: torch.Tensor) -> float:
+    """Norm of the difference over the norm; infinite for a tensor that is not there or of another shape."""
+    if mine is None or mine.shape != other.shape:
+        return math.inf
+    mine, other = mine.double(), other.double()
+    return float((mine - other).norm() / other.norm().clamp_min(1e-300)) if bool(mine.isfinite().all()) else math.inf
+
+
+def _count(tensors: dict[str, Any]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values() if tensor is not None)
