@@ -41,7 +41,8 @@ bench: $(READY)
 	$(BIN)/python -m bench $(ARGS)
 
 docs: $(READY)
-	$(BIN)/python docs/write_cli.py
+	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/refresh.py
 	$(PYTEST) tests/unit/test_docs.py
 
 gpu-check: $(READY)
