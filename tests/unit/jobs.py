@@ -82,7 +82,7 @@ def decoder(
             tied="embedding" if tied else None,
         ),
     )
-    divisible = {"heads": heads} | {"ffn": ffn for _, ffn in runs}
+    divisible = {"heads": heads} | {f"ffn {run}": ffn for run, (_, ffn) in enumerate(runs)}
     return ModelSpec(name="decoder", layers=layers, hidden=hidden, divisible=divisible, vocabulary=vocabulary)
 
 

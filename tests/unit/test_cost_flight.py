@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from meshwright.cost.box import Order
 from meshwright.cost.flight import moments
-from meshwright.cost.pipeline import idle, messages
+from meshwright.cost.pipeline import idle, messages, stall
 from meshwright.cost.stages import Kind
 from meshwright.schedules import in_flight, orders, play
+from meshwright.search.space import even
 from meshwright.spec.plan import Schedule
 
 SCHEDULES = [(Schedule.gpipe, 1), (Schedule.one_f_one_b, 1), *((Schedule.interleaved, turns) for turns in (2, 3, 5))]
@@ -84,3 +85,17 @@ def test_the_bubble_of_interleaving_is_a_turn_th_of_it(pp: int, turns: int, roun
     longest, bubble = idle(np.ones(pp), np.ones(pp), np.array(turns))
     played = play(orders("interleaved", pp, turns, rounds * pp), [1 / 3 / turns] * (pp * turns), [2 / 3 / turns] * (pp * turns))
     assert rounds * pp * longest + bubble == pytest.approx(played.makespan)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "pp", "turns", "rounds"), [(96, 8, 11, 3), (80, 4, 14, 6), (32, 4, 5, 5), (60, 6, 9, 4), (40, 2, 11, 5), (61, 4, 3, 4)]
+)
+def test_uneven_interleaved_stages_cost_what_playing_them_costs(blocks: int, pp: int, turns: int, rounds: int) -> None:
+    count, stages = rounds * pp, pp * turns
+    split = even(blocks, stages)
+    order = Order(Schedule.interleaved, turns, split)
+    played = play(orders("interleaved", pp, turns, count), [1.0 * size for size in split], [2.0 * size for size in split]).makespan
+    ranks = np.array([3.0 * sum(split[rank::pp]) for rank in range(pp)])
+    longest, bubble = idle(ranks, np.ones(pp), np.array(turns))
+    slack = longest - ranks.mean()
+    assert count * longest + bubble + count * max(stall(order, pp) * 2.0 - slack, 0.0) == pytest.approx(played, rel=0.04)

@@ -1,7 +1,7 @@
 """Seconds of one layer's forward and backward on one rank: what it computes, and what its tensor ranks exchange meanwhile.
 
-    matrix product    max(FLOPs / (peak * efficiency), bytes / bandwidth) + ramp, each weight by itself
-    attention         FLOPs / (peak * efficiency * attention share)
+    matrix product    max(FLOPs / (peak * efficiency * sustained), bytes / bandwidth) + ramp, each weight by itself
+    attention         FLOPs / (the same rate * attention share)
     everything else   bytes / bandwidth
     floor             what the host needs to launch the kernels; on a host device, which launches and computes, added
 
@@ -71,7 +71,7 @@ def work(setting: Setting, tp: int, tokens: Array, sequence_parallel: Array) -> 
 def _compute(setting: Setting, layer: Layer, tp: int, tokens: Array, sequence_parallel: Array) -> tuple[Array, Array]:
     """Forward and backward, (b, s)."""
     device, size = setting.device, setting.recipe.size
-    rate = setting.rate * device.efficiency
+    rate = setting.rate * device.efficiency * constants.SUSTAINED
     bandwidth = device.bandwidth * constants.MEMORY_SHARE
     parts = matrices(layer, tp)
     multiply = parts.flops[:, None] * tokens / rate

@@ -20,6 +20,10 @@ REDUCTIONS_IN_FLIGHT = 2
 MEMORY_SHARE = 0.9
 """Of a device's memory bandwidth, in large transfers (calculon systems/a100_80g.json: 0.90 at 100 MB)."""
 
+SUSTAINED = 0.83
+"""Of a device's best matrix rate that the products of a whole step keep up: ordinary shapes, warm devices, powers and clocks. The one
+fitted constant: the median over Megatron's published A100 steps (arXiv 2104.04473 table 1, 2205.05198 table 5), which lie within 0.79 to 0.96."""
+
 KERNEL_RAMP = 3e-6
 """Seconds that a matrix product loses to start and end. calculon's A100 table of efficiencies (0.95 from 128 GFLOP, 0.90 from 16, 0.60
 from 1) is peak plus 2 to 3 us a product."""

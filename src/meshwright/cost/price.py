@@ -11,10 +11,10 @@ import numpy as np
 
 from meshwright.cost.box import Array, Box, Order, lift
 from meshwright.cost.collectives import group, send
-from meshwright.cost.compute import work
+from meshwright.cost.compute import Work, work
 from meshwright.cost.flight import moments
 from meshwright.cost.memory import Footprint, States, activations, footprint
-from meshwright.cost.pipeline import idle, messages
+from meshwright.cost.pipeline import idle, messages, stall
 from meshwright.cost.reduction import traffic, update
 from meshwright.cost.setting import Setting, setting
 from meshwright.cost.stages import Content, Kind, kinds
@@ -182,12 +182,23 @@ class Pricer:
         longest, bubble = idle(each, counts, lift([order.virtual_stages for order in box.orders], "o"))
         micro_batches = np.array([count for _, count in box.micro_batches])
         count = lift(micro_batches, "b")
+        slack = longest - (each * counts).sum(axis=0, keepdims=True) / box.pp
+        waiting = lift([stall(order, box.pp) for order in box.orders], "o") * self._block_backward(one, recompute)
+        bubble = bubble + count * np.maximum(waiting - slack, 0.0)
         hops = np.array([messages(order, box.pp, micro_batches) for order in box.orders])
         passing = lift(hops, "ob") * lift(self._message(box, tokens), "bs") + self._tie(box)
         once = data.once.max(axis=0, keepdims=True)
         last = updating.max(axis=0, keepdims=True)
         step = count * longest + bubble + passing + once + last
         return Seconds(forward + backward, recompute * again, tensor, data.each, bubble, passing, once, last, each, step)
+
+    def _block_backward(self, one: Work, recompute: Array) -> Array:
+        """Seconds of the backward of the longest block."""
+        blocks = [at for at, entry in enumerate(self.setting.entries) if entry.is_block] or [0]
+        backward, again = (
+            lift(part[blocks].max(axis=0), "bs") for part in (one.backward + one.tensor_backward, one.forward + one.tensor_forward)
+        )
+        return backward + recompute * again
 
     def _message(self, box: Box, tokens: Array) -> Array:
         """Seconds of one hidden state on its way to the next pipeline rank (b, s)."""

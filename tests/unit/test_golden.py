@@ -1,0 +1,44 @@
+"""Golden plans of ten canonical jobs: a change of the cost model that changes a choice must be seen.
+
+`python tests/unit/test_golden.py` rewrites them; read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import CANONICAL, named_job
+
+from meshwright.search.rank import search
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+def answer(name: str) -> dict[str, Any]:
+    """What is kept of a job's answer: the job, the first five plans by name, the size of the space."""
+    model, cluster, batch, sequence, precision = CANONICAL[name]
+    found = search(named_job(model, cluster, batch, sequence, precision), top=5)
+    return {
+        "job": {"model": model, "cluster": cluster, "batch": batch, "sequence": sequence, "precision": precision},
+        "plans": [entry.name for entry in found.plans],
+        "considered": found.considered,
+        "rejected": {rejection.reason: rejection.count for rejection in found.rejected},
+    }
+
+
+@pytest.mark.parametrize("name", CANONICAL)
+def test_the_plans_of_a_canonical_job_are_the_golden_ones(name: str) -> None:
+    assert answer(name) == json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def test_every_golden_file_is_of_a_canonical_job() -> None:
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(CANONICAL)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in CANONICAL:
+        (FOLDER / f"{name}.json").write_text(json.dumps(answer(name), indent=2) + "\n")
