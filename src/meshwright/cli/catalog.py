@@ -47,11 +47,11 @@ def model_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
     from meshwright.intake.architecture import model_spec
     from meshwright.intake.sizes import catalog_sizes
 
-    lines = [["model", "parameters", "layers", "hidden", "heads", "kv", "ffn", "vocabulary", "sequence", "family"]]
+    lines = [["model", "parameters", "layers", "hidden", "heads", "kv", "ffn", "vocabulary", "sequence"]]
     for name, row in rows.items():
         sizes = catalog_sizes(row)
         shape = [sizes.layers, sizes.hidden, sizes.heads, sizes.kv_heads, sizes.ffn, sizes.vocab, sizes.seq]
-        lines.append([name, show_count(model_spec(name, sizes).parameters), *map(str, shape), sizes.family])
+        lines.append([name, show_count(model_spec(name, sizes).parameters), *map(str, shape)])
     return lines
 
 

@@ -17,16 +17,17 @@ def estimate(
     Try: meshwright estimate --model llama2-7b --cluster 1x8:a100-80gb --batch 64 --seq 4096 --plan dp8.z3.rc-layer
     """
     from meshwright.cost.step import estimate as price
+    from meshwright.cli.preparation import read_file
     from meshwright.intake.job import resolve
     from meshwright.report.plans import entry_data, estimate_text
 
-    file = shared.job_file(job)
+    file = read_file(job, shared)
     question = resolve(file)
     plan = file.given_plan()
     if plan is None:
-        from meshwright.search.rank import best
+        from meshwright.search.rank import search
 
-        plan = best(question)
+        plan = search(question, 1).chosen.plan
     priced = price(question, plan)
     if json:
         say_json(entry_data(plan, priced))

@@ -25,6 +25,7 @@ def plan(
     Try: meshwright plan --model llama-65b --cluster 8x8:a100-80gb --batch 512 --seq 2048 --pin tp=8
     """
     from meshwright.base.errors import InputError
+    from meshwright.cli.preparation import read_file
     from meshwright.intake.job import resolve
     from meshwright.intake.plans import parse_pins
     from meshwright.report.plans import answer_data, answer_text
@@ -33,7 +34,7 @@ def plan(
 
     if top < 1:
         raise InputError(f"--top {top}: must be at least 1")
-    question = resolve(shared.job_file(job))
+    question = resolve(read_file(job, shared))
     if pin:
         question = question.but(pins={**question.pins, **parse_pins(pin)})
     answer = search(question, top)

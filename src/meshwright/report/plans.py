@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from meshwright.search.rank import Answer
+    from meshwright.search.answer import Answer
 
 WIDTH = 100
 
@@ -34,18 +35,22 @@ def question_text(job: Job) -> str:
 
 def answer_text(job: Job, answer: Answer, why: Sequence[str]) -> str:
     """The ranked plans, why the first one, and what was rejected for what reason."""
-    parts = [question_text(job), plan_table([(entry.plan, entry.estimate) for entry in answer.plans]), "\n".join(why)]
+    ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans])
     tally = f"{answer.considered:,} plans considered in {show_seconds(answer.seconds)}"
     if answer.rejected:
-        tally += ", rejected:\n" + columns(
-            [(clip(f"{entry.reason} (such as {entry.example})", WIDTH - 14), f"{entry.count:,}") for entry in answer.rejected], "  "
-        )
-    return "\n\n".join([*parts, tally])
+        lines = [(clip(f"{entry.reason} ({entry.example})", WIDTH - 14), f"{entry.count:,}") for entry in answer.rejected]
+        tally += ", rejected:\n" + columns(lines, "  ")
+    return "\n\n".join([question_text(job), ranked, "\n".join(map(folded, why)), tally])
+
+
+def folded(line: str) -> str:
+    """`line` in at most WIDTH columns, what follows indented."""
+    return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def plan_table(entries: Sequence[tuple[Plan, Estimate]]) -> str:
-    """One plan a line."""
-    rows = [("plan", "step", "tokens/s", "MFU", "memory", "", "bubble", "waiting for data")]
+    """One plan a line; `exposed` is communication that nothing hides."""
+    rows = [("plan", "step", "tokens/s", "MFU", "memory", "", "bubble", "exposed")]
     for plan, estimate in entries:
         time = estimate.time
         rows.append(
@@ -57,7 +62,7 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]]) -> str:
                 show_bytes(estimate.memory.total),
                 str(estimate.verdict),
                 share(time.bubble, time),
-                share(time.data, time),
+                share(exposed(time), time),
             )
         )
     return columns(rows)
@@ -95,6 +100,11 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate) -> str:
 def shown_stages(count: int, most: int = 6) -> list[int]:
     """Which pipeline ranks a table of `most` columns shows: the first ones and the last."""
     return list(range(count)) if count <= most else [*range(most - 1), count - 1]
+
+
+def exposed(time: Time) -> float:
+    """Seconds of communication that nothing hides."""
+    return time.tensor + time.data + time.pipeline + time.context + time.expert
 
 
 def share(value: float, time: Time) -> str:

@@ -1,0 +1,88 @@
+"""Writes the reference of the command line, docs/en/cli.md and docs/zh/cli.md, from `--help` itself. A test runs it and compares.
+
+python docs/generate.py            # after a command or an option has changed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+from meshwright.cli.main import COMMANDS, application, main
+
+DOCS = Path(__file__).parent
+WORDS = {
+    "en": {
+        "title": "# The command line",
+        "made": "*Made from `--help` by `docs/generate.py`; a test keeps it true.*",
+        "intro": (
+            "One command is one deed. Results go to standard output, progress and remarks to standard error; `--json` prints one JSON object "
+            "and nothing else. `NO_COLOR` is obeyed. `--debug` shows the traceback of an error."
+        ),
+        "codes": "## Exit codes",
+        "head": "| code | meaning |\n|---|---|",
+        0: "done",
+        1: "the job failed",
+        2: "bad input: what, where, and the way out stand in one line",
+        3: "no plan fits",
+        4: "verification failed: the run does not compute what one device computes",
+        75: "preempted or interrupted; the same command goes on",
+    },
+    "zh": {
+        "title": "# 命令行",
+        "made": "*由 `docs/generate.py` 根据 `--help` 生成；有测试保证其与程序一致。*",
+        "intro": (
+            "一条命令做一件事。结果写到标准输出，进度和提示写到标准错误；`--json` 只输出一个 JSON 对象。"
+            "遵守 `NO_COLOR`。`--debug` 显示错误的调用栈。"
+        ),
+        "codes": "## 退出码",
+        "head": "| 退出码 | 含义 |\n|---|---|",
+        0: "完成",
+        1: "任务失败",
+        2: "输入有误：一行说明错在哪里、如何改正",
+        3: "没有放得下的方案",
+        4: "验证失败：运行结果与单设备不一致",
+        75: "被抢占或被中断；重复同一命令即可继续",
+        "train": "规划、启动并训练；从上次停下的地方继续",
+        "plan": "为任务排列并行方案，并说明其他方案为何落选",
+        "estimate": "逐项、逐级估算一个方案的显存与时间",
+        "verify": "与单设备比较：损失、每个梯度、参数量与词元数",
+        "report": "以文本展示一次或多次运行",
+        "checkpoint": "列出、校验、导出、导入检查点",
+        "catalog": "列出已知的模型、设备与集群",
+        "doctor": "检查本机：设备、通信后端、带宽、版本",
+        "schema": "任务文件的 JSON Schema，供编辑器使用",
+    },
+}
+CODES = (0, 1, 2, 3, 4, 75)
+
+
+def help_of(*tokens: str) -> str:
+    """What the command prints, as lines without trailing blanks."""
+    caught = io.StringIO()
+    with contextlib.redirect_stdout(caught):
+        main([*tokens, "--help"])
+    return "\n".join(line.rstrip() for line in caught.getvalue().strip().splitlines())
+
+
+def page(language: str) -> str:
+    words = WORDS[language]
+    parts = [words["title"], words["made"], words["intro"], f"```text\n{help_of()}\n```", words["codes"]]
+    parts.append("\n".join([words["head"], *(f"| {code} | {words[code]} |" for code in CODES)]))
+    for name, line in COMMANDS:
+        parts += [f"## {name}", words.get(name, line[:1].upper() + line[1:] + "."), f"```text\n{help_of(name)}\n```"]
+        inside = [word for word in application([name])[name] if not word.startswith("-")]
+        for word in inside:
+            parts += [f"### {name} {word}", f"```text\n{help_of(name, word)}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(folder: Path = DOCS) -> None:
+    for language in WORDS:
+        (folder / language).mkdir(parents=True, exist_ok=True)
+        (folder / language / "cli.md").write_text(page(language), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,207 @@
+"""The command line: one line per mistake, the documented exit codes, JSON that is only JSON, a reference that is true, a quick start."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli import main as command_line
+from meshwright.cli.main import COMMANDS, application, main
+from meshwright.intake.plans import read_plan
+
+ROOT = Path(__file__).parents[2]
+LARGE = ["--model", "llama-65b", "--cluster", "8x8:a100-40gb", "--batch", "512", "--seq", "2048"]
+SMALL = ["--cluster", "1x4:cpu"]
+MEMORY = {"parameters", "gradients", "optimizer", "activations", "buffers", "total", "reserved"}
+TIME = {"compute", "recompute", "bubble", "tensor", "data", "pipeline", "context", "expert", "offload", "step"}
+
+
+def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    code = main(list(tokens))
+    caught = capsys.readouterr()
+    return code, caught.out, caught.err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["paln"], "no command 'paln'; did you mean 'plan'?; commands are train, plan"),
+        (["plan", "--modle", "x"], "plan: Unknown option: --modle. Did you mean --model?"),
+        (["plan", "--batch", "many"], 'plan: Invalid value for --batch: unable to convert "many" into int.'),
+        (["plan", "a.yaml", "b.yaml"], "plan: Unused Tokens: ['b.yaml']."),
+        (["plan", "nowhere.yaml"], "job 'nowhere.yaml' does not exist"),
+        (["plan", "--top", "0"], "--top 0: must be at least 1"),
+        (["plan", *SMALL, "--pin", "tp"], "pin 'tp' is not name=value; write pins like 'tp=2,pp=4'"),
+        (["plan", "--set", "workload.stpes=3"], "Workload has no field 'stpes'; did you mean 'steps'?"),
+        (["estimate", *SMALL, "--plan", "dp3"], "plan dp3: dp(3) * tp(1) * pp(1) = 3 but the cluster has 4 devices"),
+        (["estimate", *SMALL, "--precision", "bf17"], "$.workload.precision: input should be 'fp64', 'fp32', 'bf16' or 'fp16', got 'bf17'"),
+        (
+            ["estimate", "--model", "llama-65bb"],
+            "model 'llama-65bb' is neither in the catalog nor a folder with config.json nor a file; did you mean",
+        ),
+        (["catalog", "modles"], 'catalog: Invalid value "modles" for KIND.'),
+        (["catalog", "models", "--like", "zebra"], "none of 107 entries has 'zebra'"),
+    ],
+)
+def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(
+    tokens: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = called(capsys, *tokens)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("meshwright: ") and message in err
+
+
+def test_a_job_that_fits_nowhere_is_exit_code_3_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(capsys, "plan", "--model", "llama-65b", "--cluster", "1x2:a100-40gb", "--batch", "8")
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert "GiB" in err
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        main(["plan", "--top", "0", "--debug"])
+
+
+def test_an_error_of_ours_is_exit_code_1_and_asks_for_debug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "run", lambda tokens: 1 // 0)
+    code, out, err = called(capsys, "plan")
+    assert (code, out) == (1, "")
+    assert err == "meshwright: ZeroDivisionError: integer division or modulo by zero; this is a fault of meshwright, --debug shows where\n"
+
+
+def test_an_interrupt_is_exit_code_75(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(tokens: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "run", stop)
+    assert called(capsys, "plan") == (75, "", "meshwright: interrupted; the same command goes on\n")
+
+
+def test_plan_prints_json_in_the_promised_form_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(capsys, "plan", *LARGE, "--top", "3", "--json")
+    answer = json.loads(out)
+    assert (code, err) == (0, "")
+    assert answer.keys() == {"job", "chosen", "plans", "considered", "rejected", "seconds"}
+    assert len(answer["plans"]) == 3 and answer["chosen"] == answer["plans"][0]
+    assert all(entry.keys() == {"reason", "count", "example"} for entry in answer["rejected"])
+    check_entry(answer["chosen"], 64)
+
+
+def test_estimate_prints_one_entry_whose_items_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(capsys, "estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-layer", "--json")
+    entry = json.loads(out)
+    assert code == 0
+    check_entry(entry, 64)
+    memory, time = entry["estimate"]["memory"], entry["estimate"]["time"]
+    assert sum(memory[kind] for kind in MEMORY - {"total", "reserved"}) == pytest.approx(memory["total"])
+    assert sum(time[kind] for kind in TIME - {"step"}) == pytest.approx(time["step"])
+    assert len(entry["estimate"]["per_stage"]) == 8
+
+
+def check_entry(entry: dict[str, Any], world: int) -> None:
+    plan = read_plan(entry["name"])
+    assert plan is not None and plan.world == world
+    assert plan.model_dump(mode="json") == {**entry["plan"], "layers_per_stage": entry["plan"]["layers_per_stage"]}
+    assert entry["estimate"]["memory"].keys() == MEMORY and entry["estimate"]["time"].keys() == TIME
+    assert {"per_stage", "tokens_per_second", "mfu", "fits"} <= entry["estimate"].keys()
+
+
+@pytest.mark.parametrize("tokens", [["plan", *LARGE], ["estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-layer"], ["catalog", "models"]])
+def test_text_is_plain_and_fits_100_columns(tokens: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(capsys, *tokens)
+    assert (code, err) == (0, "")
+    assert not {"\r", "\x1b"} & set(out)
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_plan_says_why_in_at_most_five_lines_and_why_others_were_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = called(capsys, "plan", *LARGE, "--top", "1")
+    question, table, why, tally = out.strip().split("\n\n")
+    assert question.startswith("model    llama-65b: 65.3 B parameters") and len(table.splitlines()) == 2
+    assert 1 <= sum(not line.startswith(" ") for line in why.splitlines()) <= 5
+    assert "plans considered" in tally and "does not fit" in tally
+
+
+def test_a_pin_holds_and_a_saved_plan_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    code, out, err = called(capsys, "plan", *SMALL, "--pin", "tp=2,z=1", "--top", "4", "--save", str(path))
+    assert code == 0 and err == f"{(name := out.split()[out.split().index('exposed') + 1])} is in {path}; `--plan {path}` uses it\n"
+    saved = read_plan(str(path))
+    assert saved is not None and (saved.tp, saved.zero, saved.name) == (2, 1, name)
+    assert called(capsys, "estimate", *SMALL, "--plan", str(path))[0] == 0
+
+
+@pytest.mark.parametrize(("kind", "count"), [("models", 107), ("devices", 38), ("clusters", 17), ("links", 12)])
+def test_the_catalog_lists_everything(kind: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(called(capsys, "catalog", kind)[1].splitlines()) == count + 1
+    assert len(json.loads(called(capsys, "catalog", kind, "--json")[1])) == count
+
+
+def test_the_schema_knows_every_section_and_every_pin(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = json.loads(called(capsys, "schema")[1])
+    assert schema["properties"].keys() == {"model", "workload", "data", "cluster", "plan", "run"}
+    assert {"tp", "pp", "dp", "zero", "name"} <= schema["properties"]["plan"]["properties"].keys()
+    assert schema["additionalProperties"] is False
+
+
+def test_the_version_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(capsys, "--version") == (0, "0.1.0\n", "")
+
+
+def helped(name: str) -> list[list[str]]:
+    """A command and the commands inside it, as tokens."""
+    inside = [word for word in application([name])[name] if not word.startswith("-")]
+    return [[name], *([name, word] for word in inside)]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in COMMANDS])
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for tokens in helped(name):
+        code, out, _ = called(capsys, *tokens, "--help")
+        assert code == 0 and (f"Try: meshwright {' '.join(tokens)}" in out or len(helped(name)) > len(tokens) == 1)
+
+
+def test_the_reference_is_what_help_says(tmp_path: Path) -> None:
+    runpy.run_path(str(ROOT / "docs" / "generate.py"))["write"](tmp_path)
+    for language in ("en", "zh"):
+        assert (tmp_path / language / "cli.md").read_text() == (ROOT / "docs" / language / "cli.md").read_text(), (
+            "run: python docs/generate.py"
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "strangers"),
+    [
+        (["--help"], "torch numpy pydantic yaml meshwright.intake meshwright.cost"),
+        (["--version"], "torch numpy pydantic yaml meshwright.intake"),
+        (["catalog", "devices"], "torch numpy cost rich"),
+        (["plan", *SMALL], "torch rich transformers"),
+        (["estimate", *SMALL, "--plan", "dp4"], "torch rich transformers meshwright.search"),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(tokens: list[str], strangers: str) -> None:
+    """Start time is import time: bench/ holds the seconds, this holds their cause."""
+    script = f"import sys; from meshwright.cli.main import main; code = main({tokens!r}); sys.exit(code or ' '.join(set({strangers.split()!r}) & sys.modules.keys()) or None)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m meshwright.cli.main catalog models --json | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_doctor_gives_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    code, out, _ = called(capsys, "doctor", "--json")
+    facts = json.loads(out)
+    assert code == {"works": 0, "broken": 1}[facts["verdict"]]
+    assert facts["speed"]["matrix_product_flops_per_second"] > 1e8 and facts["cores"] >= 1

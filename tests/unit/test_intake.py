@@ -1,0 +1,370 @@
+"""What a person writes becomes nouns, or one line that says what, where, the numbers and the way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.base.errors import InputError
+from meshwright.intake.architecture import model_spec
+from meshwright.intake.clusters import read_cluster
+from meshwright.intake.huggingface import config_sizes
+from meshwright.intake.job import JobFile, load, read_job, resolve
+from meshwright.intake.local import core_cluster
+from meshwright.intake.models import read_model, read_sizes
+from meshwright.intake.plans import check_plan, parse_pins, pins_of, read_pins, read_plan
+from meshwright.intake.sizes import Sizes
+from meshwright.spec.plan import Plan, parse_plan
+
+LLAMA = {"kind": "llama", "layers": 2, "hidden": 64, "heads": 4, "ffn": 160, "vocab": 96, "seq": 32}
+JOB = """
+model: {name: llama-tiny}
+workload: {sequence: 256, batch: 32, steps: 200, precision: fp32, optimizer: {name: adamw, lr: 3.0e-4}, seed: 1}
+data: {source: stdlib}
+cluster: {name: "1x4:cpu"}
+plan: {tp: 2}
+"""
+
+
+def written(folder: Path, text: str, name: str = "job.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_job_of_the_documentation_reads(tmp_path: Path) -> None:
+    job = load(written(tmp_path, JOB))
+    assert (job.workload.batch, job.workload.optimizer.lr, job.cluster.devices, job.pins) == (32, 3e-4, 4, {"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: {name: llama-tiny}", "{path}: $: JobFile has no field 'modle'; did you mean 'model'?"),
+        ("workload: {stpes: 3}", "{path}: $.workload: Workload has no field 'stpes'; did you mean 'steps'?"),
+        ("workload: {optimizer: {lrr: 3}}", "{path}: $.workload.optimizer: Optimizer has no field 'lrr'; did you mean 'lr'?"),
+        ("workload: {batch: 0}", "{path}: $.workload.batch: input should be greater than or equal to 1, got 0"),
+        ("workload: {batch: many}", "{path}: $.workload.batch: input should be a valid integer"),
+        ("workload: {batch: 1, batch: 2}", "{path}:1: key 'batch' is written twice"),
+        ("workload: [", "{path}:1: not valid YAML"),
+        ("- a\n- b", "{path}: a job is sections such as 'model: {name: llama-tiny}', got list"),
+        ("model: {name: a, path: b}", "{path}: $.model: names the model twice, by name and by path; keep one"),
+        ("plan: {tpp: 2}", "$.plan: Plan has no field 'tpp'; did you mean 'tp'"),
+        ("plan: {tp: 0}", "$.plan.tp: input should be greater than or equal to 1, got 0"),
+        ("plan: {name: dp4, tp: 2}", "$.plan: a name and pins (tp) at once; the name 'dp4' fixes everything"),
+        ("plan: {name: dp4.tq2}", "plan 'dp4.tq2': part 'tq2' is not understood; did you mean 'tp2'"),
+        ("cluster: {name: '8x8:a100-80bg'}", "device 'a100-80bg' is not in the catalog; did you mean 'a100-80gb'"),
+        ("model: {name: llama-tinny}", "model 'llama-tinny' is neither in the catalog nor a folder"),
+        ("model: {name: llama-tiny, sizes: {layer: 3}}", "$.model.sizes: Sizes has no field 'layer'; did you mean 'layers'"),
+        ("model: {name: gpt2}\nworkload: {sequence: 4096}", "sequence 4096 is longer than the 1024 positions"),
+        ("cluster: {name: '1x8:v100-32gb'}\nworkload: {precision: bf16}", "device 'v100-32gb' has no rate for bf16; it has fp32, fp16"),
+    ],
+)
+def test_a_mistake_in_a_job_is_one_line_with_its_place(text: str, message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(InputError) as caught:
+        load(path)
+    line = str(caught.value)
+    assert line.startswith(message.replace("{path}", str(path))) and "\n" not in line
+
+
+def test_a_job_that_does_not_exist_is_said_to() -> None:
+    with pytest.raises(InputError, match=r"job 'nowhere.yaml' does not exist"):
+        load("nowhere.yaml")
+
+
+def test_options_beat_set_and_set_beats_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, JOB)
+    file = read_job(path, ["workload.batch=64", "workload.steps=5", "workload.optimizer.lr=1e-3"], {"workload.batch": 8})
+    assert (file.workload.batch, file.workload.steps, file.workload.optimizer.lr) == (8, 5, 1e-3)
+
+
+@pytest.mark.parametrize("override", ["workload.steps", "steps=3", "=3"])
+def test_a_set_that_is_no_assignment_says_how_to_write_one(override: str) -> None:
+    with pytest.raises(InputError, match=r"is not section.key=value; write it like --set workload.steps=50"):
+        read_job(None, [override])
+
+
+def test_another_model_or_plan_on_the_command_line_replaces_the_one_in_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {path: somewhere}\nplan: {tp: 2}")
+    file = read_job(path, (), {"model.name": "gpt2-tiny", "plan.name": "dp4"})
+    assert file.model.source == "gpt2-tiny" and file.given_plan() == parse_plan("dp4")
+
+
+def test_auto_leaves_the_plan_to_the_planner(tmp_path: Path) -> None:
+    file = read_job(written(tmp_path, "plan: dp4.tp2"), (), {"plan.name": "auto"})
+    assert file.given_plan() is None and resolve(file).pins == {}
+
+
+def test_a_plan_by_name_fixes_every_field_of_the_plan() -> None:
+    job = resolve(read_job(None, (), {"plan.name": "dp2.tp2.z1", "cluster.name": "1x4:cpu"}))
+    assert job.pins == pins_of(parse_plan("dp2.tp2.z1"))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision"), [("1x8:h100", "bf16"), ("1x8:v100", "fp16"), ("1x4:cpu", "fp32"), ("1x8:h100+1x8:v100", "fp16")]
+)
+def test_the_precision_that_is_not_written_is_the_fastest_of_the_slowest_device(cluster: str, precision: str) -> None:
+    assert resolve(read_job(None, (), {"cluster.name": cluster})).workload.precision == precision
+
+
+def test_a_precision_that_is_written_stays() -> None:
+    assert resolve(read_job(None, (), {"cluster.name": "1x8:h100", "workload.precision": "fp32"})).workload.precision == "fp32"
+
+
+def test_sequences_that_nobody_chose_end_where_the_model_ends() -> None:
+    assert resolve(read_job(None, (), {"model.name": "convnet-tiny"})).workload.sequence == 1
+
+
+def test_a_cluster_written_out_in_the_job_reads(tmp_path: Path) -> None:
+    text = """
+cluster:
+  name: mine
+  groups: [{nodes: 2, devices: 4, device: a100-40gb}]
+  network: {name: slow, bandwidth: 10 Gbit/s, latency: 20 us}
+"""
+    cluster = load(written(tmp_path, text)).cluster
+    assert (cluster.devices, cluster.network.bandwidth, cluster.groups[0].link.name) == (8, 1.25e9, "NVLink3")
+
+
+# --- models -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_architecture_file_reads_like_the_catalog(tmp_path: Path) -> None:
+    path = written(tmp_path, "\n".join(f"{key}: {value}" for key, value in LLAMA.items()), "small.yaml")
+    assert read_sizes(str(path)) == Sizes.model_validate(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 5}, "hidden(64) must be a multiple of heads(5), or head_dim given"),
+        ({"kv_heads": 3}, "heads(4) must be a multiple of kv_heads(3)"),
+        ({"experts": 4, "moe_ffn": 8}, "top_k(0) must lie between 1 and experts(4)"),
+        ({"kind": "lama"}, "input should be 'llama'"),
+    ],
+)
+def test_impossible_sizes_are_named_with_their_numbers(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps({**LLAMA, **changes}), "small.json")
+    with pytest.raises(InputError) as caught:
+        read_sizes(str(path))
+    assert message in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_configuration_of_an_unknown_family_names_the_near_ones() -> None:
+    with pytest.raises(InputError, match=r"model_type 'qwen33' is not one of .*; did you mean 'qwen3'"):
+        config_sizes({"model_type": "qwen33"}, "config.json")
+
+
+def test_a_configuration_without_a_size_says_which() -> None:
+    with pytest.raises(InputError, match="model_type 'llama' needs field 'hidden_size'"):
+        config_sizes({"model_type": "llama", "num_hidden_layers": 2}, "config.json")
+
+
+def test_a_folder_without_a_configuration_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has no config.json"):
+        read_sizes(str(tmp_path))
+
+
+def test_live_code_is_told_apart_from_files() -> None:
+    with pytest.raises(InputError, match="is live code"):
+        read_sizes("package.module:build")
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    layers=st.integers(1, 4),
+    heads=st.sampled_from([1, 2, 4]),
+    head=st.sampled_from([8, 16]),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    kind=st.sampled_from(["llama", "gpt2", "neox", "bloom"]),
+)
+def test_tensor_ranks_hold_together_what_one_device_holds(layers: int, heads: int, head: int, tp: int, kind: str) -> None:
+    """Every weight that is cut is cut evenly where tp divides the sizes that must divide."""
+    sizes = Sizes.model_validate(
+        {**LLAMA, "kind": kind, "layers": layers, "heads": heads * tp, "hidden": heads * tp * head, "ffn": 24 * tp, "vocab": 64}
+    )
+    spec = model_spec("any", sizes)
+    assert all(size % tp == 0 for size in spec.divisible.values())
+    for layer in spec.layers:
+        for parameter in layer.parameters:
+            assert parameter.local_numel(tp) * (tp if parameter.split is not None else 1) == parameter.numel
+
+
+def test_a_tied_head_shares_the_first_parameter_of_the_embedding() -> None:
+    spec = read_model("gpt2-small")
+    head = spec.layers[-1]
+    assert head.tied == "embedding" and head.parameters[0] == spec.layers[0].parameters[0]
+    assert spec.parameters == 124_439_808
+
+
+def test_an_encoder_attends_to_twice_the_context_of_a_decoder() -> None:
+    factors = {
+        name: next(layer for layer in read_model(name).layers if layer.name == "block").attention_flops
+        for name in ("bert-base", "gpt2-small")
+    }
+    assert factors == {"bert-base": 4 * 768, "gpt2-small": 2 * 768}
+
+
+def test_a_llama_layer_keeps_what_was_published_for_it() -> None:
+    """22 h + 4 h k/a + 8 f bytes a token at two bytes, 4 bytes a head and 8 for 1/rms (HF Llama 7B, eager); h less here: attention's output is kept once."""
+    block = next(layer for layer in read_model("llama2-7b").layers if layer.name == "block")
+    h, f, a = 4096, 11008, 32
+    kept = 2 * (block.saved_split + block.saved_whole) + block.fixed_split + block.fixed_whole
+    assert kept == 20 * h + 4 * h + 8 * f + 4 * a + 8
+
+
+# --- clusters ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "bandwidth"),
+    [
+        ("8x8:a100-80gb", 64, 25e9),
+        ("8:a100-80gb", 8, 25e9),
+        ("4x8:h100@200Gb", 32, 25e9),
+        ("4x8:h100@4x200Gb", 32, 12.5e9),
+        ("4x8:h100@25GB/s", 32, 25e9),
+        ("4x8:h100@ib-xdr", 32, 100e9),
+        ("2x8:a100-80gb+4x8:v100-32gb", 48, 6.25e9),
+        ("2x8:a100-80gb@ib-hdr+4x4:v100", 32, 25e9),
+        ("selene-1024", 1024, 25e9),
+    ],
+)
+def test_a_cluster_in_words_has_those_devices_and_that_network(text: str, devices: int, bandwidth: float) -> None:
+    cluster = read_cluster(text)
+    assert (cluster.devices, cluster.network.bandwidth) == (devices, bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0x8:h100", "has 0 nodes of 8 devices; both must be at least 1"),
+        ("8x0:h100", "has 8 nodes of 0 devices; both must be at least 1"),
+        ("8xh100", "is not NODESxDEVICES:device; write it like '8x8:a100-80gb'"),
+        ("8x8:", "is not NODESxDEVICES:device"),
+        ("8x8:h10", "device 'h10' is not in the catalog; did you mean 'h100'"),
+        ("8x8:h100@fast", "link 'fast' is neither a rate such as '200Gb' or '25GB/s' nor one of ib-edr"),
+        ("8x8:h100@0Gb", "carries nothing"),
+        ("2x8:h100@200Gb+2x8:a100@100Gb", "two networks, '200Gb' and '100Gb'; one network joins all nodes"),
+        ("local:0", "the number of ranks behind 'local:' must be at least 1"),
+        ("local:two", "the number of ranks behind 'local:' must be at least 1"),
+        ("mine.yaml", "cluster 'mine.yaml' does not exist"),
+    ],
+)
+def test_a_mistake_in_a_cluster_says_the_way_out(text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_cluster(text)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ranks_beyond_the_cores_share_them() -> None:
+    fitting, crowded = core_cluster("local", 2, 2, 8e9), core_cluster("local", 4, 2, 8e9)
+    assert crowded.groups[0].device.peak["fp32"] * 2 == fitting.groups[0].device.peak["fp32"]
+    assert crowded.memory * 2 == fitting.memory
+
+
+def test_a_cluster_file_gives_back_the_cluster(tmp_path: Path) -> None:
+    cluster = read_cluster("2x8:a100-80gb+4x8:v100-32gb@ib-hdr")
+    assert read_cluster(str(written(tmp_path, cluster.to_json(), "cluster.json"))) == cluster
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------------------
+
+
+def question(**options: Any) -> Any:
+    return resolve(read_job(None, (), {"cluster.name": "2x8:a100-80gb", "model.name": "llama2-7b", "workload.batch": 64, **options}))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("dp4.tp3.pp2", "dp(4) * tp(3) * pp(2) = 24 but the cluster has 16 devices"),
+        ("dp2.tp8.mb64", "batch 64 is not a multiple of dp(2) * micro_batch(64) = 128"),
+        ("pp8.interleaved8.dp2", "pp(8) * virtual(8) = 64 stages need as many blocks, the model has 32"),
+        (
+            "dp2.pp8.mb8.interleaved2",
+            "interleaved: 4 micro-batches are not a multiple of pp(8); a batch of 128 sequences or a multiple of it would be",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_run_says_the_equation(plan: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_plan(question(), parse_plan(plan))
+    assert str(caught.value) == f"plan {parse_plan(plan).name}: {message}"
+
+
+def test_heads_that_tp_does_not_divide_are_named() -> None:
+    job = question(**{"model.name": "qwen2.5-7b"})
+    with pytest.raises(InputError, match=r"tp\(8\) does not divide heads\(28\)"):
+        check_plan(job, parse_plan("dp2.tp8"))
+
+
+def test_a_network_that_nothing_shards_refuses_tp() -> None:
+    job = question(**{"model.name": "convnet-tiny"})
+    with pytest.raises(InputError, match="no rule shards the layers of this model; use tp 1"):
+        check_plan(job, parse_plan("dp8.tp2"))
+
+
+def test_a_sequence_that_tp_does_not_divide_is_refused_only_with_sequence_parallelism() -> None:
+    job = question(**{"workload.sequence": 1001})
+    check_plan(job, parse_plan("dp8.tp2"))
+    with pytest.raises(InputError, match=r"sp: tp\(2\) does not divide sequence\(1001\)"):
+        check_plan(job, parse_plan("dp8.tp2.sp"))
+
+
+def test_pins_read_as_letters_or_as_fields() -> None:
+    assert parse_pins("tp=2,z=1,mb=4") == read_pins({"tp": 2, "zero": 1, "micro_batch": 4}, "$.plan")
+    assert parse_pins("layers_per_stage=[3,5]") == {"layers_per_stage": (3, 5)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp", "pin 'tp' is not name=value; write pins like 'tp=2,pp=4'"),
+        ("tp=2,tp=4", "fix 'tp' twice"),
+        ("pt=2", "Plan has no field 'pt'"),
+        ("tp=two", "pins.tp: input should be a valid integer"),
+        ("zero=4", "pins.zero: input should be less than or equal to 3, got 4"),
+        ("schedule=2f2b", "pins.schedule: input should be 'gpipe'"),
+    ],
+)
+def test_a_mistake_in_a_pin_says_which(text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_pins(text)
+    assert message in str(caught.value)
+
+
+def test_a_plan_reads_from_its_name_from_its_file_and_from_an_answer(tmp_path: Path) -> None:
+    plan = parse_plan("dp2x4.tp2.z3.mb2.rc-layer")
+    alone = written(tmp_path, plan.to_json(), "plan.json")
+    entry = written(tmp_path, json.dumps({"chosen": {"name": plan.name, "plan": plan.model_dump(mode="json")}}), "answer.json")
+    assert read_plan(plan.name) == read_plan(str(alone)) == read_plan(str(entry)) == plan
+    assert read_plan("auto") is None
+
+
+def test_what_a_job_file_says_survives_being_written_and_read(tmp_path: Path) -> None:
+    file = read_job(written(tmp_path, JOB))
+    assert read_job(written(tmp_path, file.to_json(), "again.json")) == file
+
+
+def test_the_default_job_is_a_small_llama_on_this_machine() -> None:
+    assert (JobFile().model.source, JobFile().cluster.name, JobFile().data.source) == ("llama-tiny", "local", "stdlib")
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.builds(
+        Plan, dp_replicate=st.integers(1, 8), tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2]), micro_batch=st.integers(1, 4)
+    )
+)
+def test_every_field_of_a_plan_can_be_a_pin(plan: Plan) -> None:
+    assert Plan(**read_pins(pins_of(plan), "pins")) == plan
