@@ -14,7 +14,7 @@ from jobs import CANONICAL, named_job
 
 from meshwright.search.rank import search
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parent / "golden" / "plans"
 
 
 def answer(name: str) -> dict[str, Any]:
@@ -39,6 +39,6 @@ def test_every_golden_file_is_of_a_canonical_job() -> None:
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     for name in CANONICAL:
         (FOLDER / f"{name}.json").write_text(json.dumps(answer(name), indent=2) + "\n")
