@@ -39,9 +39,9 @@ def run_world(world: int, work: Callable[[Ranks], Any]) -> list[Any]:
     def rank(index: int) -> None:
         def share(text: str) -> list[str]:
             texts[index] = text
-            barrier.wait(30)
+            barrier.wait(300)
             everyone = list(texts)
-            barrier.wait(30)
+            barrier.wait(300)
             return everyone
 
         try:
