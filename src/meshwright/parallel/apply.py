@@ -17,7 +17,7 @@ from meshwright.anatomy import Anatomy, layers, read
 from meshwright.base.errors import InputError
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.gates import Absent, Gate, Run, StageDone
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import Batch, LossFunction, Objective
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
@@ -107,7 +107,13 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, loss: LossFu
     dtype = getattr(torch, recipe.compute)
     _drop_absent(model, anatomy, {name for held in mine.values() for layer in held for name in layer.parameters}, tie_here, dtype)
     flat, tied, by_layer = _lay_flat(mine, table, anatomy, mesh, recipe, parameters)
-    zero = Zero(mesh, flat, partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set(), tied)
+    zero = Zero(
+        mesh,
+        flat,
+        partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set(),
+        tied,
+        tie_group(mesh) if anatomy.tied else None,
+    )
     run = Run(start=0, stop=max(anatomy.count, 1))
     gates = _set_gates(model, anatomy, mesh, run, by_layer, {name: layer for layer in table for name in layer.parameters})
     pipeline = Pipeline(mesh, lambda *arguments: engine.stage_forward(*arguments), zero.end_backward)

@@ -14,6 +14,7 @@ Source: Rajbhandari et al., ZeRO (2020). Gradients are sums, already divided by 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -83,12 +84,15 @@ class FlatUnit:
     # --- gradients ------------------------------------------------------------------------------------------------------------
 
     def _taker(self, name: str) -> Callable[[torch.Tensor], None]:
+        """The hook holds the unit weakly: autograd keeps hooks where Python's collector does not look, and a cycle would never end."""
+        unit = weakref.ref(self)
+
         def take(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
-            if gradient is None:
+            gradient, owner = parameter.grad, unit()
+            if gradient is None or owner is None:
                 return
             parameter.grad = None
-            self._take(name, gradient)
+            owner._take(name, gradient)
 
         return take
 

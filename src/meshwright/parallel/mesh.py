@@ -21,7 +21,7 @@ Group = dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands. `tie` joins the first and the last pipeline rank, which share tied weights."""
+    """Where this rank stands. Only axes of more than one rank are in the device mesh: a group costs threads and sockets."""
 
     plan: Plan
     grid: Grid
@@ -29,7 +29,6 @@ class Mesh:
     place: Place
     device: torch.device
     device_mesh: DeviceMesh | None
-    tie: Group = None
     channels: dict[tuple[int, int], Group] = field(default_factory=dict)
 
     def group(self, axis: str) -> Group:
@@ -78,8 +77,12 @@ def make_mesh(plan: Plan, device: torch.device | None = None) -> Mesh:
     place = grid.place(rank)
     if not dist.is_initialized():
         return Mesh(plan, grid, rank, place, device, None)
-    device_mesh = init_device_mesh(device.type, tuple(grid.sizes), mesh_dim_names=AXES)
-    return Mesh(plan, grid, rank, place, device, device_mesh, _tie_group(grid, place), _channels(grid, place, device))
+    axes = [axis for axis in AXES if getattr(grid.sizes, axis) > 1]
+    device_mesh = None
+    if axes:
+        sizes = tuple(getattr(grid.sizes, axis) for axis in axes)
+        device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(axes))
+    return Mesh(plan, grid, rank, place, device, device_mesh, _channels(grid, place, device))
 
 
 def _columns(grid: Grid) -> list[Place]:
@@ -94,7 +97,9 @@ def _size(grid: Grid) -> int:
     return size
 
 
-def _tie_group(grid: Grid, here: Place) -> Group:
+def tie_group(mesh: Mesh) -> Group:
+    """The first and the last pipeline rank beside this one, which share tied weights; None elsewhere. Every rank calls it."""
+    grid, here = mesh.grid, mesh.place
     last = grid.sizes.pp - 1
     mine: Group = None
     if last == 0:

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.parallel.exchange import Pending
 from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import Group, Mesh
 
 IN_FLIGHT = 2
 """Reductions under way at ZeRO 2 and 3; each holds a whole unit of gradients."""
@@ -37,8 +37,8 @@ class Stage:
 class Zero:
     """All flat units of this rank. `partial` names parameters whose gradients are partial sums over the tensor ranks."""
 
-    def __init__(self, mesh: Mesh, stages: dict[int, list[FlatUnit]], partial: set[str], tied: dict[int, bool]) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, stages: dict[int, list[FlatUnit]], partial: set[str], tied: dict[int, bool], tie: Group) -> None:
+        self.mesh, self.tie = mesh, tie
         self.stages = {stage: Stage(units) for stage, units in stages.items()}
         self.units = [unit for units in stages.values() for unit in units]
         self.tied = [(unit, counts) for unit in self.units if (counts := tied.get(id(unit))) is not None]
@@ -111,8 +111,8 @@ class Zero:
             for run, total in zip(self._partial, joined.split([run.numel() for run in self._partial]), strict=True):
                 run.copy_(total)
         for unit, _ in self.tied:
-            if self.mesh.tie is not None:
-                dist.all_reduce(unit.own_gradients, group=self.mesh.tie)
+            if self.tie is not None:
+                dist.all_reduce(unit.own_gradients, group=self.tie)
 
     def square_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each element once."""
