@@ -17,11 +17,13 @@ import meshwright
 from meshwright.base.codec import parse
 from meshwright.base.errors import InputError, Interrupted, MeshwrightError, NothingFits, VerificationFailed
 from meshwright.cli.main import COMMANDS, main
-from meshwright.intake.job import read_job
+from meshwright.intake.job import ClusterChoice, ModelChoice, read_job
 from meshwright.schedules import orders, play
 from meshwright.spec.data import Data
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import RECIPES
+from meshwright.spec.run import Run
+from meshwright.spec.workload import Optimizer, Workload
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
@@ -144,6 +146,18 @@ def test_job_files_in_the_pages_are_jobs(tmp_path: Path) -> None:
             assert read_job(path).data == Data(**parse(block.text, page.name).get("data", {}))
             seen += 1
     assert seen
+
+
+def test_every_key_of_a_job_is_on_the_page_about_plans() -> None:
+    nouns = (ModelChoice, Workload, Optimizer, Data, ClusterChoice, Run)
+    assert not [name for page in both("plan.md") for noun in nouns for name in noun.model_fields if f"`{name}`" not in page]
+
+
+def test_every_decision_has_its_own_number_and_stands_in_the_list() -> None:
+    pages = sorted(path.name for path in (ROOT / "decisions").glob("[0-9]*.md"))
+    listed = re.findall(r"\]\((\d+[^)]+)\)", (ROOT / "decisions" / "README.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == pages
+    assert len({name[:3] for name in pages}) == len(pages)
 
 
 def test_python_in_the_pages_compiles_and_names_what_the_package_has() -> None:
