@@ -1,10 +1,27 @@
-"""`python -m bench`: every benchmark, about ten minutes on two cores. Tables and JSON are left in bench/results/."""
+"""`python -m bench`: every benchmark, about ten minutes on two quiet cores; `python -m bench peers --ranks 2` one of them, with its options.
+
+Tables and JSON are left in bench/results/.
+"""
 
 from __future__ import annotations
 
+import sys
+
 from bench import labels, peers, start
 
-if __name__ == "__main__":
-    for benchmark in (start, labels, peers):
+KNOWN = {"start": start, "labels": labels, "peers": peers}
+
+
+def main(arguments: list[str]) -> None:
+    if arguments and arguments[0] in KNOWN:
+        KNOWN[arguments[0]].main(arguments[1:])
+        return
+    if arguments:
+        sys.exit(f"bench: {arguments[0]!r} is not one of {', '.join(KNOWN)}")
+    for benchmark in KNOWN.values():
         print(f"## {(benchmark.__doc__ or '').splitlines()[0]}\n", flush=True)
         benchmark.main([])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

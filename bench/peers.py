@@ -30,6 +30,10 @@ from bench.systems import DDP, Batch, Setting, Sizes, System, divided, replicate
 RESULTS = Path(__file__).parent / "results"
 FAMILIES: dict[str, Callable[[int, int], list[System]]] = {"replicated": replicated, "sharded": sharded, "divided": divided}
 REFERENCE = DDP.name
+NOTE = (
+    "{rounds} rounds after {warm} to warm up; medians with quartiles. Losses are compared with one process, or with DDP where that did not run. "
+    "A peak is the growth of resident memory over what the process held before its model, at 8 tokens a sequence."
+)
 ROOM = 700 * 2**20  # bytes that a system may take on a rank: 16 a parameter, its activations, its buffers
 
 
@@ -187,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--only", nargs="+", default=[], help="parts of names of systems; DDP always runs")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--source", choices=["huggingface", "own"], default=default_source())
     parser.add_argument("--fused", action="store_true", help="torch's fused AdamW in every system")
@@ -205,18 +209,20 @@ def main(arguments: list[str] | None = None) -> None:
     }
     texts = []
     for world in chosen.ranks:
+        peaks: dict[str, float] = {}
         for family in chosen.families:
             systems = chosen_systems(family, world, sizes.batch, chosen.only)
             check_room(0 if chosen.small else world * len(systems) * ROOM)
             found = run(world, measure, setting, family, chosen.only, chosen.rounds, chosen.warm)[0]
-            peaks = {} if chosen.no_memory else {name: max(run(world, peak, tiny, family, name)) for name in found}
+            if not chosen.no_memory:
+                peaks |= {name: max(run(world, peak, tiny, family, name)) for name in found if name not in peaks}
             table, pairs = rows(found, peaks, sizes.batch * sizes.sequence), paired(found, systems)
             report["tables"][f"{family}-{world}"] = {"systems": table, "paired": pairs, "rounds": found}
             texts.append(markdown(f"{world} ranks, {family}", table, pairs))
             print(texts[-1] + "\n", flush=True)
     report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
     if chosen.out != "-":
-        write(chosen.out, "Peers on the reference workload", report, texts, f"{chosen.rounds} rounds after {chosen.warm} to warm up.")
+        write(chosen.out, "Peers on the reference workload", report, texts, NOTE.format(rounds=chosen.rounds, warm=chosen.warm))
 
 
 def write(name: str, title: str, report: dict[str, Any], texts: list[str], note: str) -> None:
