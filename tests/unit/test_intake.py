@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.errors import InputError
+from meshwright.intake import local
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.clusters import read_cluster
 from meshwright.intake.huggingface import config_sizes
@@ -270,6 +271,53 @@ def test_ranks_beyond_the_cores_share_them() -> None:
     fitting, crowded = core_cluster("local", 2, 2, 8e9), core_cluster("local", 4, 2, 8e9)
     assert crowded.groups[0].device.peak["fp32"] * 2 == fitting.groups[0].device.peak["fp32"]
     assert crowded.memory * 2 == fitting.memory
+
+
+def cards(folder: Path, monkeypatch: pytest.MonkeyPatch, *models: str, files: int) -> None:
+    """A machine whose driver lists `models`, of which the first `files` have a device file."""
+    for minor, model in enumerate(models):
+        information = folder / "gpus" / f"0000:{minor:02}:00.0" / "information"
+        information.parent.mkdir(parents=True)
+        information.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 1\nDevice Minor: \t {minor}\n")
+    (folder / "dev").mkdir()
+    for minor in range(files):
+        (folder / "dev" / f"nvidia{minor}").touch()
+    monkeypatch.setattr(local, "_DRIVER", folder / "gpus")
+    monkeypatch.setattr(local, "_FILES", folder / "dev")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_local_is_the_cuda_devices_that_this_container_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards(tmp_path, monkeypatch, *["NVIDIA H200"] * 4, files=2)
+    cluster = read_cluster("local")
+    assert (cluster.name, cluster.devices, cluster.groups[0].device.name) == ("local", 2, "h200")
+    with pytest.raises(InputError, match=r"shows 2 CUDA devices \(NVIDIA H200\)"):
+        read_cluster("local:4")
+
+
+def test_hidden_cuda_devices_leave_ranks_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards(tmp_path, monkeypatch, "NVIDIA H200", files=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert read_cluster("local:4").groups[0].device.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (
+            ["NVIDIA Quadro 6000"],
+            "the device 'NVIDIA Quadro 6000' is not in the catalog; name one that is like it, such as --cluster 1x1:a100-80gb",
+        ),
+        (["NVIDIA H200", "NVIDIA L4"], "unlike devices, NVIDIA H200, NVIDIA L4; choose equal ones with CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_machine_that_is_not_understood_says_the_way_out(
+    models: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards(tmp_path, monkeypatch, *models, files=len(models))
+    with pytest.raises(InputError) as caught:
+        read_cluster("local")
+    assert message in str(caught.value)
 
 
 def test_a_cluster_file_gives_back_the_cluster(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ VARIABLES = (
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 MATRIX = 768
 COPY = 64 * 2**20
+PATIENCE = timedelta(seconds=30)
 
 
 class Mend(NamedTuple):
@@ -39,7 +42,7 @@ def doctor(*, json: AsJson = False) -> int:
     mends = [Mend(f"{name} is missing: pip install meshwright", must=True) for name in NEEDED if not facts["packages"][name]]
     if facts["packages"]["torch"]:
         facts["torch"] = torch_facts()
-        facts["speed"] = speed()
+        facts["speed"] = {**exchange(facts["torch"]["backends"]), **speed()}
         mends += torch_mends(facts)
     mends += machine_mends(facts)
     verdict = "broken" if any(mend.must for mend in mends) else "works"
@@ -84,6 +87,42 @@ def torch_facts() -> dict[str, Any]:
     }
 
 
+def exchange(backends: list[str]) -> dict[str, float]:
+    """Two ranks over gloo and loopback: bus bandwidth of an all-reduce of 16 MiB, seconds of one of 4 bytes. Nothing where ranks cannot fork or meet."""
+    if "gloo" not in backends or not hasattr(os, "fork"):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                meet(folder, 1)
+                code = 0
+            finally:
+                os._exit(code)
+        try:
+            return meet(folder, 0)
+        except RuntimeError:
+            return {}
+        finally:
+            os.waitpid(child, 0)
+
+
+def meet(folder: str, rank: int) -> dict[str, float]:
+    """One of the two ranks."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=PATIENCE)
+    try:
+        large, small = torch.ones(4 * 2**20), torch.ones(1)
+        seconds = [best_of(lambda tensor=tensor: distributed.all_reduce(tensor), False) for tensor in (large, small)]
+    finally:
+        distributed.destroy_process_group()
+    return {"all_reduce_bytes_per_second": large.nbytes / seconds[0], "all_reduce_seconds": seconds[1]}
+
+
 def speed() -> dict[str, float]:
     """A matrix product and a copy, the best of several short ones, on device 0 or one core."""
     import torch
@@ -126,6 +165,8 @@ def torch_mends(facts: dict[str, Any]) -> Iterator[Mend]:
         yield Mend("torch has no distributed backend (gloo, nccl): install a torch built with them", must=True)
     if facts["cuda_cards"] and not found["cuda_devices"]:
         yield Mend(f"the driver shows {facts['cuda_cards'][0]}, torch does not: install a torch built for CUDA", must=True)
+    if "gloo" in found["backends"] and "all_reduce_seconds" not in facts["speed"]:
+        yield Mend("two ranks could not meet over gloo: check GLOO_SOCKET_IFNAME and that the host's own name resolves", must=True)
     if found["cuda_devices"] and "nccl" not in found["backends"]:
         yield Mend("CUDA devices without NCCL: install a torch built with it", must=True)
 
@@ -142,7 +183,7 @@ def machine_mends(facts: dict[str, Any]) -> Iterator[Mend]:
 
 
 def lines(facts: dict[str, Any], mends: list[Mend]) -> Iterator[str]:
-    from meshwright.base.units import show_bytes, show_rate
+    from meshwright.base.units import show_bytes, show_rate, show_seconds
 
     yield f"python    {facts['python']}"
     yield "packages  " + ", ".join(f"{name} {number}" for name, number in facts["packages"].items() if number)
@@ -156,6 +197,9 @@ def lines(facts: dict[str, Any], mends: list[Mend]) -> Iterator[str]:
         yield f"backends  {', '.join(found['backends']) or 'none'}"
         product, memory = measured["matrix_product_flops_per_second"], measured["memory_bytes_per_second"]
         yield f"speed     matrix product {show_rate(product, 'FLOP/s')}, memory {show_rate(memory)} ({'device 0' if found['cuda_devices'] else 'one core'})"
+        if "all_reduce_seconds" in measured:
+            rate, wait = show_rate(measured["all_reduce_bytes_per_second"]), show_seconds(measured["all_reduce_seconds"])
+            yield f"gloo      2 ranks all-reduce at {rate}, the smallest in {wait}"
     for name, value in facts["environment"].items():
         yield f"set       {name}={value}"
     yield ""

@@ -52,6 +52,8 @@ def local_cluster(word: str) -> Cluster:
         raise InputError(
             f"cluster {word!r}: this machine shows {len(cards)} CUDA devices ({cards[0]}); CUDA_VISIBLE_DEVICES= (empty) makes it {count} ranks on cores"
         )
+    if len(set(cards)) > 1:
+        raise InputError(f"cluster {word!r}: unlike devices, {', '.join(cards)}; choose equal ones with CUDA_VISIBLE_DEVICES")
     row = next((row for row in catalog.devices().values() if cards[0] in row.get("driver_names", ())), None)
     if row is None:
         raise InputError(

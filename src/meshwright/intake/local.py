@@ -19,6 +19,7 @@ from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 
 FEWEST, MOST = 4, 8
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+_FILES = Path("/dev")
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -68,7 +69,9 @@ def cuda_cards() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
         return []
-    names = _from_driver() if _DRIVER.is_dir() else _from_tool() if Path("/dev/dxg").exists() else []
+    names = _from_driver()
+    if not names and any((_FILES / control).exists() for control in ("nvidiactl", "dxg")):
+        names = _from_tool()
     if visible is None or not all(part.strip().isdigit() for part in visible.split(",")):
         return names
     return [names[int(part)] for part in visible.split(",") if int(part) < len(names)]
@@ -80,12 +83,13 @@ def _from_driver() -> list[str]:
     for path in _DRIVER.glob("*/information"):
         text = path.read_text(errors="replace")
         model, minor = re.search(r"Model:\s*(.+)", text), re.search(r"Device Minor:\s*(\d+)", text)
-        if model and (minor is None or Path(f"/dev/nvidia{minor[1]}").exists()):
-            found.append((int(minor[1]) if minor else len(found), model[1].strip()))
+        if model and minor and (_FILES / f"nvidia{minor[1]}").exists():
+            found.append((int(minor[1]), model[1].strip()))
     return [name for _, name in sorted(found)]
 
 
 def _from_tool() -> list[str]:
+    """What nvidia-smi lists, where the kernel driver shows no files."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=10, check=True
