@@ -30,7 +30,13 @@ def train(
     /,
     *,
     shared: Shared = Shared(),  # noqa: B008
-    run: Annotated[str | None, Parameter(help="run folder, or its name under runs/; the same folder goes on where it stopped")] = None,
+    run: Annotated[
+        str | None,
+        Parameter(
+            name=("--run", "--folder"),
+            help="run folder, or its name under runs/; the same folder goes on where it stopped (torchrun takes --run for its own: use --folder)",
+        ),
+    ] = None,
     steps: Annotated[int | None, Parameter(help="optimizer steps in all")] = None,
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
     json: AsJson = False,

@@ -1,0 +1,206 @@
+"""`meshwright train` as a person runs it: killed, interrupted, started twice, started by torchrun; the end is always the same."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from test_train_supervisor import gone
+
+JOB = """
+model: {name: llama-tiny, sizes: {layers: 2, hidden: 32, heads: 4, kv_heads: 4, head_dim: 8, ffn: 64, vocab: 258, seq: 64}}
+workload: {sequence: 32, batch: 8, steps: 40, precision: fp32, optimizer: {lr: 1.0e-2, warmup: 5}}
+data: {source: text.txt, tokenizer: bytes, held_out: 0.1}
+cluster: {name: "local:2"}
+plan: {name: dp2.z1}
+run: {checkpoint_every: 4, evaluate_every: 20, tensorboard: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n\n" for n in range(400)))
+    (folder / "job.yaml").write_text(JOB)
+    return folder
+
+
+def environment(place: Path) -> dict[str, str]:
+    return {**os.environ, "MESHWRIGHT_CACHE": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def start(place: Path, run: str, *more: str, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen:
+    command = [*launcher, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{run}", *more]
+    return subprocess.Popen(command, cwd=place, env=environment(place), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def train(place: Path, run: str, *more: str) -> tuple[int, str, str]:
+    process = start(place, run, *more)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def wait_for_step(place: Path, run: str, step: int, process: subprocess.Popen) -> None:
+    records = place / "runs" / run / "records.jsonl"
+    while process.poll() is None and not (records.exists() and f'{{"step":{step},' in records.read_text()):
+        time.sleep(0.005)
+
+
+def weights(place: Path, run: str, step: int) -> dict[str, bytes]:
+    """Every byte that the ranks saved at `step`: weights, optimizer, random states."""
+    saved: dict[str, bytes] = {}
+    for file in sorted((place / "runs" / run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")):
+        with safe_open(file, "numpy") as tensors:
+            saved |= {f"{file.name}: {name}": tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
+    return saved
+
+
+def losses(place: Path, run: str) -> dict[int, float]:
+    """By step; a step that was run again counts as it was run last."""
+    lines = (place / "runs" / run / "records.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> tuple[int, str, str]:
+    """A run that nothing disturbed."""
+    return train(place, "whole", "--json")
+
+
+def test_a_run_learns_records_every_step_and_says_what_comes_next(place: Path, whole: tuple[int, str, str]) -> None:
+    code, out, err = whole
+    assert code == 0, err
+    assert "\r" not in out + err and "\x1b" not in out + err
+    curve = losses(place, "whole")
+    assert sorted(curve) == list(range(41))
+    assert curve[40] < 0.6 * curve[0]
+    answer = json.loads(out)
+    assert answer["steps"] == 40
+    assert answer["held_out"]["last"]["loss"] < 0.6 * answer["held_out"]["first"]["loss"]
+    for kind in ("parameters", "gradients", "optimizer"):
+        row = next(row for row in answer["memory"] if row["name"] == kind)
+        assert row["measured"] == row["predicted"] > 0
+    assert {"job.json", "plan.json", "estimate.json", "launch.json", "records.jsonl"} <= {p.name for p in (place / "runs/whole").iterdir()}
+    assert "next: meshwright report" in err and "  | def " in err
+    assert gone(place)
+
+
+def test_a_run_killed_at_once_with_all_its_processes_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
+    process = start(place, "killed")
+    wait_for_step(place, "killed", 13, process)
+    process.kill()
+    process.communicate()
+    assert gone(place)
+    assert max(losses(place, "killed")) < 40
+    code, _, err = train(place, "killed")
+    assert code == 0, err
+    assert re.search(r"goes on from the checkpoint of step (8|12|16|20)", err)
+    assert losses(place, "killed") == losses(place, "whole")
+    assert weights(place, "killed", 40) == weights(place, "whole", 40) != {}
+
+
+def test_an_interrupted_run_saves_the_step_it_is_at_and_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
+    run = "stopped"
+    process = start(place, run)
+    wait_for_step(place, run, 6, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("meshwright: stopped by SIGINT: everything is saved")
+    last = max(losses(place, run))
+    assert weights(place, run, last) != {}
+    assert gone(place)
+    code, _, err = train(place, run)
+    assert code == 0, err
+    assert f"goes on from the checkpoint of step {last}" in err
+    assert losses(place, run) == losses(place, "whole")
+    assert weights(place, run, 40) == weights(place, "whole", 40)
+
+
+def test_a_run_folder_of_another_job_is_refused_with_the_difference(place: Path, whole: tuple[int, str, str]) -> None:
+    code, _, err = train(place, "whole", "--batch", "16")
+    assert code == 2
+    assert err.strip() == (
+        "meshwright: run 'runs/whole' holds another job: workload.batch is 8 there and 16 here; choose another --run, or give the same job"
+    )
+
+
+def test_a_second_launch_of_a_run_is_refused_while_the_first_one_lasts(place: Path) -> None:
+    first = start(place, "twice")
+    while first.poll() is None and not (place / "runs" / "twice" / "launch.json").exists():
+        time.sleep(0.01)
+    code, _, err = train(place, "twice")
+    first.kill()
+    first.communicate()
+    assert code == 2
+    assert re.fullmatch(
+        rf"meshwright: run 'runs/twice' is being trained by process {first.pid} on \S+: wait for it, or choose another --run\n", err
+    )
+    assert gone(place)
+
+
+def test_a_killed_rank_ends_the_run_with_few_lines_that_name_it(place: Path) -> None:
+    process = start(place, "rank-killed")
+    wait_for_step(place, "rank-killed", 3, process)
+    ranks = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _name(int(pid)) == "mesh-rank-1" and _belongs(int(pid), place)]
+    os.kill(ranks[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    report = err[err.index("meshwright: ") :].splitlines()
+    assert len(report) <= 12
+    assert re.match(r"meshwright: rank 1 of 2 on \S+: killed by SIGKILL", report[0])
+    assert gone(place)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _belongs(pid: int, place: Path) -> bool:
+    return Path(f"/proc/{pid}/fd/1").resolve().is_relative_to(place)
+
+
+def test_two_agents_of_torchrun_train_to_the_same_losses(place: Path, whole: tuple[int, str, str]) -> None:
+    def agent(node: int) -> tuple[str, ...]:
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}")
+        return (*torchrun, "--master-addr=127.0.0.1", f"--master-port={port}", "--no-python", sys.executable)
+
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    agents = [start(place, "torchrun", launcher=agent(node)) for node in range(2)]
+    said = [process.communicate(timeout=180)[1] for process in agents]
+    assert [process.returncode for process in agents] == [0, 0], "\n".join(said)
+    assert losses(place, "torchrun") == losses(place, "whole")
+    assert gone(place)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("--set", "workload.stesp=3"), "$.workload: Workload has no field 'stesp'; did you mean 'steps'?"),
+        (("--plan", "dp3.tp2"), "plan dp3.tp2: dp(3) * tp(2) * pp(1) = 6 but the cluster has 2 devices"),
+        (("--set", "data.source=nowhere.txt"), "nowhere.txt"),
+        (("--set", "data.source=empty.txt"), "empty.txt"),
+        (("--batch", "7"), "7"),
+    ],
+)
+def test_what_a_person_writes_wrong_is_one_line_and_exit_code_2(place: Path, change: tuple[str, ...], words: str) -> None:
+    (place / "empty.txt").write_text("")
+    code, _, err = train(place, "wrong", *change)
+    said = err.strip().splitlines()
+    assert code == 2, err
+    assert said[-1].startswith("meshwright: ") and words in said[-1]
+    assert "Traceback" not in err
+    assert gone(place)
