@@ -221,7 +221,38 @@ def test_a_layer_costs_two_all_reduces_forward_and_two_backward_and_the_rest_fou
 
 def test_a_layer_under_sequence_parallelism_costs_a_gather_and_a_scatter_for_each_all_reduce(ranks: Pool) -> None:
     one, three = ranks.run(2, count_collectives, "llama-tiny", True)[0]
-    assert (three[0] - one[0], three[1] - one[1]) == (8, 8)
+    regathered = 2 * 2  # backward gathers again the input of each region, which was not kept
+    assert (three[0] - one[0], three[1] - one[1]) == (8, 8 + regathered)
+
+
+def largest_kept(sequence_parallel: bool) -> int:
+    """Elements of the largest tensor that a block keeps for backward."""
+    model = small("llama-tiny")
+    found = anatomy.read(model)
+    shard_model(model, found, dist.group.WORLD, sequence_parallel)
+    if sequence_parallel:
+        cut_sequence(model, found)
+    kept: list[int] = []
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(0 if tensor.data_ptr() in own else tensor.numel())
+        return tensor
+
+    block = model.get_submodule(found.block(1))
+    with torch.no_grad():
+        positions = model.model.rotary(torch.zeros(2, 8, 8))
+    hidden = torch.randn(2, 4 if sequence_parallel else 8, 32, requires_grad=True)
+    block._forward_hooks.clear()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(hidden, positions)
+    return max(kept)
+
+
+def test_sequence_parallelism_keeps_no_whole_hidden_state_in_a_block(ranks: Pool) -> None:
+    whole = 2 * 8 * 32
+    assert ranks.run(2, largest_kept, False) == [whole] * 2
+    assert max(ranks.run(2, largest_kept, True)) < whole
 
 
 def recompute_differs(name: str, sequence_parallel: bool) -> float:

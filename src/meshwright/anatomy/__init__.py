@@ -3,5 +3,6 @@
 from meshwright.anatomy.layers import layers
 from meshwright.anatomy.nouns import Anatomy, Region, Split, intervals
 from meshwright.anatomy.read import read
+from meshwright.anatomy.regions import is_plain
 
-__all__ = ["Anatomy", "Region", "Split", "intervals", "layers", "read"]
+__all__ = ["Anatomy", "Region", "Split", "intervals", "is_plain", "layers", "read"]

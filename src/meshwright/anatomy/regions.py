@@ -42,7 +42,7 @@ def regions_of_block(model: nn.Module, block: str, seen: Trace) -> BlockRegions:
         why = next((seen.problems[weight] for weight in sorted(weights) if weight in seen.problems), None)
         if any(used[product.weight] > 1 for product in [*columns, *rows]):
             why = "a weight is used twice"
-        odd = next((product.owner for product in rows if not _is_plain(model.get_submodule(product.owner))), None)
+        odd = next((product.owner for product in rows if not is_plain(model.get_submodule(product.owner))), None)
         why = f"{odd} has a forward of its own" if odd and not why else why
         if why or not rows:
             names = ", ".join(sorted(_inside(product.owner, block) for product in columns))
@@ -70,7 +70,7 @@ def regions_of_block(model: nn.Module, block: str, seen: Trace) -> BlockRegions:
     return BlockRegions(tuple(regions), splits, divisible, tuple(partial), said)
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """A bare product with a bias, whose forward may be replaced: Linear, or Conv1D of transformers."""
     return type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
 

@@ -135,12 +135,16 @@ def join(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     return full.movedim(0, dim).reshape(shape)
 
 
+def stacked(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """`x` cut along `dim` into one slice a rank, the slices one after the other: (ranks, ...)."""
+    ranks = dist.get_world_size(group)
+    return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+
+
 def sum_and_cut(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """This rank's slice along `dim` of the sum of `x` over `group`."""
-    ranks = dist.get_world_size(group)
-    shape = (*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
-    full = x.unflatten(dim, (ranks, shape[dim])).movedim(dim, 0).contiguous()
-    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    full = stacked(x, group, dim)
+    out = torch.empty_like(full[0])
     exchange.reduce_scatter(full.view(-1), out.view(-1), group).wait()
     return out
 

@@ -10,7 +10,6 @@ Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Redu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import Anatomy, Region, Split, intervals
+from meshwright.anatomy import Anatomy, Region, Split, intervals, is_plain
 from meshwright.base.errors import InputError
 from meshwright.parallel import collectives
+from meshwright.parallel.columns import Column, Entry
 from meshwright.parallel.mesh import Group
 
 
@@ -37,7 +37,7 @@ def shard_model(model: nn.Module, anatomy: Anatomy, group: Group, sequence_paral
     for number in range(anatomy.count if anatomy.regions else 0):
         block = model.get_submodule(anatomy.block(number))
         for region in anatomy.regions:
-            _enter_region(block, region, group, sequence_parallel)
+            _enter_region(block, anatomy.block(number), region, anatomy, group, sequence_parallel)
             for path in region.rows:
                 split = anatomy.splits[f"{anatomy.block(number)}.{path}.weight"]
                 row = block.get_submodule(path)
@@ -48,7 +48,9 @@ def shard_model(model: nn.Module, anatomy: Anatomy, group: Group, sequence_paral
     if anatomy.embedding is not None:
         Vocabulary(model.get_submodule(anatomy.embedding), intervals(anatomy.vocabulary, index, ranks)[0], group)
     if anatomy.head is not None:
-        model.get_submodule(anatomy.head).register_forward_pre_hook(Entry(lambda x: collectives.enter(x, group), 1), with_kwargs=True)
+        head, entry = model.get_submodule(anatomy.head), Entry(group, False, 1)
+        head.register_forward_pre_hook(entry, with_kwargs=True)
+        _by_columns(head, entry, Split(0))
 
 
 def check(model: nn.Module, anatomy: Anatomy, ranks: int, sequence_parallel: bool) -> None:
@@ -113,41 +115,17 @@ def _resize(module: nn.Module) -> None:
             setattr(module, name, size)
 
 
-class Entry:
-    """A forward pre-hook that passes the hidden state through `cross`; `readers` modules given the same tensor share one crossing."""
-
-    def __init__(self, cross: Callable[[torch.Tensor], torch.Tensor], readers: int) -> None:
-        self.cross, self.readers = cross, readers
-        self.given: torch.Tensor | None = None
-        self.crossed: torch.Tensor | None = None
-        self.left = 0
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": self._through(kwargs["hidden_states"])}
-        if args:
-            return (self._through(args[0]), *args[1:]), kwargs
-        name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
-        return args, {**kwargs, name: self._through(kwargs[name])}
-
-    def _through(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.readers == 1:
-            return self.cross(hidden)
-        if self.given is not hidden or self.crossed is None:
-            self.given, self.crossed, self.left = hidden, self.cross(hidden), self.readers
-        result = self.crossed
-        self.left -= 1
-        if not self.left:
-            self.given = self.crossed = None
-        return result
-
-
-def _enter_region(block: nn.Module, region: Region, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-    cross = collectives.gather_sequence if sequence_parallel else collectives.enter
-    paths = (region.module,) if region.module else region.columns
-    entry = Entry(lambda hidden: cross(hidden, group), len(paths))
-    for path in paths:
+def _enter_region(block: nn.Module, name: str, region: Region, anatomy: Anatomy, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    entry = Entry(group, sequence_parallel, len(region.columns))
+    for path in (region.module,) if region.module else region.columns:
         block.get_submodule(path).register_forward_pre_hook(entry, with_kwargs=True)
+    for path in region.columns:
+        _by_columns(block.get_submodule(path), entry, anatomy.splits[f"{name}.{path}.weight"])
+
+
+def _by_columns(module: nn.Module, entry: Entry, split: Split) -> None:
+    if is_plain(module):  # any other has a forward of its own, which autograd follows
+        module.forward = Column(module, entry, split.dim == 0)  # type: ignore[method-assign]
 
 
 class Row:
