@@ -79,4 +79,3 @@ def vocabulary_of(source: ModelSource, model: nn.Module) -> int:
     config = getattr(model, "config", None)
     found = getattr(config, "vocab_size", 0) or getattr(model, "vocabulary", 0)
     return int(found or 0)
-
