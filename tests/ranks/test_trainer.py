@@ -38,7 +38,7 @@ def poisoned(plan: str) -> Any:
     records = []
     if trainer.mesh.rank == 0:
         unit = trainer.engine.zero.units[-1]
-        name, parameter = next(iter(unit.parameters.items()))
+        parameter = next(iter(unit.parameters.values()))
         poison = [True]
 
         def hook(gradient: torch.Tensor) -> torch.Tensor:

@@ -212,7 +212,8 @@ def _set_gates(
     gates: list[Gate] = []
     if anatomy.blocks is not None:
         region = SequenceRegion(mesh.tp) if plan.sequence_parallel else None
-        for index, block in enumerate(model.get_submodule(anatomy.blocks)):  # type: ignore[arg-type]
+        for index in range(anatomy.count):
+            block = model.get_submodule(anatomy.block(index))
             if isinstance(block, Absent):
                 continue
             gate = Gate(block, run, index)

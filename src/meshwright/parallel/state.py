@@ -130,11 +130,11 @@ def assemble(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Te
 
 def gather_full(engine: Parallel, held: Iterable[Held]) -> dict[str, torch.Tensor] | None:
     """The full tensors on rank 0 (on the CPU), None elsewhere."""
-    mine = [(tuple(item.piece), item.data.detach().cpu()) for item in held]
+    mine = [(item.piece, item.data.detach().cpu()) for item in held]
     if engine.mesh.world is None:
-        return assemble((Piece(*piece), data.clone()) for piece, data in mine)
+        return assemble(mine)
     gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None
     dist.gather_object(mine, gathered, dst=0)
     if gathered is None:
         return None
-    return assemble((Piece(*piece), data) for part in gathered for piece, data in part)
+    return assemble(item for part in gathered for item in part)

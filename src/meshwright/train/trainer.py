@@ -126,10 +126,10 @@ class Trainer:
             tokens = batch.tokens
             self._rows = sum(map(rows_of, batches)) * self.plan.dp
             if tokens is None:
-                count = torch.tensor(float(sum(map(objective.count, batches))), dtype=torch.float64, device=self.mesh.device)
+                valid = torch.tensor(float(sum(map(objective.count, batches))), dtype=torch.float64, device=self.mesh.device)
                 if self.mesh.world is not None:
-                    dist.all_reduce(count)
-                tokens = round(float(count) / (self.plan.pp * self.plan.tp * self.plan.cp))
+                    dist.all_reduce(valid)
+                tokens = round(float(valid) / (self.plan.pp * self.plan.tp * self.plan.cp))
         else:
             tokens = objective.count(batch)
             self._rows = rows_of(batch)
