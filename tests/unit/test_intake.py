@@ -82,6 +82,11 @@ def test_a_job_that_does_not_exist_is_said_to() -> None:
         load("nowhere.yaml")
 
 
+def test_a_model_in_the_place_of_a_job_is_told_so() -> None:
+    with pytest.raises(InputError, match=r"job 'llama3-8b' does not exist; that is a model: write --model llama3-8b"):
+        load("llama3-8b")
+
+
 def test_options_beat_set_and_set_beats_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, JOB)
     file = read_job(path, ["workload.batch=64", "workload.steps=5", "workload.optimizer.lr=1e-3"], {"workload.batch": 8})

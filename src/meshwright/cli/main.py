@@ -6,6 +6,7 @@ traceback; the exit code is the error's own (`base.errors`): 0 done, 1 failed, 2
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ COMMANDS = (
     ("doctor", "check this machine: devices, backends, bandwidth, versions"),
     ("schema", "the JSON Schema of a job file, for editors"),
 )
+QUICK = (["plan"], ["estimate"], ["catalog"], ["schema"])
 HELP = """Any PyTorch model, any cluster: plan it, prove it, run it, keep it running.
 
 "meshwright train" alone trains a small model on this machine. "meshwright COMMAND --help" shows options and an example.
@@ -70,9 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(tokens: list[str]) -> int:
-    """One command; what cyclopts finds wrong becomes an InputError."""
+    """One command; what cyclopts finds wrong becomes an InputError.
+
+    Commands that answer at once run without the cyclic garbage collector: it costs an eighth of their time and finds nothing.
+    """
     app = application(tokens)
     try:
+        if tokens[:1] in QUICK:
+            gc.disable()
         code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except UnknownCommandError as error:
         names = [name for name, _ in COMMANDS]
@@ -81,6 +88,8 @@ def run(tokens: list[str]) -> int:
         raise InputError(f"no command {tokens[0]!r}{did_you_mean(tokens[0], names)}; commands are {', '.join(names)}") from None
     except CycloptsError as error:
         raise InputError(f"{tokens[0]}: {error}") from None
+    finally:
+        gc.enable()
     sys.stdout.flush()
     return code if isinstance(code, int) else 0
 

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from meshwright.base.codec import Noun, build, parse, read_text
 from meshwright.base.errors import InputError
+from meshwright.catalog import read as catalog
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.clusters import cluster_of, read_cluster
 from meshwright.intake.models import read_sizes
@@ -83,6 +84,8 @@ def read_job(path: str | Path | None = None, overrides: Iterable[str] = (), opti
     50
     """
     where = f"{path}: $" if path else "$"
+    if path and not Path(path).exists() and catalog.find(catalog.models(), str(path)):
+        raise InputError(f"job {str(path)!r} does not exist; that is a model: write --model {path}")
     data: Any = parse(read_text(path, "job"), str(path)) if path else {}
     if data is None:
         data = {}

@@ -16,4 +16,4 @@ class Job(Noun):
     model: ModelSpec
     cluster: Cluster
     workload: Workload = Workload()
-    pins: dict[str, int | str | bool | tuple[int, ...]] = Field(default_factory=dict)
+    pins: dict[str, int | str | bool | tuple[int, ...] | tuple[str, ...]] = Field(default_factory=dict)
