@@ -1,6 +1,6 @@
 """A plan made small enough to run on the cores of one machine, every kind of parallelism in it kept as long as there is room.
 
-Rule: while there are too many ranks, the first of dp_replicate, dp_shard, pp, tp that is above 2 is halved; when all are 2 or 1, the first
+Rule: while there are too many ranks, the first of dp_replicate, dp_shard, cp, pp, tp that is above 2 is halved; when all are 2 or 1, the first
 that is 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism stay.
 
 >>> from meshwright.spec.plan import parse_plan
@@ -12,33 +12,30 @@ that is 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism st
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from meshwright.spec.plan import BUCKET, Plan, Schedule
 
 MOST = 8
-AXES = ("dp_replicate", "dp_shard", "pp", "tp")
+AXES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
 
 
 def reduced(plan: Plan, most: int = MOST) -> Plan:
     """`plan` on at most `most` ranks. Buckets are small, so that a small model has several."""
     sizes = {axis: getattr(plan, axis) for axis in AXES}
 
-    def world() -> int:
-        product = plan.cp
-        for size in sizes.values():
-            product *= size
-        return product
-
-    while world() > most:
-        above = [axis for axis in AXES if sizes[axis] > 2] or [axis for axis in AXES if sizes[axis] > 1]
-        if not above:
-            break
-        sizes[above[0]] = max(sizes[above[0]] // 2, 1)
+    while math.prod(sizes.values()) > most:
+        above = next((axis for axis in AXES if sizes[axis] > 2), None)
+        if above is not None:
+            sizes[above] = max(sizes[above] // 2, 2)
+        else:
+            sizes[next(axis for axis in AXES if sizes[axis] == 2)] = 1
     virtual = min(plan.virtual_stages, 2) if sizes["pp"] > 1 else 1
     interleaved = plan.schedule == Schedule.interleaved
     changes: dict[str, Any] = {
         **sizes,
+        "ep": math.gcd(plan.ep, sizes["dp_shard"] * sizes["cp"] * sizes["tp"]),
         "virtual_stages": virtual,
         "schedule": Schedule.one_f_one_b if interleaved and virtual == 1 else plan.schedule,
         "sequence_parallel": plan.sequence_parallel and sizes["tp"] > 1,

@@ -1,0 +1,116 @@
+"""Which rank failed first and what is said of it; which launches are one job; which reduced plans stand for a plan. No process is started."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, culprit, failed_here, verdict
+from meshwright.spec.launch import Launch, difference
+from meshwright.spec.plan import Plan, Schedule, parse_plan
+from meshwright.spec.reduced import MOST, reduced
+from meshwright.spec.rules import world_faults
+
+LOST = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:36501"
+NCCL = "NCCL error: remote process exited or there was a network error, NCCL version 2.27\nncclRemoteError: ..."
+
+
+def logs(rank: int) -> Path:
+    return Path("run/logs") / f"rank-{rank}.log"
+
+
+@pytest.mark.parametrize("words", [LOST, NCCL, "Connection reset by peer", "[Errno 32] Broken pipe"])
+def test_a_lost_connection_is_innocent_however_early_it_is_told(words: str) -> None:
+    failures = [Failure(0, 1.0, 1, "RuntimeError", words), Failure(1, 1.5, 1, "ValueError", "no good"), Failure(2, 2.0, -9)]
+    assert culprit(failures).rank == 1
+
+
+def test_when_all_lost_their_connections_the_first_is_named() -> None:
+    assert culprit([Failure(3, 2.0, 1, "RuntimeError", LOST), Failure(1, 1.0, 1, "RuntimeError", LOST)]).rank == 1
+
+
+def test_a_report_names_rank_and_cause_first_and_counts_the_innocent(tmp_path: Path) -> None:
+    log = tmp_path / "rank-5.log"
+    log.write_text("\n".join(f"line {number} " + "x" * 500 for number in range(100)))
+    failures = [Failure(5, 1.0, -11), *(Failure(rank, 2.0, 1, "RuntimeError", LOST) for rank in range(5))]
+    lines = str(verdict(failures, 8, lambda rank: tmp_path / f"rank-{rank}.log")).splitlines()
+    assert "rank 5 of 8 on " in lines[0] and "killed by SIGSEGV" in lines[0]
+    assert len(lines) <= MOST_LINES and max(map(len, lines)) < 260
+    assert "  5 other ranks lost the connection because of it" in lines
+    assert lines[-1] == f"  log: {log}"
+
+
+def test_a_message_of_many_lines_takes_one() -> None:
+    failure = Failure(0, 1.0, 1, "RuntimeError", "first\n" + "more\n" * 50, "a.py:1 in f")
+    assert len(str(verdict([failure], 1, logs)).splitlines()) == 3
+
+
+def test_what_a_person_wrote_wrong_keeps_its_line_and_its_exit_code() -> None:
+    error = verdict([Failure(1, 1.0, 2, "InputError", "batch 7 is odd"), Failure(0, 0.5, 1, "RuntimeError", LOST)], 2, logs)
+    assert isinstance(error, InputError) and str(error) == "batch 7 is odd"
+
+
+def test_a_rank_without_a_supervisor_says_whether_it_was_the_cause() -> None:
+    own = failed_here(ValueError("no good"), 1, 4)
+    assert isinstance(own, RankFailed) and str(own).startswith("rank 1 of 4 on ") and str(own).endswith(": ValueError: no good")
+    assert "because of another rank" in str(failed_here(RuntimeError(LOST), 0, 4))
+    known = MeshwrightError("full disk")
+    assert failed_here(known, 0, 4) is known
+
+
+def launch(plan: str = "dp2", **workload: object) -> Launch:
+    return Launch(model={"name": "m", "sizes": {"layers": 2}}, workload=workload, data={}, plan=parse_plan(plan), run={"folder": "runs/m"})
+
+
+def test_the_plan_and_the_folder_do_not_make_another_job() -> None:
+    assert difference(launch("dp2"), launch("dp4.tp2.z3").but(run={"folder": "elsewhere", "keep": 1}, parameters=9)) == ""
+
+
+def test_what_decides_the_result_makes_another_job_and_is_named() -> None:
+    assert difference(launch(seed=2), launch()) == "workload.seed is 1 there and 2 here"
+    assert difference(launch(optimizer={"lr": 0.1}), launch()) == "workload.optimizer.lr is 0.0003 there and 0.1 here"
+    other = launch().but(model={"name": "m", "sizes": {"layers": 3}})
+    assert difference(other, launch()) == "model.sizes.layers is 2 there and 3 here"
+    assert difference(launch().but(data={"source": "a.txt"}), launch()) == "data.source is 'stdlib' there and 'a.txt' here"
+
+
+def test_more_steps_continue_a_run_only_under_a_constant_learning_rate() -> None:
+    assert difference(launch(steps=9), launch(steps=5)) == "workload.steps is 5 there and 9 here"
+    constant = {"schedule": "constant"}
+    assert difference(launch(steps=9, optimizer=constant), launch(steps=5, optimizer=constant)) == ""
+
+
+degrees = st.integers(1, 64)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    zero, tp, pp = draw(st.integers(0, 3)), draw(degrees), draw(degrees)
+    virtual = draw(st.integers(2, 10)) if pp > 1 and draw(st.booleans()) else 1
+    schedule = Schedule.interleaved if virtual > 1 else draw(st.sampled_from([Schedule.gpipe, Schedule.one_f_one_b]))
+    return Plan(
+        dp_replicate=draw(degrees),
+        dp_shard=draw(degrees) if zero else 1,
+        zero=zero,
+        tp=tp,
+        pp=pp,
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        schedule=schedule,
+        virtual_stages=virtual,
+        micro_batch=draw(st.integers(1, 16)),
+        recompute=draw(st.sampled_from(["none", "layer"])),
+    )
+
+
+@settings(deadline=None)
+@given(plans())
+def test_a_reduced_plan_is_legal_small_and_keeps_what_it_can(plan: Plan) -> None:
+    small = reduced(plan)
+    assert small.world <= MOST and not list(world_faults(small, small.world))
+    assert (small.zero, small.recompute) == (plan.zero, plan.recompute)
+    for axis in ("tp", "pp"):
+        assert getattr(small, axis) <= getattr(plan, axis)
+        assert (getattr(small, axis) > 1) == (getattr(plan, axis) > 1)  # there is always room for both
+    assert (plan.world > MOST) or small.world == plan.world
