@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from meshwright.base.codec import Noun
 
@@ -12,7 +12,7 @@ OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
 
 
 class Optimizer(Noun):
-    """The update rule. `warmup` steps rise linearly to `lr`, then a cosine falls to `final_lr` x `lr` at the last step."""
+    """The update rule. `warmup` steps (at most half of all) rise linearly to `lr`, then a cosine falls to `final_lr` x `lr` at the last step."""
 
     name: Literal["adamw", "adam", "sgd", "sgd-momentum"] = "adamw"
     lr: float = Field(default=3e-4, gt=0)
@@ -40,12 +40,6 @@ class Workload(Noun):
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     optimizer: Optimizer = Optimizer()
     seed: int = Field(default=1, ge=0)
-
-    @model_validator(mode="after")
-    def _warmup_within_steps(self) -> Workload:
-        if self.optimizer.warmup > self.steps:
-            raise ValueError(f"optimizer.warmup ({self.optimizer.warmup}) is longer than steps ({self.steps})")
-        return self
 
     @property
     def tokens(self) -> int:

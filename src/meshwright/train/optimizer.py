@@ -29,15 +29,16 @@ def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], to
 
 
 def learning_rate(rule: Optimizer, step: int, steps: int) -> float:
-    """The rate of `step` (from 0) of `steps`: a line up over `warmup` steps, then a cosine down to `final_lr` x `lr` at the last step.
+    """The rate of `step` (from 0) of `steps`: a line up over `warmup` steps (at most half of all), then a cosine down to `final_lr` x `lr` at the last step.
 
     >>> rule = Optimizer(lr=1.0, warmup=2, final_lr=0.1)
     >>> [round(learning_rate(rule, step, 5), 3) for step in range(5)]
     [0.5, 1.0, 1.0, 0.55, 0.1]
     """
-    if step < rule.warmup:
-        return rule.lr * (step + 1) / rule.warmup
+    warmup = min(rule.warmup, steps // 2)
+    if step < warmup:
+        return rule.lr * (step + 1) / warmup
     if rule.schedule == "constant":
         return rule.lr
-    done = (step - rule.warmup) / max(1, steps - 1 - rule.warmup)
+    done = (step - warmup) / max(1, steps - 1 - warmup)
     return rule.lr * (rule.final_lr + (1 - rule.final_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
