@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from meshwright.base.errors import InputError
-from meshwright.checkpoint.assemble import cut
+from meshwright.checkpoint.assemble import Copy, copies, cut
 from meshwright.checkpoint.folder import checkpoints, newest, prune
 from meshwright.checkpoint.load import full_tensors, load
 from meshwright.checkpoint.save import SaveFailed, save
@@ -203,3 +203,9 @@ def test_layouts_of_the_same_tensors_by_unlike_worlds_hold_the_same_bits(tmp_pat
     second = raising(run_world(3, work))[0]
     assert all(same_bits(full, tensors["model/" + name]) for name, full in full_tensors(second))
     assert held(again[0], tensors)
+
+
+def test_saved_pieces_with_a_gap_fill_nothing():
+    saved = [Piece("w", (9,), "uint8", None, (), 0, 3), Piece("w", (9,), "uint8", None, (), 5, 9)]
+    assert copies(Piece("w", (9,), "uint8", None, (), 1, 8), saved) is None
+    assert copies(Piece("w", (9,), "uint8", 0, ((5, 7), (0, 2)), 1, 4), saved) == [Copy(1, 1, 0, 1), Copy(0, 0, 1, 2)]

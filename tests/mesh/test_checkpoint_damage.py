@@ -219,12 +219,50 @@ def _use(path, tensors):
         wanted = empty([piece for rank in layouts(tensors, 1, random.Random(1)) for piece in rank])
         load(path, wanted)
         assert all(same_bits(tensor, cut(tensors[piece.name], piece)) for piece, tensor in wanted)
-        list(full_tensors(path))
+        assert all(same_bits(full, tensors["model/" + name]) for name, full in full_tensors(path))
     except InputError as error:
         assert "\n" not in str(error) and len(str(error)) < 2000, str(error)[:3000]
         return str(error)
     finally:
         verify(path)
+
+
+def _entry(tree, name=NAMES[0]):
+    return tree["tensors"][name]
+
+
+def _shift(part, by):
+    part["start"] += by
+    part["stop"] += by
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda tree: _entry(tree)["pieces"].pop(), "no piece holds"),
+        (lambda tree: _entry(tree)["pieces"].clear(), "embedding.weight: "),
+        (lambda tree: _entry(tree)["pieces"][0].update(offset=_entry(tree)["pieces"][0]["offset"] + 4), "embedding.weight"),
+        (lambda tree: _entry(tree)["pieces"][0].update(tree["tensors"][NAMES[1]]["pieces"][0]), "embedding.weight: "),
+        (lambda tree: tree["tensors"].update(copy=_entry(tree)), "share bytes"),
+        (lambda tree: _shift(_entry(tree)["pieces"][0], 2**40), "outside a part of"),
+        (lambda tree: _entry(tree).update(shape=[2**40, 2**40]), "beyond any memory"),
+        (lambda tree: _entry(tree).update(shape=[2**30, 2**30]), "embedding.weight: "),
+        (lambda tree: _entry(tree).update(dtype="object"), "dtype 'object' is not one of"),
+        (lambda tree: _entry(tree).update(split=7), "split along dimension 7"),
+        (lambda tree: tree["files"].update({"../up.safetensors": tree["files"]["rank-00000.safetensors"]}), "is not one of a checkpoint"),
+        (lambda tree: _entry(tree)["pieces"][0].update(file="/etc/passwd"), "is not in the list of files"),
+        (lambda tree: tree.update(version=2), "version"),
+        (lambda tree: tree.pop("state"), "needs field 'state'"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_says_where(saved, tmp_path, change, sentence):
+    shutil.copytree(saved[0] / "step-00000200", tmp_path / "copy")
+    tree = json.loads(b"{" + (tmp_path / "copy" / "manifest.json").read_bytes().partition(b"\n")[2])
+    change(tree)
+    _write_with_digest(tmp_path / "copy" / "manifest.json", json.dumps(tree).encode())
+    with pytest.raises(InputError) as caught:
+        read_manifest(tmp_path / "copy")
+    assert sentence in str(caught.value)
 
 
 def _fuzz(folder, tensors, seeds):

@@ -27,10 +27,21 @@ class Copy(NamedTuple):
 
 
 def canonical(piece: Piece) -> Piece:
-    """The same elements, with a part that is the full tensor written as such."""
-    if piece.split is not None and list(piece.intervals) == [(0, piece.shape[piece.split])]:
+    """The same elements in the fewest words: intervals that touch are one, and a part that is the full tensor says so.
+
+    >>> canonical(Piece("w", (8, 4), "float32", 0, ((0, 3), (3, 8)), 0, 16)).split is None
+    True
+    """
+    if piece.split is None:
+        return piece
+    merged: list[tuple[int, int]] = []
+    for first, last in piece.intervals:
+        if merged and merged[-1][1] == first:
+            first = merged.pop()[0]
+        merged.append((first, last))
+    if merged == [(0, piece.shape[piece.split])]:
         return piece._replace(split=None, intervals=())
-    return piece
+    return piece._replace(intervals=tuple(merged))
 
 
 def copies(wanted: Piece, saved: Sequence[Piece]) -> list[Copy] | None:
