@@ -2,7 +2,7 @@
 
     python docs/refresh.py [PAGE ...]      without names: README.md, README.zh-CN.md and all of docs/
 
-Blocks marked `soak` train; they are left alone unless --all is given. `exit=3` in the mark is the exit code that the last command must have.
+Blocks marked `soak` train; they are left alone unless --all is given, and of their steps only those with a held-out loss are kept. `exit=3` in the mark is the exit code that the last command must have.
 """
 
 from __future__ import annotations
@@ -51,6 +51,13 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
 
 
+def shown(output: str, folder: str) -> str:
+    """What a page shows of an output: no place of this machine, no step lines but those with a held-out loss."""
+    lines = output.replace(folder + "/", "").rstrip().splitlines()
+    kept = [line for line in lines if not re.match(r"step \d+/\d+ ", line) or "held out" in line]
+    return "\n".join(line.rstrip() for line in kept) + "\n"
+
+
 def refresh(page: Path, everything: bool) -> None:
     text = page.read_text(encoding="utf-8")
     found = blocks(text)
@@ -62,7 +69,7 @@ def refresh(page: Path, everything: bool) -> None:
             done = run(block, Path(folder))
         if done.returncode != block.exit_code:
             sys.exit(f"{page.relative_to(ROOT)}: exit code {done.returncode}, not {block.exit_code}:\n{block.text}{done.stdout}")
-        text = text[: output.start] + done.stdout.rstrip() + "\n" + text[output.stop :]
+        text = text[: output.start] + shown(done.stdout, folder) + text[output.stop :]
     page.write_text(text, encoding="utf-8")
 
 
