@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshwright.base.codec import build
@@ -133,10 +134,14 @@ class Loop:
     # --- held-out loss --------------------------------------------------------------------------------------------------------
 
     def _held_out_batches(self) -> Iterator[Batch]:
-        """The held-out rows in batches of the training's size; rows that fill the last one up have no valid label."""
-        rows, size = min(self.dataset.held_out_rows, max(HELD_OUT_ROWS, self.loader.batch)), self.loader.batch
-        for first in range(0, rows, size):
-            batch = self.loader.held_out(min(size, rows - first), first)
+        """Held-out rows, spread evenly over all there are, in batches of the training's size.
+
+        Rows that fill the last batch up have no valid label.
+        """
+        count, size = min(self.dataset.held_out_rows, max(HELD_OUT_ROWS, self.loader.batch)), self.loader.batch
+        rows = np.arange(count) * self.dataset.held_out_rows // max(count, 1)
+        for first in range(0, count, size):
+            batch = self.dataset.held_out(rows[first : first + size])
             lacking = size - len(batch["labels"])
             filled = {name: torch.cat([value, value[:1].expand(lacking, *value.shape[1:])]) for name, value in batch.items()}
             filled["labels"][size - lacking :] = IGNORED

@@ -1,0 +1,229 @@
+"""The parts around the step: agreement of ranks, measured memory, the sample, the screen, the lease, models from folders and modules."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import nn
+
+from meshwright.base.errors import InputError
+from meshwright.models.output import Output
+from meshwright.spec.launch import ModelSource
+from meshwright.spec.record import StepRecord
+from meshwright.spec.workload import Optimizer
+from meshwright.train.lease import Lease
+from meshwright.train.memory import watching
+from meshwright.train.metrics import Records, agree
+from meshwright.train.model import build_model, objective_of, vocabulary_of
+from meshwright.train.optimizer import learning_rate, optimizer_of
+from meshwright.train.rank import Connection, launched
+from meshwright.train.sample import generate, write_text
+from meshwright.train.screen import Screen
+
+
+def record(step: int = 1, **more: object) -> StepRecord:
+    return StepRecord(step=step, **{"loss": 2.0, "tokens": 100, "gradient_norm": 1.0, "lr": 0.1, "seconds": 0.5, **more})
+
+
+# --- agreement ------------------------------------------------------------------------------------------------------------------
+
+
+def agree_on_ranks() -> tuple[StepRecord, bool]:
+    rank = dist.get_rank()
+    mine = record(
+        seconds=1.0 + rank,
+        data_seconds=3.0 - rank,
+        memory={"parameters": 10.0 * (rank == 0), "resident": float(rank)},
+        exposed={"data": 0.5, "pipeline": rank / 4},
+    )
+    return agree(mine, rank == 1, dist.group.WORLD)
+
+
+def test_a_record_has_the_slowest_and_the_fullest_rank_and_one_wish_to_stop_is_everyones(ranks: Pool) -> None:
+    for agreed, stop in ranks.run(3, agree_on_ranks):
+        assert stop
+        assert (agreed.seconds, agreed.data_seconds) == (3.0, 3.0)
+        assert agreed.memory == {"parameters": 10.0, "resident": 2.0}
+        assert agreed.exposed == {"data": 0.5, "pipeline": 0.5}
+        assert agreed.tokens_per_second == pytest.approx(100 / 3)
+
+
+def tell() -> list[str]:
+    connection = Connection(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    return [connection.tell(text if connection.rank == 0 else "") for text in ("", "größer", "x" * 10_000)]
+
+
+def test_every_rank_hears_the_text_of_rank_0(ranks: Pool) -> None:
+    assert ranks.run(2, tell) == [["", "größer", "x" * 10_000]] * 2
+
+
+def test_a_slurm_job_of_several_tasks_without_an_address_is_refused_not_run_alone() -> None:
+    with pytest.raises(InputError, match="SLURM_NTASKS is 4 but MASTER_ADDR is not set"):
+        launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    with pytest.raises(InputError, match=r"RANK \(4\) is not a rank of a world of 4"):
+        launched({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "a"})
+
+
+# --- measures -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_watched_block_knows_its_highest_moment_and_what_it_left() -> None:
+    kilo = 1024
+    with watching() as watch:
+        kept = torch.empty(100 * kilo, dtype=torch.uint8)
+        first = torch.empty(300 * kilo, dtype=torch.uint8)
+        del first
+        second = torch.empty(200 * kilo, dtype=torch.uint8)
+        del second
+    assert watch.peak == 400 * kilo
+    assert watch.kept == kept.numel()
+
+
+def test_records_are_a_line_a_step_and_a_lost_disk_is_said_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    records = Records(tmp_path, False, said.append)
+    records.write(record(1))
+    records.write(record(2, held_out_loss=3.0))
+    lines = [StepRecord.model_validate(json.loads(line)) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert lines == [record(1), record(2, held_out_loss=3.0)]
+    records.close()
+    full = Records.__new__(Records)
+    full.say, full._lost, full._writer, full._handle = said.append, False, None, -1
+    full.write(record(3))
+    full.write(record(4))
+    assert len(said) == 1 and said[0].startswith("records are lost from step 3 on: ")
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "sgd-momentum"])
+def test_an_optimizer_holds_the_states_that_the_planner_counts(name: str) -> None:
+    rule = Optimizer(name=name)
+    weight = nn.Parameter(torch.ones(5))
+    optimizer = optimizer_of(rule)([weight])
+    weight.sum().backward()
+    optimizer.step()
+    held = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor) and value.ndim]
+    assert len(held) == rule.states
+
+
+def test_the_learning_rate_rises_to_its_top_and_ends_where_it_should() -> None:
+    rule = Optimizer(lr=0.5, warmup=10, final_lr=0.2)
+    rates = [learning_rate(rule, step, 100) for step in range(100)]
+    assert rates[9] == rates[10] == max(rates) == 0.5
+    assert rates[99] == pytest.approx(0.1)
+    assert all(a > b for a, b in pairwise(rates[10:]))
+    assert learning_rate(Optimizer(lr=0.5, schedule="constant"), 77, 100) == 0.5
+
+
+# --- sample ---------------------------------------------------------------------------------------------------------------------
+
+
+class Successor(nn.Module):
+    """After token t it says t + 1; its weight is how surely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sure = nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids: torch.Tensor) -> Output:
+        return Output(nn.functional.one_hot((input_ids + 1) % 256, 258) * self.sure)
+
+
+class Bytes:
+    name, vocabulary, end_of_text, mask, digest = "bytes", 258, 256, None, ""
+
+    def encode(self, texts: list[str]) -> list[bytes]:
+        return [text.encode() for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode()
+
+
+def test_a_sample_is_what_the_trained_weights_say() -> None:
+    text = write_text(Successor(), {"sure": torch.full((1,), 50.0)}, Bytes(), "abc", 5, 4, seed=1)  # type: ignore[arg-type]
+    assert text == "abcdefgh"
+
+
+def test_the_same_seed_draws_the_same_sample_and_temperature_0_draws_nothing() -> None:
+    model = Successor()
+    nn.init.constant_(model.sure, 1.0)
+    drawn = [generate(model, [1], 20, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert generate(model, [1], 3, temperature=0) == [1, 2, 3, 4]
+
+
+def test_weights_that_do_not_fill_the_model_are_never_sampled_from() -> None:
+    with pytest.raises(AssertionError, match="weights do not fit"):
+        write_text(Successor(), {}, Bytes(), "a", 1, 4, seed=1)  # type: ignore[arg-type]
+
+
+# --- screen ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_away_from_a_terminal_the_screen_prints_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    screen.hear({"kind": "note", "line": "[bold]not markup[/bold]"})
+    screen.hear({"kind": "begin", "step": 0, "steps": 2, "data": "some text", "parameters": 5})
+    screen.hear({"kind": "record", "record": record(1, tokens_per_second=1234.0, memory={"total": 2.0**20}).model_dump()})
+    screen.hear({"kind": "record", "record": record(2, held_out_loss=1.5).model_dump()})
+    screen.hear({"kind": "saved", "step": 2, "path": "runs/a/step-2"})
+    screen.hear({"kind": "sample", "text": "def f():\n    return [red]"})
+    screen.hear({"kind": "done", "step": 2})
+    screen.close()
+    out, err = capsys.readouterr()
+    assert out == "" and "\r" not in err and "\x1b" not in err
+    assert "[bold]not markup[/bold]\n" in err
+    assert "step 1/2  loss 2.0000  1.23 k tokens/s  1.00 MiB on the fullest rank" in err
+    assert "step 2/2  loss 2.0000  held out 1.5000" in err
+    assert "  |     return [red]\n" in err
+
+
+def test_a_run_folder_has_one_tenant_at_a_time_even_between_processes(tmp_path: Path) -> None:
+    code = f"from pathlib import Path\nfrom meshwright.train.lease import Lease\nwith Lease(Path({str(tmp_path)!r})): pass"
+    with Lease(tmp_path):
+        second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "is being trained by process" in second.stderr.splitlines()[-1]
+        with pytest.raises(InputError, match="wait for it, or choose another --run"), Lease(tmp_path):
+            pass
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- models ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hugging_face_folder_is_built_as_it_is_named_from_its_weights_where_it_has_any(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    torch.manual_seed(3)
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=16))
+    made.config.save_pretrained(tmp_path)
+    source = ModelSource(name="m", folder=str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    fresh = build_model(source, seed=1)
+    assert type(fresh).__name__ == "LlamaForCausalLM"
+    assert torch.equal(fresh.lm_head.weight, build_model(source, seed=1).lm_head.weight)
+    assert not torch.equal(fresh.lm_head.weight, made.lm_head.weight)
+    assert (objective_of(source, fresh), vocabulary_of(source, fresh)) == ("causal", 50)
+    made.save_pretrained(tmp_path)
+    assert torch.equal(build_model(source, seed=1).lm_head.weight, made.lm_head.weight)
+
+
+def test_live_code_is_called_and_what_is_wrong_with_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("from torch import nn\nnet = lambda: nn.Linear(2, 3)\nwrong = lambda: 7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert isinstance(build_model(ModelSource(name="a", module="mine:net"), 1), nn.Linear)
+    for module, words in (
+        ("mine:nte", "module 'mine' has no 'nte'; did you mean 'net'?"),
+        ("mine:wrong", "returned a int, not a torch.nn.Module"),
+        ("nobody.here:net", "there is no module 'nobody' here or installed"),
+    ):
+        with pytest.raises(InputError) as caught:
+            build_model(ModelSource(name="a", module=module), 1)
+        assert words in str(caught.value)
