@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -205,7 +206,7 @@ def _mutate(node, dice):
         elif isinstance(node, dict) and dice.random() < 0.1:
             node[dice.choice(("extra", "../up", "rank-00000.safetensors"))] = node.pop(key)
         else:
-            node[key] = dice.choice(NASTY)
+            node[key] = copy.deepcopy(dice.choice(NASTY))
         return
 
 
