@@ -61,7 +61,7 @@ def test_tensor_parallelism_keeps_10_and_24_over_t_and_sequence_parallelism_34_o
     )
     job = small_job(ModelSpec(name="layer", layers=(layer,), hidden=8), cluster(1, 4), batch=1)
     kept = [estimate(job, parse_plan(name)).memory.activations / (6 * 128 * 8) for name in ("dp1.tp4", "dp1.tp4.sp")]
-    assert kept == [10 + 24 / 4, 34 / 4]
+    assert kept == pytest.approx([10 + 24 / 4, 34 / 4], rel=0.01)
 
 
 def test_recompute_keeps_one_hidden_state_a_layer_and_one_layer_besides() -> None:

@@ -22,7 +22,7 @@ def fullest(schedule: Schedule, turns: int, pp: int, rank: int, count: int, held
     """Layers kept at the fullest moment, when virtual stage k of the rank has `held[k]` equal layers."""
     order = Order(schedule, turns, (1,) * (pp * turns))
     kind = Kind(rank, 1, np.array(held)[:, None], ())
-    [(_, layers)] = moments(order, pp, [kind], np.array([count]))
+    _, layers = moments(order, pp, kind, np.array([count]))
     return float(layers[0, :, 0].max())
 
 

@@ -18,14 +18,13 @@ FOLDER = Path(__file__).parent / "golden" / "plans"
 
 
 def answer(name: str) -> dict[str, Any]:
-    """What is kept of a job's answer: the job, the first five plans by name, the size of the space."""
+    """What is kept of a job's answer: the job, the first three plans by name, the size of the space."""
     model, cluster, batch, sequence, precision = CANONICAL[name]
-    found = search(named_job(model, cluster, batch, sequence, precision), top=5)
+    found = search(named_job(model, cluster, batch, sequence, precision), top=3)
     return {
         "job": {"model": model, "cluster": cluster, "batch": batch, "sequence": sequence, "precision": precision},
         "plans": [entry.name for entry in found.plans],
         "considered": found.considered,
-        "rejected": {rejection.reason: rejection.count for rejection in found.rejected},
     }
 
 

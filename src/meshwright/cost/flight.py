@@ -14,8 +14,6 @@ m = p there is one such moment, with more micro-batches there are v, the same in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from meshwright.cost.box import Array, Order
@@ -26,13 +24,17 @@ Moments = tuple[Array, Array]
 """Entries whose layer runs backward (..., moments), layers of each entry that keep a share then (..., moments, entries)."""
 
 
-def moments(order: Order, pp: int, kinds: Sequence[Kind], micro_batches: Array) -> list[Moments]:
-    """Where each kind of rank can be fullest, over (b, moments)."""
+def moments(order: Order, pp: int, kind: Kind, micro_batches: Array) -> Moments:
+    """Where this kind of rank can be fullest, over (b, moments)."""
     if order.schedule != Schedule.interleaved:
-        return [_plain(order, pp, kind, micro_batches) for kind in kinds]
-    rounds = np.minimum(micro_batches // pp, 2)
-    alive = interleaved_alive(pp, order.virtual_stages, np.array([kind.rank for kind in kinds]))
-    return [_interleaved(kind, numbers, rounds) for kind, numbers in zip(kinds, alive, strict=True)]
+        return _plain(order, pp, kind, micro_batches)
+    return in_rounds(turns(order, pp, kind), pp, micro_batches)
+
+
+def in_rounds(found: Moments, pp: int, micro_batches: Array) -> Moments:
+    """Those of interleaving, which are the same from two rounds of pp micro-batches on."""
+    rounds = np.minimum(np.maximum(micro_batches // pp, 1), 2) - 1
+    return found[0][rounds], found[1][rounds]
 
 
 def _plain(order: Order, pp: int, kind: Kind, micro_batches: Array) -> Moments:
@@ -44,29 +46,25 @@ def _plain(order: Order, pp: int, kind: Kind, micro_batches: Array) -> Moments:
     return np.broadcast_to(present, (len(count), len(present))), count[:, None, None] * content - freed
 
 
-def interleaved_alive(pp: int, virtual_stages: int, ranks: Array) -> Array:
-    """Micro-batches alive (rank, moment, stage): with m = p before the first backward; then, with more, before each stage's phase."""
+def interleaved_alive(pp: int, virtual_stages: int, rank: int) -> Array:
+    """Micro-batches alive (moment, stage): with m = p before the first backward; then, with more, before each stage's phase."""
     turn = pp * virtual_stages
-    warmup = 2 * (pp - ranks - 1) + (virtual_stages - 1) * pp
     done = np.concatenate([[0], np.arange(virtual_stages) * pp])
-    forwards = warmup[:, None] + done + 1
-    forwards[:, 0] = np.minimum(forwards[:, 0], turn)
+    forwards = 2 * (pp - rank - 1) + (virtual_stages - 1) * pp + done + 1
+    forwards[0] = min(forwards[0], turn)
     stages = np.arange(virtual_stages) * pp
-    made = forwards // turn * pp
-    begun = np.minimum(np.maximum((forwards % turn)[..., None] - stages, 0), pp)
-    return made[..., None] + begun - np.minimum(np.maximum(done[:, None] - stages[::-1], 0), pp)
+    begun = np.minimum(np.maximum((forwards % turn)[:, None] - stages, 0), pp)
+    return (forwards // turn * pp)[:, None] + begun - np.minimum(np.maximum(done[:, None] - stages[::-1], 0), pp)
 
 
-def _interleaved(kind: Kind, alive: Array, rounds: Array) -> Moments:
-    """`alive` (moment, stage) and whether there is more than one round for each number of micro-batches."""
-    loads = alive @ kind.layers
+def turns(order: Order, pp: int, kind: Kind) -> Moments:
+    """Interleaving with one round of micro-batches, and with more, over (rounds, moments)."""
+    loads = interleaved_alive(pp, order.virtual_stages, kind.rank) @ kind.layers
     one = _walk(loads[0], kind.layers[-1])
     fullest = {0, *loads[1:].argmax(axis=0).tolist()}
     more = [walked for at in sorted(fullest) for walked in _walk(loads[1 + at], kind.layers[-1 - at])]
-    length = len(more)
-    running = np.array([[entry for entry, _ in cases] for cases in ((one * length)[:length], more)])
-    layers = np.array([[row for _, row in cases] for cases in ((one * length)[:length], more)])
-    return running[rounds - 1], layers[rounds - 1]
+    cases = ((one * len(more))[: len(more)], more)
+    return np.array([[entry for entry, _ in case] for case in cases]), np.array([[row for _, row in case] for case in cases])
 
 
 def _walk(load: Array, content: Array) -> list[tuple[int, Array]]:

@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.cost.box import Array, Box, Order, lift
 from meshwright.cost.collectives import group, send
 from meshwright.cost.compute import Work, work
-from meshwright.cost.flight import moments
+from meshwright.cost.flight import Moments, in_rounds, moments, turns
 from meshwright.cost.memory import Footprint, States, activations, footprint
 from meshwright.cost.pipeline import idle, messages, stall
 from meshwright.cost.reduction import traffic, update
@@ -21,7 +21,7 @@ from meshwright.cost.stages import Content, Kind, kinds
 from meshwright.cost.units import Sized, Units, sized, units
 from meshwright.spec.job import Job
 from meshwright.spec.layout import ALIGN
-from meshwright.spec.plan import Recompute
+from meshwright.spec.plan import Recompute, Schedule
 
 
 class Seconds(NamedTuple):
@@ -56,6 +56,8 @@ class Prices(NamedTuple):
         return self.footprint.total.max(axis=0)
 
 
+_LARGEST = tuple(map(Units._fields.index, ("opening", "closing", "filling", "largest")))
+
 Ranks = list[list[Kind]]
 """For each order the pipeline ranks that are priced, equally many."""
 
@@ -67,6 +69,7 @@ class Pricer:
         self.setting: Setting = setting(job)
         self._kinds: dict[tuple[Order, int], tuple[Kind, ...]] = {}
         self._sized: dict[int, tuple[Sized, ...]] = {}
+        self._turns: dict[tuple[Order, int, int], Moments] = {}
         self._units: dict[tuple[int, int | None, Content], Units] = {}
 
     def price(self, box: Box) -> Prices:
@@ -115,7 +118,7 @@ class Pricer:
 
     def _buffers(self, box: Box, ranks: Ranks, bucket: int | None) -> States:
         shape = (len(ranks[0]), len(ranks))
-        other = np.zeros((6, *shape))
+        other = np.zeros((8, *shape))
         lengths: dict[int, int] = {}
         uses: list[tuple[int, int, int]] = []
         for o, kinds_of_order in enumerate(ranks):
@@ -128,11 +131,10 @@ class Pricer:
                 ]
                 other[:, r, o] = (
                     sum(stage.number * count for stage, count in held),
-                    held[0][0].first,
                     sum(stage.lone * count for stage, count in held),
-                    max(stage.reducing for stage, _ in held),
-                    max(stage.gathered for stage, _ in held),
-                    max(stage.largest for stage, _ in held),
+                    held[0][0].first,
+                    held[-1][0].last,
+                    *(max(stage[field] for stage, _ in held) for field in _LARGEST),
                 )
         rows, columns, counts = np.array(uses, dtype=np.int64).reshape(-1, 3).T
         table = np.zeros((shape[0] * shape[1], len(lengths)))
@@ -142,14 +144,16 @@ class Pricer:
         return States(lift(numel.reshape(*shape, -1), "roz"), *(lift(values, "ro") for values in other))
 
     def _footprint(self, box: Box, ranks: Ranks, states: States) -> Footprint:
-        running, layers = self._moments(box, ranks)
-        return footprint(self.setting, box, states, activations(self.setting, box, self._tokens(box), running, layers))
+        tokens = self._tokens(box)
+        return footprint(self.setting, box, states, activations(self.setting, box, tokens, *self._moments(box, ranks)), tokens)
 
     def _moments(self, box: Box, ranks: Ranks) -> tuple[Array, Array]:
         """When each kind of rank can be fullest: running entries (r, o, b, moments), layers that keep (r, o, b, moments, entries)."""
         micro_batches = np.array([count for _, count in box.micro_batches])
         found = {
-            (r, o): moment for o, order in enumerate(box.orders) for r, moment in enumerate(moments(order, box.pp, ranks[o], micro_batches))
+            (r, o): self._moments_of(order, box.pp, ranks[o][r], micro_batches)
+            for o, order in enumerate(box.orders)
+            for r in range(len(ranks[0]))
         }
         length = max(running.shape[1] for running, _ in found.values())
         shape = (len(ranks[0]), len(box.orders), len(micro_batches), length)
@@ -160,6 +164,14 @@ class Pricer:
             pick = fill % entries.shape[1]
             running[at], layers[at] = entries[:, pick], kept[:, pick]
         return running, layers
+
+    def _moments_of(self, order: Order, pp: int, kind: Kind, micro_batches: Array) -> Moments:
+        if order.schedule != Schedule.interleaved:
+            return moments(order, pp, kind, micro_batches)
+        key = (order, pp, kind.rank)
+        if key not in self._turns:
+            self._turns[key] = turns(order, pp, kind)
+        return in_rounds(self._turns[key], pp, micro_batches)
 
     # --- time -------------------------------------------------------------------------------------------------------------------
 

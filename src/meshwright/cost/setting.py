@@ -44,6 +44,10 @@ class Entry(NamedTuple):
         """The same with every tensor padded as in [Note: flat layout]."""
         return sum(align(parameter.local_numel(tp)) for parameter in self.own)
 
+    def largest(self, tp: int) -> int:
+        """Elements of the largest tensor on one tensor rank: autograd makes its gradient whole before it goes where it is summed."""
+        return max((parameter.local_numel(tp) for parameter in self.layer.parameters), default=0)
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -60,6 +64,11 @@ class Setting:
     def on_host(self) -> bool:
         """Ranks are processes on CPUs: no caching allocator, gloo instead of NCCL."""
         return self.device.name.lower().startswith("cpu")
+
+    @cached_property
+    def head(self) -> Entry | None:
+        """The layer that ends in the loss."""
+        return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
     @property
     def blocks(self) -> int:

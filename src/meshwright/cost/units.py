@@ -18,18 +18,20 @@ class Run(NamedTuple):
 
 
 class Units(NamedTuple):
-    """The units of one virtual stage, in elements before padding.
+    """The units of one virtual stage, in elements before padding, forward order.
 
-    `first`: the unit whose gradients are complete last. `largest`: the largest unit. `reducing`: the units whose whole gradients are
-    there at a time at ZeRO 2. `gathered`: whole weights and gradients at a time at ZeRO 3. `lone`: units that nothing gathers ahead.
+    `first`, `last`: the outermost ones. `opening`, `closing`: the two whose reduction a backward leaves for the next one to wait for, the two
+    that it starts first. `filling`: the largest between first and last. `largest` of all. `lone`: those that nothing gathers ahead.
     """
 
     runs: tuple[Run, ...]
     number: int
     first: int
+    last: int
+    opening: int
+    closing: int
+    filling: int
     largest: int
-    reducing: int
-    gathered: int
     lone: int
 
 
@@ -88,13 +90,11 @@ def units(layers: Sequence[tuple[Sized, int]], bucket: int | None) -> Units:
     """The units of one virtual stage with `bucket` elements, or of ZeRO 3 with None."""
     runs = singles(layers) if bucket is None else buckets(layers, bucket)
     if not runs:
-        return Units((), 0, 0, 0, 0, 0, 0)
-    line = [run.end for run in runs for _ in range(min(run.times, REDUCTIONS_IN_FLIGHT + 1))]
-    reducing = gathered = 0
-    for at, end in enumerate(line):
-        gradients = sum(line[at : at + REDUCTIONS_IN_FLIGHT + 1])
-        reducing = max(reducing, gradients)
-        gathered = max(gathered, gradients + end + (line[at - 1] if at else 0))
+        return Units((), 0, 0, 0, 0, 0, 0, 0, 0)
+    line = [run.end for run in runs for _ in range(min(run.times, REDUCTIONS_IN_FLIGHT))]
     lone = sum(run.end * run.times for run in runs if not run.gathered_ahead)
     lone += next((run.end for run in runs if run.gathered_ahead), 0)
-    return Units(tuple(runs), sum(run.times for run in runs), runs[0].end, max(line), reducing, gathered, lone)
+    opening = sum(line[:REDUCTIONS_IN_FLIGHT]) if len(line) > 1 else REDUCTIONS_IN_FLIGHT * line[0]
+    closing = sum(line[-REDUCTIONS_IN_FLIGHT:]) if len(line) > 1 else 0
+    filling = max(line[1:-1] or line[-1:])
+    return Units(tuple(runs), sum(run.times for run in runs), line[0], line[-1], opening, closing, filling, max(line), lone)
