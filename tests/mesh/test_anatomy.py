@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sizes import TINY
 from torch import nn
 from torch.nn import functional as F
 
 from meshwright import anatomy
 from meshwright.anatomy import Anatomy, Region, Split, intervals
-from meshwright.models.registry import TINY, build
+from meshwright.models.registry import build
 
 torch.set_num_threads(1)
 transformers = pytest.importorskip("transformers")

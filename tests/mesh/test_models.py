@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from sizes import TINY
 from torch.nn import functional as F
 
 from meshwright.base.errors import InputError
-from meshwright.models.registry import TINY, build
+from meshwright.models.registry import build
 
 torch.set_num_threads(1)
 SMALL = {name: {**sizes, "layers": 2, "hidden": 32} for name, sizes in TINY.items()}
@@ -145,5 +146,5 @@ def test_sizes_that_no_model_can_have_are_one_line(change: dict[str, object], me
 
 
 def test_a_misspelt_model_names_its_neighbour() -> None:
-    with pytest.raises(InputError, match="did you mean 'llama-tiny'"):
-        build("lama-tiny")
+    with pytest.raises(InputError, match="did you mean 'llama'"):
+        build({"kind": "lama"})

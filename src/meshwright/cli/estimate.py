@@ -16,8 +16,8 @@ def estimate(
 
     Try: meshwright estimate --model llama2-7b --cluster 1x8:a100-80gb --batch 64 --seq 4096 --plan dp8.z3.rc-layer
     """
-    from meshwright.cost.step import estimate as price
     from meshwright.cli.preparation import read_file
+    from meshwright.cost.step import estimate as price
     from meshwright.intake.job import resolve
     from meshwright.report.plans import entry_data, estimate_text
 

@@ -1,4 +1,4 @@
-"""A model by name or from the sizes of an architecture (the keys of the catalog: layers, hidden, heads, kv_heads, ffn, vocab, seq, ...).
+"""A model from the sizes of an architecture (the keys of the catalog: layers, hidden, heads, kv_heads, ffn, vocab, seq, ...).
 
 Promise: the same torch seed gives the same parameters, whatever the plan. A size that no model here can have is an InputError.
 """
@@ -16,25 +16,15 @@ from meshwright.models.convnet import ConvNet, ConvNetConfig
 from meshwright.models.gpt2 import GPT2, GPT2Config
 from meshwright.models.llama import Llama, LlamaConfig
 
-TINY: Mapping[str, Mapping[str, Any]] = {
-    "llama-tiny": {"kind": "llama", "layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 384, "vocab": 512, "seq": 512},
-    "gpt2-tiny": {"kind": "gpt2", "layers": 4, "hidden": 128, "heads": 8, "ffn": 512, "vocab": 512, "seq": 512, "tied": True},
-    "bert-tiny": {"kind": "bert", "layers": 4, "hidden": 128, "heads": 8, "ffn": 512, "vocab": 512, "seq": 512, "tied": True},
-    "convnet-tiny": {"kind": "convnet", "layers": 4, "hidden": 32, "classes": 10},
-}
 KINDS = ("llama", "gpt2", "bert", "convnet")
 
 
-def build(model: str | Mapping[str, Any]) -> nn.Module:
-    """The model of that name, or with those sizes. Empty sizes ('' or None) count as left out.
+def build(model: Mapping[str, Any]) -> nn.Module:
+    """The model with those sizes. Empty sizes ('' or None) count as left out.
 
     >>> sum(p.numel() for p in build({"layers": 1, "hidden": 8, "heads": 2, "ffn": 16, "vocab": 32, "seq": 4}).parameters())
     1176
     """
-    if isinstance(model, str):
-        if model not in TINY:
-            raise InputError(f"model {model!r} is not one of {', '.join(TINY)}{did_you_mean(model, TINY)}")
-        return build(TINY[model])
     given = {name: value for name, value in model.items() if value not in ("", None)}
     kind = str(given.get("kind") or kind_of(given))
     if kind not in KINDS:

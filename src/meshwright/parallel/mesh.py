@@ -68,6 +68,9 @@ def make_mesh(plan: Plan, device: torch.device | None = None) -> Mesh:
     """
     device = device or local_device()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    started = int(os.environ.get("WORLD_SIZE", ranks))
+    if started != ranks:
+        raise InputError(f"{started} ranks were started but are not joined: call torch.distributed.init_process_group() before parallelize")
     if ranks != plan.world:
         raise InputError(
             f"plan {plan.name}: pp({plan.pp}) * dp({plan.dp}) * cp({plan.cp}) * tp({plan.tp}) = {plan.world} ranks, but {ranks} were started"

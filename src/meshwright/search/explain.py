@@ -51,7 +51,7 @@ def _where(answer: Answer) -> str:
 
 
 def _slower(family: Family, best: float) -> str:
-    return f"{family.name} by {family.seconds / best - 1.0:.0%} ({family.plan.name})"
+    return f"{family.name} by {max(0.0, family.seconds / best - 1.0):.0%} ({family.plan.name})"
 
 
 def _more(found: list[Family] | list) -> str:
