@@ -44,3 +44,9 @@ def until_stopped(channel: Channel, payload: dict) -> int:
     while not channel.stop or payload.get("deaf"):
         time.sleep(0.01)
     return 75
+
+
+def speak_and_go(channel: Channel, payload: dict) -> int:
+    for number in range(payload["words"]):
+        channel.say("word", number=number)
+    return 0

@@ -169,7 +169,7 @@ def test_away_from_a_terminal_the_screen_prints_plain_lines(capsys: pytest.Captu
     screen = Screen()
     screen.hear({"kind": "note", "line": "[bold]not markup[/bold]"})
     screen.hear({"kind": "begin", "step": 0, "steps": 2, "data": "some text", "parameters": 5})
-    screen.hear({"kind": "record", "record": record(1, tokens_per_second=1234.0, memory={"total": 2.0**20}).model_dump()})
+    screen.hear({"kind": "record", "record": record(1, tokens_per_second=1234.0, memory={"resident": 2.0**20, "total": 5.0}).model_dump()})
     screen.hear({"kind": "record", "record": record(2, held_out_loss=1.5).model_dump()})
     screen.hear({"kind": "saved", "step": 2, "path": "runs/a/step-2"})
     screen.hear({"kind": "sample", "text": "def f():\n    return [red]"})

@@ -55,6 +55,12 @@ def test_the_world_that_was_asked_for_is_the_world_that_runs(tmp_path: Path) -> 
     assert gone(tmp_path)
 
 
+def test_no_last_word_is_lost_when_many_ranks_end_in_the_same_moment(tmp_path: Path) -> None:
+    heard = supervise(tmp_path, "speak_and_go", 16, {"words": 50})
+    for rank in range(16):
+        assert [message["number"] for of, message in heard if of == rank] == list(range(50))
+
+
 def test_a_rank_that_raises_is_reported_first_and_in_few_lines_and_the_innocent_are_only_counted(tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
         supervise(tmp_path, "fail", 4, {"victim": 2, "how": "raise"})

@@ -72,7 +72,8 @@ def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen
     from meshwright.elastic.supervisor import Supervisor, Work
 
     with _prepared(job, shared, pin, screen, None) as (launch, folder):
-        work = Work(f"{LOOP}:train", launch.plan.world, launch.model_dump(mode="json"), folder, (LOOP,))
+        warm = (LOOP, *(("transformers.modeling_utils",) if launch.model.folder else ()))
+        work = Work(f"{LOOP}:train", launch.plan.world, launch.model_dump(mode="json"), folder, warm)
         Supervisor(work, lambda rank, message: screen.hear(message), screen.note).run()
     return folder
 

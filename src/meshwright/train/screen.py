@@ -85,7 +85,8 @@ class Screen:
             words.append("skipped: the gradient was not finite")
         if record.tokens:
             words.append(f"{show_count(record.tokens_per_second)} tokens/s")
-            words.append(f"{show_bytes(record.memory.get('total') or record.memory.get('resident', 0.0))} on the fullest rank")
+            kind = "total" if "reserved" in record.memory else "resident"  # a device measures every step, a host only one
+            words.append(f"{show_bytes(record.memory.get(kind, 0.0))} on the fullest rank")
         done = record.step - self.first
         if done > 0 and record.step < self.steps:
             words.append(f"{show_seconds((time.monotonic() - self._began) / done * (self.steps - record.step))} left")

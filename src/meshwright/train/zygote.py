@@ -139,6 +139,8 @@ class Zygote:
             os.close(handle)
 
     def _relay(self, child: Child) -> None:
+        if self.children.get(child.rank) is not child:
+            return  # its end and its last words came in the same moment, and the end was seen first
         messages, ended = child.inbox.read()
         for message in messages:
             write_line(self.events, {"event": "said", "rank": child.rank, "generation": child.generation, "message": message})
