@@ -48,8 +48,18 @@ def test_a_message_of_many_lines_takes_one() -> None:
 
 
 def test_what_a_person_wrote_wrong_keeps_its_line_and_its_exit_code() -> None:
-    error = verdict([Failure(1, 1.0, 2, "InputError", "batch 7 is odd"), Failure(0, 0.5, 1, "RuntimeError", LOST)], 2, logs)
+    lost = Failure(0, 0.5, 1, "RuntimeError", LOST)
+    error = verdict([Failure(1, 1.0, 2, "InputError", "batch 7 is odd", known=True), lost], 2, logs)
     assert isinstance(error, InputError) and str(error) == "batch 7 is odd"
+    error = verdict([Failure(1, 1.0, 1, "SaveFailed", "no space left", known=True), lost], 2, logs)
+    assert (type(error), error.exit_code, str(error)) == (MeshwrightError, 1, "no space left")
+
+
+def test_ranks_that_fail_of_their_own_are_not_called_innocent() -> None:
+    failures = [Failure(rank, 1.0 + rank, 1, "ValueError", "no good") for rank in range(3)] + [Failure(3, 4.0, 1, "RuntimeError", LOST)]
+    lines = str(verdict(failures, 4, logs)).splitlines()
+    assert lines[0].startswith("rank 0 of 4") and "  2 other ranks failed too" in lines
+    assert "  1 other rank lost the connection because of it" in lines
 
 
 def test_a_rank_without_a_supervisor_says_whether_it_was_the_cause() -> None:

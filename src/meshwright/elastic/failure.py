@@ -27,7 +27,10 @@ _LOST = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended. `status` is negative for a signal. `at` is in seconds of the supervisor's clock."""
+    """How one rank ended. `status` is negative for a signal. `at` is in seconds of the supervisor's clock.
+
+    `known`: the error is one of ours, whose message says it all.
+    """
 
     rank: int
     at: float
@@ -35,11 +38,12 @@ class Failure:
     error: str = ""
     message: str = ""
     place: str = ""
+    known: bool = False
 
     @property
     def innocent(self) -> bool:
         """It lost its connection to another rank."""
-        return self.status >= 0 and bool(_LOST.search(self.message))
+        return not self.known and self.status >= 0 and bool(_LOST.search(self.message))
 
 
 class RankFailed(MeshwrightError):
@@ -86,18 +90,24 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 
 def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Path]) -> MeshwrightError:
-    """The error to raise. What a person wrote wrong (exit code 2) stays an InputError of one line."""
+    """The error to raise. One of ours keeps its words and its exit code."""
     first = culprit(failures)
-    if first.error == InputError.__name__ and first.status == InputError.exit_code:
-        return InputError(first.message)
+    if first.known:
+        error = InputError(first.message) if first.status == InputError.exit_code else MeshwrightError(first.message)
+        error.exit_code = first.status
+        return error
     lines = [f"rank {first.rank} of {world} on {socket.gethostname()}: {cause(first)}"]
     if first.place:
         lines.append(f"  at {first.place}")
     if first.status < 0 or not first.error:
         lines += [f"  | {line}" for line in last_lines(log_of(first.rank), 3)]
-    others = sorted({failure.rank for failure in failures} - {first.rank})
-    if others:
-        lines.append(f"  {len(others)} other rank{'s' if len(others) > 1 else ''} lost the connection because of it")
+    others = [failure for failure in failures if failure is not first]
+    for count, what in (
+        (sum(not other.innocent for other in others), "failed too"),
+        (sum(other.innocent for other in others), "lost the connection because of it"),
+    ):
+        if count:
+            lines.append(f"  {count} other rank{'s' if count > 1 else ''} {what}")
     lines.append(f"  log: {log_of(first.rank)}")
     return RankFailed("\n".join(lines[:MOST_LINES]))
 

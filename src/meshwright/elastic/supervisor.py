@@ -117,7 +117,7 @@ class Supervisor:
             self._living[rank] = event["pid"]
         elif event["event"] == "said" and event["message"]["kind"] == "failed":
             said = event["message"]
-            self._failures[rank] = Failure(rank, now, said["code"], said["error"], said["message"], said["place"])
+            self._failures[rank] = Failure(rank, now, said["code"], said["error"], said["message"], said["place"], said["known"])
         elif event["event"] == "said":
             self._begun = self._begun or event["message"]["kind"] == "begin"
             self.hear(rank, event["message"])

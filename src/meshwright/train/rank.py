@@ -127,8 +127,10 @@ def run_target(target: str, channel: Channel, payload: Message) -> int:
         traceback.print_exc()
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
         place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        known = isinstance(error, MeshwrightError)
         code = error.exit_code if isinstance(error, MeshwrightError) else 1
-        channel.say("failed", error=type(error).__name__, message=str(error) or type(error).__name__, place=place, code=code)
+        words = str(error) or type(error).__name__
+        channel.say("failed", error=type(error).__name__, message=words, place=place, code=code, known=known)
         return code
 
 
