@@ -116,18 +116,21 @@ class Zero:
 
     def square_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each element once."""
-        plan = self.mesh.plan
-        copies = plan.cp * (plan.dp_replicate if plan.zero else plan.dp)
+        plan, place = self.mesh.plan, self.mesh.place
+        copies, index = (plan.dp_replicate, place.dp_replicate) if plan.zero else (plan.dp, self.mesh.replica)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         uncounted = {id(unit) for unit, counts in self.tied if not counts}
         for unit in self.units:
             if id(unit) in uncounted:
                 continue
-            border = min(max(unit.unit.split_end - unit.own.start, 0), unit.own_gradients.numel())
-            for run, holders in ((unit.own_gradients[:border], 1), (unit.own_gradients[border:], plan.tp)):
-                if run.numel():
-                    kind = torch.float64 if run.dtype == torch.float64 else torch.float32
-                    total += torch.linalg.vector_norm(run, dtype=kind).double().square() / (holders * copies)
+            length = unit.own_gradients.numel()  # replicas hold the same: each sums its part
+            first, last = length * index // copies, length * (index + 1) // copies
+            border = min(max(unit.unit.split_end - unit.own.start, first), last)
+            for run, holders in ((slice(first, border), 1), (slice(border, last), plan.tp)):
+                gradients = unit.own_gradients[run]
+                if gradients.numel():
+                    kind = torch.float64 if gradients.dtype == torch.float64 else torch.float32
+                    total += torch.linalg.vector_norm(gradients, dtype=kind).double().square() / (holders * plan.cp)
         return total
 
     # --- update ---------------------------------------------------------------------------------------------------------------
