@@ -17,6 +17,9 @@ USABLE = 0.98
 REDUCTIONS_IN_FLIGHT = 2
 """Units whose reduction may be under way at ZeRO 2 and 3 while a third one fills: the runtime's own bound."""
 
+MESSAGES_HELD = 4
+"""Hidden states that a pipeline rank holds for its neighbours: one received ahead, its gradient, one sent each way."""
+
 MEMORY_SHARE = 0.9
 """Of a device's memory bandwidth, in large transfers (calculon systems/a100_80g.json: 0.90 at 100 MB)."""
 

@@ -101,10 +101,20 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     if head is not None:
         gradient = head.largest(box.tp) + np.where(zero >= 2, states.last, 0)
         at_head = at_head + np.maximum(gradient - lift(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0)
+    messages = constants.MESSAGES_HELD * message(setting, box, tokens) / size
+    at_head, elsewhere = at_head + messages, elsewhere + messages
     sent = states.numel * size if setting.on_host else 0
     master = np.where(zero >= 1, states.largest / shards, states.largest) * setting.recipe.master
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     return Moving(at_head * size, elsewhere * size, at_end)
+
+
+def message(setting: Setting, box: Box, tokens: Array) -> Array:
+    """Bytes of one hidden state on its way to the next pipeline rank, over (b, s); none without a pipeline."""
+    hidden = (
+        max((entry.layer.output for entry in setting.entries if entry.is_block), default=0.0) * setting.recipe.size if box.pp > 1 else 0.0
+    )
+    return lift((tokens * hidden)[:, None] / np.where(box.sequence_parallel, box.tp, 1), "bs")
 
 
 def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ from meshwright.cost.box import Array, Box, Order, lift
 from meshwright.cost.collectives import group, send
 from meshwright.cost.compute import Work, work
 from meshwright.cost.flight import Moments, in_rounds, moments, turns
-from meshwright.cost.memory import Footprint, States, activations, footprint
+from meshwright.cost.memory import Footprint, States, activations, footprint, message
 from meshwright.cost.pipeline import idle, messages, stall
 from meshwright.cost.reduction import traffic, update
 from meshwright.cost.setting import Setting, setting
@@ -197,8 +197,9 @@ class Pricer:
         slack = longest - (each * counts).sum(axis=0, keepdims=True) / box.pp
         waiting = lift([stall(order, box.pp) for order in box.orders], "o") * self._block_backward(one, recompute)
         bubble = bubble + count * np.maximum(waiting - slack, 0.0)
+        passed = send(self.setting.fabric, message(self.setting, box, tokens)) if box.pp > 1 else 0.0
         hops = np.array([messages(order, box.pp, micro_batches) for order in box.orders])
-        passing = lift(hops, "ob") * lift(self._message(box, tokens), "bs") + self._tie(box)
+        passing = lift(hops, "ob") * passed + self._tie(box)
         once = data.once.max(axis=0, keepdims=True)
         last = updating.max(axis=0, keepdims=True)
         step = count * longest + bubble + passing + once + last
@@ -211,13 +212,6 @@ class Pricer:
             lift(part[blocks].max(axis=0), "bs") for part in (one.backward + one.tensor_backward, one.forward + one.tensor_forward)
         )
         return backward + recompute * again
-
-    def _message(self, box: Box, tokens: Array) -> Array:
-        """Seconds of one hidden state on its way to the next pipeline rank (b, s)."""
-        size = tokens * (self.setting.job.model.hidden * self.setting.recipe.size)
-        if box.pp == 1:
-            return np.zeros((len(tokens), len(box.sequence_parallel)))
-        return send(self.setting.fabric, size[:, None] / np.where(box.sequence_parallel, box.tp, 1))
 
     def _tie(self, box: Box) -> Array:
         """Seconds in which the first and the last stage sum the gradients of a vocabulary that both hold (z)."""

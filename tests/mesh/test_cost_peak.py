@@ -1,0 +1,64 @@
+"""The estimate's memory is what a step allocates: peaks of real steps in one process, counted by torch's own profiler."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from meshwright.cost.step import estimate
+from meshwright.intake.architecture import model_spec
+from meshwright.intake.clusters import read_cluster
+from meshwright.intake.sizes import Sizes
+from meshwright.models.registry import build
+from meshwright.spec.job import Job
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.workload import Workload
+from meshwright.train.trainer import parallelize
+
+SMALL = {"layers": 2, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 1000, "seq": 128}
+LEARNED = {"mlp": "gelu", "norm": "ln", "linear_bias": True, "pos": "learned", "tied_embeddings": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"kind": "llama", **SMALL},
+    "gpt2": {"kind": "gpt2", **SMALL, **LEARNED},
+    "bert": {"kind": "bert", **SMALL, **LEARNED, "embedding_norm": True, "types": 2},
+}
+BATCH = 8
+
+
+def peak(sizes: dict[str, Any], plan: str, precision: str) -> tuple[float, dict[str, int]]:
+    """Most bytes allocated during the second step of a fresh process' worth of tensors, and the bytes of states."""
+    torch.set_num_threads(1)
+    gc.collect()  # what earlier tests left must not be freed, and counted, in the middle of this one
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        torch.manual_seed(0)
+        trainer = parallelize(build(sizes), lambda params: torch.optim.AdamW(params, fused=True), plan, precision=precision)
+        ids = torch.randint(sizes["vocab"], (BATCH, sizes["seq"]))
+        trainer.step({"input_ids": ids, "labels": ids})
+        with record_function("second step"):
+            trainer.step({"input_ids": ids, "labels": ids})
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    began = next(event.start_ns() for event in events if event.name() == "second step")
+    allocated = highest = 0
+    for event in events:
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            highest = max(highest, allocated) if event.start_ns() >= began else 0
+    return float(highest), trainer.bytes()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("plan", "precision"), [("dp1.mb4", "fp32"), ("dp1.mb4.rc-layer", "fp32"), ("dp1.mb8", "bf16"), ("dp1.mb4.rc-layer", "bf16")]
+)
+def test_a_step_allocates_what_the_estimate_says(model: str, plan: str, precision: str) -> None:
+    sizes = MODELS[model]
+    workload = Workload(batch=BATCH, sequence=sizes["seq"], precision=precision)
+    job = Job(model=model_spec(model, Sizes(**sizes)), cluster=read_cluster("1x1:cpu"), workload=workload)
+    memory = estimate(job, parse_plan(plan)).memory
+    measured, held = peak(sizes, plan, precision)
+    assert {kind: getattr(memory, kind) for kind in held} == held
+    assert memory.total == pytest.approx(measured, rel=0.03)
