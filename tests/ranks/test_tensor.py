@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright import anatomy
 from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
-from meshwright.models.registry import TINY, build
+from meshwright.models.registry import build
 from meshwright.parallel import collectives
 from meshwright.parallel.loss import count_labels, sum_loss
 from meshwright.parallel.tensor import SequenceRegion, local_slice, partial_names, shard_model
@@ -26,8 +26,8 @@ CLASSES = (transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel)  # loade
 VOCABULARY = 67  # odd, so that the ranks' shares of it are unequal
 
 
-def small(name: str, **changes: object) -> nn.Module:
-    sizes = {**TINY[name], "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 48, "vocab": VOCABULARY, "seq": 16}
+def small(kind: str, **changes: object) -> nn.Module:
+    sizes = {"kind": kind, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 48, "vocab": VOCABULARY, "seq": 16, "classes": 10}
     return build({**sizes, **changes})
 
 
@@ -78,11 +78,11 @@ class BareModel(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: small("llama-tiny", heads=8),
-    "llama tied": lambda: small("llama-tiny", tied=True, qkv_bias=True),
-    "gpt2": lambda: small("gpt2-tiny"),
-    "bert": lambda: small("bert-tiny"),
-    "bert untied": lambda: small("bert-tiny", tied=False),
+    "llama": lambda: small("llama", heads=8),
+    "llama tied": lambda: small("llama", tied=True, qkv_bias=True),
+    "gpt2": lambda: small("gpt2"),
+    "bert": lambda: small("bert"),
+    "bert untied": lambda: small("bert", tied=False),
     "bare": BareModel,
     "hf llama": lambda: hugging_face("llama", "sdpa"),
     "hf llama tied eager": lambda: hugging_face("llama", "eager", tied=True),
@@ -211,7 +211,7 @@ def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int
     return counts
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "bert-tiny"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_a_layer_costs_two_all_reduces_forward_and_two_backward_and_the_rest_four_and_one(ranks: Pool, name: str) -> None:
     one, three = ranks.run(2, count_collectives, name, False)[0]
     assert (three[0] - one[0], three[1] - one[1]) == (4, 4)
@@ -220,14 +220,14 @@ def test_a_layer_costs_two_all_reduces_forward_and_two_backward_and_the_rest_fou
 
 
 def test_a_layer_under_sequence_parallelism_costs_a_gather_and_a_scatter_for_each_all_reduce(ranks: Pool) -> None:
-    one, three = ranks.run(2, count_collectives, "llama-tiny", True)[0]
+    one, three = ranks.run(2, count_collectives, "llama", True)[0]
     regathered = 2 * 2  # backward gathers again the input of each region, which was not kept
     assert (three[0] - one[0], three[1] - one[1]) == (8, 8 + regathered)
 
 
 def largest_kept(sequence_parallel: bool) -> int:
     """Elements of the largest tensor that a block keeps for backward."""
-    model = small("llama-tiny")
+    model = small("llama")
     found = anatomy.read(model)
     shard_model(model, found, dist.group.WORLD, sequence_parallel)
     if sequence_parallel:
@@ -402,11 +402,11 @@ def refusal(model: str, sequence_parallel: bool, length: int = 8, **sizes: objec
 @pytest.mark.parametrize(
     ("world", "model", "changes", "message"),
     [
-        (4, "llama-tiny", {"kv_heads": 2}, "tp(4) must divide kv_heads (2)"),
-        (4, "llama-tiny", {"heads": 2, "kv_heads": 2, "ffn": 50}, "tp(4) must divide heads (2), kv_heads (2), ffn (50)"),
-        (2, "gpt2-tiny", {"ffn": 49}, "tp(2) must divide ffn (49)"),
-        (4, "gpt2-tiny", {"vocab": 6}, "leaves tensor rank 3 none of the vocabulary (6)"),
-        (2, "convnet-tiny", {}, "no part of this model can be sharded"),
+        (4, "llama", {"kv_heads": 2}, "tp(4) must divide kv_heads (2)"),
+        (4, "llama", {"heads": 2, "kv_heads": 2, "ffn": 50}, "tp(4) must divide heads (2), kv_heads (2), ffn (50)"),
+        (2, "gpt2", {"ffn": 49}, "tp(2) must divide ffn (49)"),
+        (4, "gpt2", {"vocab": 6}, "leaves tensor rank 3 none of the vocabulary (6)"),
+        (2, "convnet", {}, "no part of this model can be sharded"),
     ],
 )
 def test_sizes_that_do_not_divide_are_one_line_on_every_rank_before_anything_changes(
@@ -422,13 +422,13 @@ def refusal_of(model: str, sequence_parallel: bool, length: int, changes: dict[s
 
 
 def test_a_sequence_that_does_not_divide_is_refused_on_every_rank_before_a_collective(ranks: Pool) -> None:
-    for said in ranks.run(2, refusal_of, "llama-tiny", True, 7, {}):
+    for said in ranks.run(2, refusal_of, "llama", True, 7, {}):
         assert said.startswith("sequence (7) is not a multiple of tp(2)")
-    assert ranks.run(2, refusal_of, "llama-tiny", False, 7, {}) == ["accepted"] * 2
+    assert ranks.run(2, refusal_of, "llama", False, 7, {}) == ["accepted"] * 2
 
 
 def bytes_of_logits() -> list[int]:
-    model = small("llama-tiny")
+    model = small("llama")
     shard_model(model, anatomy.read(model), dist.group.WORLD, False)
     return list(model(batch(True)[0]).logits.shape)
 
