@@ -141,7 +141,9 @@ def _over(question: Job, world: int) -> Job:
         group = cluster.groups[0]
         return question.but(cluster=cluster.but(groups=(group.but(nodes=nodes),)))
     if cluster.devices != world:
-        raise InputError(f"{world} ranks were started but cluster {cluster.name!r} has {cluster.devices} devices; start as many")
+        raise InputError(
+            f"{world} of the {cluster.devices} ranks of cluster {cluster.name!r} were started; start as many as it has devices"
+        )
     return question
 
 

@@ -74,7 +74,7 @@ def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen
     with _prepared(job, shared, pin, screen, None) as (launch, folder):
         warm = (LOOP, *(("transformers.modeling_utils",) if launch.model.folder else ()))
         work = Work(f"{LOOP}:train", launch.plan.world, launch.model_dump(mode="json"), folder, warm)
-        Supervisor(work, lambda rank, message: screen.hear(message), screen.note).run()
+        Supervisor(work, lambda rank, message: screen.hear(message), screen.note, launch.run.grace).run()
     return folder
 
 
