@@ -13,7 +13,7 @@ from equality import difference, make_batch, make_model, make_optimizer
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import Trainer, parallelize
 
-LAYOUTS = ["dp1", "dp4.z1", "dp4.z3", "tp2.sp", "dp2.tp2.z2", "dp2.pp2.z3", "pp2.interleaved2", "dp2.tp2.pp2.z1", "dp2x2.z2"]
+LAYOUTS = ["dp1", "dp4.z1", "dp4.z3", "tp2.sp.mb4", "dp2.tp2.z2.mb2", "dp2.pp2.z3", "pp2.interleaved2", "dp2.tp2.pp2.z1.mb2", "dp2x2.z2"]
 
 
 def start(name: str, plan: str, precision: str) -> Trainer:
@@ -46,7 +46,7 @@ def checkpoint_of(ranks: Any, name: str, plan: str, precision: str, folder: Path
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("plan", ["dp2", "dp2x2.z1", "dp2.z3", "dp2.tp2.pp2.z2"])
+@pytest.mark.parametrize("plan", ["dp2", "dp2x2.z1", "dp2.z3", "dp2.tp2.pp2.z2.mb2"])
 def test_resuming_under_the_same_plan_is_bit_identical(ranks: Any, tmp_path: Path, plan: str, precision: str) -> None:
     whole, path = checkpoint_of(ranks, "llama", plan, precision, tmp_path)
     again = ranks.run(parse_plan(plan).world, resumed, "llama", plan, precision, 4, path)[0]

@@ -20,12 +20,12 @@ def losses(plan: str, precision: str, steps: int) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("plan", ["dp2", "dp2.z1", "dp2.z3", "tp2.sp.pp2"])
+@pytest.mark.parametrize("plan", ["dp2", "dp2.z1", "dp2.z3", "tp2.sp.pp2.mb4"])
 def test_low_precision_with_master_weights_follows_float32(ranks: Any, plan: str, precision: str) -> None:
     world = parse_plan(plan).world
-    low, held = ranks.run(world, losses, plan, precision, 8)[0]
-    high, _ = ranks.run(world, losses, plan, "fp32", 8)[0]
-    assert low[-1] < low[0] - 0.05
+    low, held = ranks.run(world, losses, plan, precision, 6)[0]
+    high, _ = ranks.run(world, losses, plan, "fp32", 6)[0]
+    assert low[-1] < low[0] - 0.03
     assert max(abs(a / b - 1) for a, b in zip(low, high, strict=True)) < 0.01
     shards = parse_plan(plan).dp_shard
     held_whole = held["parameters"] * (shards if parse_plan(plan).zero == 3 else 1)
