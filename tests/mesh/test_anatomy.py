@@ -68,7 +68,7 @@ def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -
     }
     assert found.divisible == {"heads": 4, "kv_heads": 2, "ffn": 48}
     assert found.vocabulary == 64
-    assert not found.whole_mixers
+    assert not found.against_sequence
     norms = [f"model.layers.{i}.{norm}.weight" for i in (0, 1) for norm in ("input_layernorm", "post_attention_layernorm")]
     assert sorted(found.replicated) == sorted([*norms, "model.norm.weight"])
 
@@ -160,11 +160,11 @@ class Odd(nn.Module):
 
 
 class OddModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, block: Callable[[], nn.Module], width: int = 8) -> None:
         super().__init__()
-        self.table = nn.Embedding(32, 8)
-        self.parts = nn.ModuleList(Odd() for _ in range(3))
-        self.out = nn.Linear(8, 32)
+        self.table = nn.Embedding(32, width)
+        self.parts = nn.ModuleList(block() for _ in range(3))
+        self.out = nn.Linear(width, 32)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.table(ids)
@@ -174,10 +174,10 @@ class OddModel(nn.Module):
 
 
 def test_a_norm_over_shared_features_keeps_its_region_whole_and_the_rest_is_sharded() -> None:
-    found = anatomy.read(OddModel())
+    found = anatomy.read(OddModel(Odd))
     assert found.regions == (Region("up", ("up",), ("down",)),)
     assert block_splits(found, 2) == {"up.weight": Split(0), "up.bias": Split(0), "down.weight": Split(1)}
-    assert found.whole_mixers
+    assert found.against_sequence == "parts.0.wide.weight stays whole"
     assert any(line.startswith("wide stay whole: ") and "all features for layer_norm" in line for line in found.understood)
 
 
@@ -209,3 +209,60 @@ def test_the_intervals_of_all_ranks_cover_each_part_once(ranks: int) -> None:
     for size in (1, 5, 8, (8, 4, 4), (3, 1)):
         held = sorted(i for rank in range(ranks) for start, stop in intervals(size, rank, ranks) for i in range(start, stop))
         assert held == list(range(size if isinstance(size, int) else sum(size)))
+
+
+class Grouped(nn.Module):
+    """Attention whose fused projection is cut by heads only after a view, which no rule about features can see."""
+
+    def __init__(self, own_count: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        if own_count:
+            self.num_heads = 4
+        self.feed, self.back = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = getattr(self, "num_heads", 4)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 8)).transpose(1, 2).split(heads, dim=1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.back(self.feed(x).relu())
+
+
+@pytest.mark.parametrize("own_count", [False, True])
+def test_a_region_whose_shares_do_not_sum_to_the_whole_stays_whole(own_count: bool) -> None:
+    model = OddModel(lambda: Grouped(own_count), width=32)
+    found = anatomy.read(model)
+    assert [region.columns for region in found.regions] == [("feed",)]
+    assert any(line.startswith("qkv stay whole") for line in found.understood)
+    assert found.against_sequence == "parts.0.qkv.weight stays whole"
+
+
+class Turned(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+class Scaled(nn.Module):
+    """Heads scaled by 1 + weight; layers with a forward of their own."""
+
+    def __init__(self, called: bool) -> None:
+        super().__init__()
+        self.up, self.scale, self.down = Turned(8, 16, bias=False), nn.Parameter(torch.zeros(4)), Turned(16, 8, bias=False)
+        self.called = called
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (self.up(x) if self.called else x @ self.up.weight.T).unflatten(-1, (-1, 4))
+        return x + self.down((y * (1.0 + self.scale.float())).flatten(2))
+
+
+def test_a_parameter_that_reaches_shares_by_way_of_another_tensor_is_partial() -> None:
+    found = anatomy.read(OddModel(lambda: Scaled(called=True)))
+    assert found.regions == (Region("up", ("up",), ("down",)),)
+    assert block_splits(found) == {"up.weight": Split(0), "down.weight": Split(1)}
+    assert found.partial == tuple(f"parts.{index}.scale" for index in range(3))
+
+
+def test_a_layer_whose_weight_is_read_without_a_call_stays_whole() -> None:
+    found = anatomy.read(OddModel(lambda: Scaled(called=False)))
+    assert not found.regions
+    assert "up stay whole: up is read without being called" in found.understood

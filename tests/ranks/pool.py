@@ -141,6 +141,7 @@ def _call(rank: int, message: bytes) -> Any:
     world, path, timeout, function, args = pickle.loads(message)
     store = dist.FileStore(path, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.barrier()  # nobody leaves while another still connects
     try:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import anatomy
-from meshwright.anatomy import Anatomy
+from meshwright.anatomy import Anatomy, local_slice
 from meshwright.base.errors import InputError
 from meshwright.models.registry import build
 from meshwright.parallel import collectives
 from meshwright.parallel.loss import count_labels, sum_loss
-from meshwright.parallel.tensor import SequenceRegion, local_slice, partial_names, shard_model
+from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

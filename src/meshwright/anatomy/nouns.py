@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass(frozen=True)
 class Split:
@@ -45,8 +47,8 @@ class Anatomy:
     """Replicated parameters that work on sharded features (a norm of each head): their gradient is a part on every tensor rank."""
     back: tuple[str, ...] = ()
     """Parameters outside blocks, embedding and head that are used after the blocks."""
-    whole_mixers: bool = False
-    """Matrix products inside blocks stay whole: sequence parallelism would be wrong there."""
+    against_sequence: str = ""
+    """Why sequence parallelism would be wrong; empty where it is right."""
     understood: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
 
@@ -70,3 +72,9 @@ def intervals(size: int | Sequence[int], index: int, ranks: int) -> tuple[tuple[
         result.append((begin + min(index * chunk, part), begin + min((index + 1) * chunk, part)))
         begin += part
     return tuple(result)
+
+
+def local_slice(full: torch.Tensor, split: Split, index: int, ranks: int) -> torch.Tensor:
+    """A copy of what tensor rank `index` of `ranks` holds of `full`."""
+    pieces = [full.narrow(split.dim, start, stop - start) for start, stop in intervals(split.parts or full.shape[split.dim], index, ranks)]
+    return torch.cat(pieces, dim=split.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)

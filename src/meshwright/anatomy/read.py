@@ -1,38 +1,45 @@
 """Understands a model by its structure: the repeated blocks, the vocabulary embedding and head, the regions that tensor ranks share.
 
-Rule: the blocks are the longest list of like modules by parameters; everything else comes from one run on the meta device (trace.py).
-A model that cannot run there falls back on the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without
-one to replication. `understood` says in words what was found and what was not.
+Rule: the blocks are the list of like modules with most parameters; everything else comes from one run on the meta device (trace.py), and
+regions are proven with numbers (prove.py). A model that cannot run there falls back on the tensor-parallel plan that Hugging Face models
+carry (`base_model_tp_plan`), and without one to replication. `understood` says in words what was found and what was not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from meshwright.anatomy.nouns import Anatomy, Split
-from meshwright.anatomy.published import published_columns_and_rows
-from meshwright.anatomy.regions import regions_of_block
+from meshwright.anatomy.prove import Proof
+from meshwright.anatomy.published import published_regions
+from meshwright.anatomy.regions import Found, regions_of_block
 from meshwright.anatomy.trace import Trace, trace
 
 
 def read(model: nn.Module) -> Anatomy:
     """What `model` is made of. Leaves it as it was."""
+    names = tuple(name for name, _ in model.named_parameters())
     blocks = find_blocks(model)
     if blocks is None:
-        return Anatomy(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=tuple(_names(model)))
+        return Anatomy(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
     count = len(list(model.get_submodule(blocks).children()))
     said = [f"{count} blocks in {blocks}"]
     if not any(isinstance(module, nn.Embedding) for module in model.modules()):
         said.append("no vocabulary embedding: tensor parallelism has no rule for it")
-        return Anatomy(blocks, count, understood=tuple(said), replicated=tuple(_names(model)))
+        return Anatomy(blocks, count, understood=tuple(said), replicated=names)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
     try:
-        seen = trace(model, blocks)
-    except Exception as error:
-        said.append(f"it does not run on token ids alone ({type(error).__name__}: {str(error).splitlines()[0][:100]})")
-        return _from_published_plan(model, blocks, count, said)
-    return _from_trace(model, blocks, count, seen, said)
+        seen = _trace(model, blocks, said)
+        outline = _run_outline(model, blocks, seen) if seen else _declared_outline(model, blocks)
+        found = _blocks_alike(model, blocks, count, seen, said)
+        return _anatomy(model, blocks, count, outline, _proven(model, blocks, found, outline, said), said)
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def find_blocks(model: nn.Module) -> str | None:
@@ -49,93 +56,110 @@ def find_blocks(model: nn.Module) -> str | None:
     return best
 
 
-def _names(model: nn.Module) -> Iterator[str]:
-    return (name for name, _ in model.named_parameters())
+@dataclass(frozen=True)
+class Outline:
+    """What lies around the blocks: paths of the embedding and the head, names of the parameters behind the blocks."""
+
+    embedding: str | None
+    head: str | None
+    back: tuple[str, ...]
 
 
-def _vocabulary(model: nn.Module, seen: Trace) -> tuple[str | None, str | None]:
-    """Parameter names of the embedding that reads token ids and of the head that is as wide, in the run's order."""
-    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    heads = [weight for weight, _, size in seen.outside if size == sizes[weight][0]]
-    for embedding in seen.embeddings:
-        for head in reversed(heads):
-            if sizes[head][0] == sizes[embedding][0]:
-                return embedding, head
-    return (seen.embeddings[0] if seen.embeddings else None), None
+def _trace(model: nn.Module, blocks: str, said: list[str]) -> Trace | None:
+    """One run in the model's own types, or in bfloat16, which some kernels ask for."""
+    try:
+        return trace(model, blocks)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+    try:
+        return trace(model, blocks, torch.bfloat16)
+    except Exception:
+        said.append(f"it does not run on token ids alone ({reason})")
+        return None
+
+
+def _run_outline(model: nn.Module, blocks: str, seen: Trace) -> Outline:
+    sizes = {name: parameter.shape[0] for name, parameter in model.named_parameters() if parameter.ndim}
+    heads = [weight for weight, size in seen.outside if size == sizes[weight]]
+    pairs = [(e, h) for e in seen.embeddings for h in reversed(heads) if sizes[h] == sizes[e]]
+    embedding, head = pairs[0] if pairs else (next(iter(seen.embeddings), None), None)
+    last = max((place for name, place in seen.order.items() if name.startswith(blocks + ".")), default=-1)
+    back = tuple(name for name, place in seen.order.items() if place > last and not name.startswith(blocks + "."))
+    return Outline(_owner(model, embedding, nn.Embedding) if embedding else None, _owner(model, head, nn.Linear) if head else None, back)
+
+
+def _declared_outline(model: nn.Module, blocks: str) -> Outline:
+    """Without a run: what the model itself names, and the order in which modules were registered."""
+    names = [name for name, _ in model.named_parameters()]
+    last = max(index for index, name in enumerate(names) if name.startswith(blocks + "."))
+    embedding, head = (getattr(model, method, lambda: None)() for method in ("get_input_embeddings", "get_output_embeddings"))
+    paths = {id(module): path for path, module in model.named_modules()}
+    return Outline(
+        paths.get(id(embedding)) if isinstance(embedding, nn.Embedding) else None,
+        paths.get(id(head)) if isinstance(head, nn.Linear) else None,
+        tuple(names[last + 1 :]),
+    )
 
 
 def _owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str | None:
     """Path of the module of that kind which holds the parameter `weight`, also where it is tied."""
     wanted = model.get_parameter(weight)
-    found = [name for name, module in model.named_modules() if isinstance(module, kind) and getattr(module, "weight", None) is wanted]
-    return found[0] if found else None
+    return next(
+        (path for path, module in model.named_modules() if isinstance(module, kind) and module._parameters.get("weight") is wanted), None
+    )
 
 
-def _with_aliases(model: nn.Module, splits: dict[str, Split]) -> dict[str, Split]:
-    """`splits` under every name that a shared parameter has."""
-    known = {id(model.get_parameter(name)): split for name, split in splits.items()}
-    return {name: known[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False) if id(tensor) in known}
+def _blocks_alike(model: nn.Module, blocks: str, count: int, seen: Trace | None, said: list[str]) -> list[list[Found]]:
+    """The regions of every block; none when the blocks differ."""
+    left: list[str] = []
+    if seen is None:
+        found = published_regions(model, blocks)
+        said.append("regions from the plan that the model carries" if any(found) else "no tensor-parallel plan: the blocks are replicated")
+    else:
+        both = [regions_of_block(model, f"{blocks}.{index}", seen) for index in range(count)]
+        found, left = [regions for regions, _ in both], both[0][1]
+    first = [(one.region, one.counts) for one in found[0]]
+    if any([(one.region, one.counts) for one in block] != first for block in found[1:]):
+        said.append("the blocks differ in structure: they are not shared")
+        return [[] for _ in found]
+    said += [str(one) for one in found[0]] + left
+    return found
 
 
-def _vocabulary_splits(model: nn.Module, embedding: str | None, head: str | None) -> dict[str, Split]:
+def _proven(model: nn.Module, blocks: str, found: list[list[Found]], outline: Outline, said: list[str]) -> list[list[Found]]:
+    """The regions whose shares were seen to sum to the whole."""
+    if not found[0] or any(tensor.is_meta for tensor in model.parameters()):
+        return found
+    splits = {name: split for one in found[0] for name, split in one.splits.items()}
+    vocabulary = model.get_parameter(f"{outline.embedding}.weight").shape[0] if outline.embedding else 0
+    try:
+        proof = Proof(model, f"{blocks}.0", splits, vocabulary)
+    except Exception as error:
+        said.append(f"regions are not proven with numbers ({(str(error).splitlines() or [''])[0][:100]})")
+        return found
+    good = []
+    for index, one in enumerate(found[0]):
+        objection = proof.objection(one.region, one.counts)
+        if objection is None:
+            good.append(index)
+        else:
+            said.remove(str(one))
+            said.append(f"{', '.join(one.region.columns)} stay whole: {objection}")
+    return [[block[index] for index in good] for block in found]
+
+
+def _anatomy(model: nn.Module, blocks: str, count: int, outline: Outline, found: list[list[Found]], said: list[str]) -> Anatomy:
+    embedding, head = outline.embedding, outline.head
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     splits = {f"{path}.weight": Split(0) for path in (embedding, head) if path}
-    if head and getattr(model.get_submodule(head), "bias", None) is not None:
+    if head and model.get_submodule(head)._parameters.get("bias") is not None:
         splits[f"{head}.bias"] = Split(0)
-    return splits
-
-
-def _from_trace(model: nn.Module, blocks: str, count: int, seen: Trace, said: list[str]) -> Anatomy:
-    embedding_weight, head_weight = _vocabulary(model, seen)
-    embedding = _owner(model, embedding_weight, nn.Embedding) if embedding_weight else None
-    head = _owner(model, head_weight, nn.Linear) if head_weight else None
-    splits = _vocabulary_splits(model, embedding, head)
-    found = [regions_of_block(model, f"{blocks}.{index}", seen) for index in range(count)]
-    if any(one.regions != found[0].regions or one.divisible != found[0].divisible for one in found):
-        said.append("the blocks differ in structure: they are not sharded")
-        found = []
-    for one in found:
+    for one in (one for block in found for one in block):
         splits.update(one.splits)
     splits = _with_aliases(model, splits)
-    first = found[0] if found else None
-    said += first.said if first else []
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    inside = [name for name in shapes if name.startswith(blocks + ".")]
-    last = max((seen.order[name] for name in inside if name in seen.order), default=-1)
-    tied = head is not None and embedding is not None and model.get_submodule(head).weight is model.get_submodule(embedding).weight
+    tied = bool(head and embedding) and model.get_parameter(f"{head}.weight") is model.get_parameter(f"{embedding}.weight")
     said += [f"vocabulary embedding {embedding}" if embedding else "no vocabulary embedding reads the token ids"]
     said += [f"vocabulary head {head}" + (", tied to the embedding" if tied else "")] if head else ["no vocabulary head"]
-    back = [name for name in shapes if name not in inside and seen.order.get(name, -1) > last and name not in splits]
-    return Anatomy(
-        blocks,
-        count,
-        embedding,
-        head,
-        tied,
-        vocabulary=shapes[embedding_weight][0] if embedding_weight else 0,
-        regions=first.regions if first else (),
-        splits=splits,
-        divisible=first.divisible if first else {},
-        partial=tuple(name for one in found for name in one.partial),
-        back=tuple(back),
-        whole_mixers=any(len(shapes[name]) > 1 and name not in splits for name in inside),
-        understood=tuple(said),
-        replicated=tuple(name for name in shapes if name not in splits),
-    )
-
-
-def _from_published_plan(model: nn.Module, blocks: str, count: int, said: list[str]) -> Anatomy:
-    """Without a run: the plan that the model's authors wrote, and the order in which modules were registered."""
-    embedding, head = _declared(model, "get_input_embeddings", nn.Embedding), _declared(model, "get_output_embeddings", nn.Linear)
-    splits = _vocabulary_splits(model, embedding, head)
-    regions, divisible, block_splits = published_columns_and_rows(model, blocks, count)
-    splits = _with_aliases(model, {**splits, **block_splits})
-    said.append(
-        "regions from the plan that the model carries" if regions else "the model carries no tensor-parallel plan: blocks are replicated"
-    )
-    names = list(_names(model))
-    inside = [index for index, name in enumerate(names) if name.startswith(blocks + ".")]
-    back = [name for name in names[inside[-1] + 1 :] if name not in splits]
-    tied = head is not None and embedding is not None and model.get_submodule(head).weight is model.get_submodule(embedding).weight
     return Anatomy(
         blocks,
         count,
@@ -143,17 +167,27 @@ def _from_published_plan(model: nn.Module, blocks: str, count: int, said: list[s
         head,
         tied,
         vocabulary=model.get_parameter(f"{embedding}.weight").shape[0] if embedding else 0,
-        regions=regions,
+        regions=tuple(one.region for one in found[0]),
         splits=splits,
-        divisible=divisible,
-        back=tuple(back),
-        whole_mixers=any(model.get_parameter(names[i]).ndim > 1 and names[i] not in splits for i in inside),
+        divisible={name: size for one in found[0] for name, size in one.counts.items()},
+        partial=tuple(name for block in found for one in block for name in one.partial),
+        back=tuple(name for name in outline.back if name not in splits),
+        against_sequence=_against_sequence(blocks, shapes, splits, found[0]),
         understood=tuple(said),
-        replicated=tuple(name for name in names if name not in splits),
+        replicated=tuple(name for name in shapes if name not in splits),
     )
 
 
-def _declared(model: nn.Module, method: str, kind: type[nn.Module]) -> str | None:
-    """Path of the module that the model itself names."""
-    wanted = getattr(model, method, lambda: None)()
-    return next((name for name, module in model.named_modules() if module is wanted and isinstance(module, kind)), None)
+def _against_sequence(blocks: str, shapes: dict[str, torch.Size], splits: dict[str, Split], found: list[Found]) -> str:
+    """A matrix that stays whole inside the blocks may mix places of the sequence, or sees too few of them."""
+    whole = next((name for name, shape in shapes.items() if name.startswith(blocks + ".") and len(shape) > 1 and name not in splits), None)
+    if whole:
+        return f"{whole} stays whole"
+    flat = next((one.region.columns[0] for one in found if not one.keeps_sequence), None)
+    return f"{flat} reads batch and sequence as one" if flat else ""
+
+
+def _with_aliases(model: nn.Module, splits: dict[str, Split]) -> dict[str, Split]:
+    """`splits` under every name that a shared parameter has."""
+    known = {id(model.get_parameter(name)): split for name, split in splits.items()}
+    return {name: known[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False) if id(tensor) in known}

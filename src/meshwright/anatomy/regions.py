@@ -6,6 +6,7 @@ read by its column layers alone ([Note: readers] in trace.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from torch import nn
@@ -16,58 +17,60 @@ from meshwright.anatomy.trace import Product, Trace
 FEATURE_COUNTS = ("split_size", "all_head_size", "inner_dim")
 
 
-class BlockRegions(NamedTuple):
-    """One block, understood; names in `splits` and `partial` are full."""
+class Found(NamedTuple):
+    """A region of one block. Names in `splits` and `partial` are full; `counts` must be divided by tp."""
 
-    regions: tuple[Region, ...]
+    region: Region
     splits: dict[str, Split]
-    divisible: dict[str, int]
+    counts: dict[str, int]
     partial: tuple[str, ...]
-    said: list[str]
+    keeps_sequence: bool
+    """Its layers read (batch, sequence, features)."""
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.region.columns)} by columns, {', '.join(self.region.rows)} by rows"
 
 
-def regions_of_block(model: nn.Module, block: str, seen: Trace) -> BlockRegions:
-    """The regions of the block at path `block`, in forward order."""
+def regions_of_block(model: nn.Module, block: str, seen: Trace) -> tuple[list[Found], list[str]]:
+    """The regions of the block at path `block` in forward order, and what was left whole and why."""
     products = seen.products.get(block, [])
-    used: dict[str, int] = {}
-    for product in products:
-        used[product.weight] = used.get(product.weight, 0) + 1
-    regions: list[Region] = []
-    splits: dict[str, Split] = {}
-    divisible: dict[str, int] = {}
-    partial: list[str] = []
-    said: list[str] = []
+    used = Counter(product.weight for product in products)
+    found: list[Found] = []
+    left: list[str] = []
     for columns, rows in _groups(products):
         weights = frozenset(product.weight for product in columns)
         why = next((seen.problems[weight] for weight in sorted(weights) if weight in seen.problems), None)
         if any(used[product.weight] > 1 for product in [*columns, *rows]):
             why = "a weight is used twice"
-        odd = next((product.owner for product in rows if not is_plain(model.get_submodule(product.owner))), None)
+        odd = next((row.owner for row in rows if row.bias and not is_plain(model.get_submodule(row.owner))), None)
         why = f"{odd} has a forward of its own" if odd and not why else why
         if why or not rows:
-            names = ", ".join(sorted(_inside(product.owner, block) for product in columns))
-            said.append(f"{names} stay whole: {(why or 'no row layer follows').replace(block + '.', '')}")
-            continue
-        for product in columns:
-            splits[product.weight] = Split(product.dim, product.parts)
-            if product.bias:
-                splits[product.bias] = Split(0, product.parts)
-        for product in rows:
-            splits[product.weight] = Split(1 - product.dim)
-        counts = _counts(block, weights, columns, seen)
-        divisible.update(counts)
-        partial += [name for name, origin in seen.mixed.items() if origin & weights and name not in splits]
-        module = _entry(block, columns, seen)
-        regions.append(
-            Region(
-                _inside(module, block) if module else "",
-                tuple(_inside(product.owner, block) for product in columns),
-                tuple(_inside(product.owner, block) for product in rows),
-                _attributes(model, block, [*columns, *rows], counts),
-            )
-        )
-        said.append(f"{', '.join(regions[-1].columns)} by columns, {', '.join(regions[-1].rows)} by rows")
-    return BlockRegions(tuple(regions), splits, divisible, tuple(partial), said)
+            names = ", ".join(sorted({_inside(product.owner, block) for product in columns}))
+            left.append(f"{names} stay whole: {(why or 'no row layer follows').replace(block + '.', '')}")
+        else:
+            found.append(_found(model, block, columns, rows, seen))
+    return found, left
+
+
+def _found(model: nn.Module, block: str, columns: list[Product], rows: list[Product], seen: Trace) -> Found:
+    splits: dict[str, Split] = {}
+    for product in columns:
+        splits[product.weight] = Split(product.dim, product.parts)
+        if product.bias:
+            splits[product.bias] = Split(0, product.parts)
+    for product in rows:
+        splits[product.weight] = Split(1 - product.dim)
+    weights = frozenset(product.weight for product in columns)
+    counts = _counts(block, weights, columns, seen)
+    module = _entry(block, columns, seen)
+    region = Region(
+        _inside(module, block) if module else "",
+        tuple(_inside(product.owner, block) for product in columns),
+        tuple(_inside(product.owner, block) for product in rows),
+        _attributes(model, block, [*columns, *rows], counts),
+    )
+    partial = tuple(name for name, origin in seen.mixed.items() if origin & weights and name not in splits)
+    return Found(region, splits, counts, partial, all(product.keeps_sequence for product in [*columns, *rows]))
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -108,8 +111,8 @@ def _entry_of(block: str, column: Product, seen: Trace) -> str:
     parts = column.owner.split(".")
     for end in range(block.count(".") + 2, len(parts)):
         module = ".".join(parts[:end])
-        uses = [(stack, weight) for stack, weight in seen.uses[column.source] if module in stack]
-        if seen.inputs.get(module) == column.source and all(weight in weights or stack[-1] in owners for stack, weight in uses):
+        uses = [(stack, weight) for stack, weight in seen.uses[id(column.source)] if module in stack]
+        if seen.inputs.get(module) is column.source and all(weight in weights or stack[-1] in owners for stack, weight in uses):
             return module
     return column.owner
 

@@ -13,10 +13,11 @@ inside the module would read it too, and its gradient must not be summed over ra
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,17 +25,25 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 BATCH, LENGTH = 2, 7
-METADATA = frozenset({"__get__", "size", "dim", "numel", "is_contiguous", "stride", "__len__", "get_device", "is_floating_point", "type"})
+METADATA = frozenset({"size", "dim", "numel", "is_contiguous", "stride", "__len__", "get_device", "is_floating_point", "type"})
 PRODUCTS = frozenset({"linear", "addmm", "matmul", "mm", "__matmul__"})
-RESHAPES = frozenset(
-    {"view", "reshape", "flatten", "unflatten", "contiguous", "transpose", "permute", "squeeze", "unsqueeze", "clone", "movedim", "view_as"}
-)
-JOINS = frozenset({"view", "reshape", "flatten"})
+RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "contiguous", "squeeze", "unsqueeze", "clone", "view_as"})
+TRANSPOSES = frozenset({"t", "transpose", "T", "mT", "swapaxes", "permute", "movedim"})
+SCORES = frozenset({"scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm"})
 VIEWS = RESHAPES | {"to", "long", "int"}
 REDUCTIONS = frozenset(
     {"mean", "sum", "var", "std", "var_mean", "norm", "vector_norm", "linalg_vector_norm", "layer_norm", "rms_norm", "group_norm",
      "softmax", "log_softmax", "logsumexp", "max", "amax", "min", "amin", "argmax", "topk", "sort", "cumsum", "prod", "normalize"}
 )  # fmt: skip
+
+
+class Call(NamedTuple):
+    """A torch function as it was called; a property goes by its own name."""
+
+    name: str
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
 
 
 @dataclass
@@ -47,11 +56,17 @@ class Product:
     dim: int
     """Dimension of the weight that holds output features."""
     size: int
-    source: int
+    source: torch.Tensor
+    """What it reads: the input of the module that owns the weight, or the tensor itself."""
     columns: frozenset[str]
     """Weights of the column layers whose shares it reads; empty for a column layer."""
     parts: tuple[int, ...] = ()
     cuts: set[int] = field(default_factory=set)
+
+    @property
+    def keeps_sequence(self) -> bool:
+        """Its input is (batch, sequence, features), so that sequence parallelism can cut it."""
+        return self.source.ndim == 3 and self.source.shape[:2] == (BATCH, LENGTH)
 
 
 @dataclass
@@ -73,42 +88,38 @@ class Trace:
     products: dict[str, list[Product]] = field(default_factory=lambda: defaultdict(list))
     attentions: dict[str, list[Attention]] = field(default_factory=lambda: defaultdict(list))
     problems: dict[str, str] = field(default_factory=dict)
-    inputs: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What each module inside the blocks was given first."""
     uses: dict[int, list[tuple[tuple[str, ...], str]]] = field(default_factory=lambda: defaultdict(list))
     """Of each tensor: the modules that were running, and the weight that read it ('' for any other operation)."""
     embeddings: list[str] = field(default_factory=list)
-    outside: list[tuple[str, str | None, int]] = field(default_factory=list)
-    """Matrix products outside blocks: weight, bias, output features."""
+    outside: list[tuple[str, int]] = field(default_factory=list)
+    """Matrix products outside blocks: weight and output features."""
     mixed: dict[str, frozenset[str]] = field(default_factory=dict)
     """Whole parameters that work on shares, with the columns that these come from."""
-    first_block: int = -1
-    """How many parameters were first used before the blocks."""
     alive: list[Any] = field(default_factory=list)
 
 
-def trace(model: nn.Module, blocks: str) -> Trace:
-    """One run of `model` on meta tensors. Raises whatever the model raises there."""
-    real = dict(model.named_parameters(remove_duplicate=False))
-    twins = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in real.values()}
-    named = {name: twins[id(tensor)] for name, tensor in real.items()}
-    names: dict[int, str] = {}
-    for name, tensor in model.named_parameters():
-        names[id(twins[id(tensor)])] = name
-    state = {**named, **{name: torch.empty_like(buffer, device="meta") for name, buffer in model.named_buffers(remove_duplicate=False)}}
+def trace(model: nn.Module, blocks: str, dtype: torch.dtype | None = None) -> Trace:
+    """One run of `model` (in eval mode) on meta tensors, of `dtype` where they are floating. Raises whatever the model raises there."""
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
+
+    twins = {id(tensor): twin(tensor) for tensor in model.parameters()}
+    names = {id(twins[id(tensor)]): name for name, tensor in model.named_parameters()}
+    state = {name: twins[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
+    state |= {name: twin(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
     watch = Watch(names, ids)
     inside = [(name, module) for name, module in model.named_modules() if name.startswith(blocks + ".")]
     handles = [handle for name, module in inside for handle in watch.attach(name, module, blocks)]
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
         with torch.no_grad(), torch.device("meta"), watch:
             functional_call(model, state, (ids,))
     finally:
         for handle in handles:
             handle.remove()
-        for module, training in modes:
-            module.training = training
     return watch.trace
 
 
@@ -124,6 +135,20 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def moved(call: Call, before: torch.Tensor, after: torch.Tensor, place: int | None) -> int | None:
+    """Where the divided dimension `place` of `before` lies in `after`; None when it cannot be told."""
+    if place is None:
+        return None
+    if call.name in TRANSPOSES:  # mark the dimension by its stride and do it again
+        marked = before.as_strided(before.shape, [int(dim == place) for dim in range(before.ndim)])
+        turned = call.function(marked, *call.args[1:], **call.kwargs)
+        return next((dim for dim, stride in enumerate(turned.stride()) if stride), None)
+    if call.name in RESHAPES:  # elements keep their order: look for the dimension that begins behind as many
+        ahead = math.prod(before.shape[:place])
+        return next((dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) == ahead), None)
+    return place if place < after.ndim else None
+
+
 class Watch(TorchFunctionMode):
     """Sees every torch function while the model runs; see [Note: columns and rows]."""
 
@@ -134,7 +159,10 @@ class Watch(TorchFunctionMode):
         self.ids = {id(ids)}
         self.stack: list[str] = []
         self.share: dict[int, frozenset[str]] = {}  # tensors that hold a share: the columns it comes from
-        self.flat: set[int] = set()  # those whose last dimension is the one that is shared
+        self.place: dict[int, int | None] = {}  # the dimension of a share that is divided; None: it was merged with others
+        self.made: dict[int, tuple[str, ...]] = {id_: (name,) for id_, name in names.items()}  # tensors computed from parameters alone
+        self.turned: dict[int, str] = {}  # transposed parameters
+        self.nothing = torch.empty(0)
         self.trace.alive.append(ids)
 
     def attach(self, name: str, module: nn.Module, blocks: str) -> list[Any]:
@@ -142,19 +170,15 @@ class Watch(TorchFunctionMode):
         depth = name.count(".") - blocks.count(".")
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if depth == 1 and self.trace.first_block < 0:
-                self.trace.first_block = len(self.trace.order)
             self.stack.append(name)
-            first = kwargs.get("hidden_states", next(tensors_in(args), next(tensors_in(kwargs), None)))
-            self.trace.inputs[name] = id(first)
+            self.trace.inputs[name] = kwargs.get("hidden_states", next(tensors_in((args, kwargs)), self.nothing))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            for tensor in tensors_in(result):
-                if depth == 1:
-                    for column in self.share.pop(id(tensor), ()):
-                        self.trace.problems[column] = "its output leaves the block"
-                elif id(tensor) == self.trace.inputs[name]:
-                    self.trace.uses[id(tensor)].append((tuple(self.stack), ""))
+            if depth == 1:  # beside the hidden state a block may return attention weights, which stay shares
+                hidden = next(tensors_in(result), self.nothing)
+                self.refuse(self.share.pop(id(hidden), frozenset()), "its output leaves the block")
+            elif any(tensor is self.trace.inputs[name] for tensor in tensors_in(result)):
+                self.trace.uses[id(self.trace.inputs[name])].append((tuple(self.stack), ""))
             self.stack.pop()
 
         return [
@@ -167,27 +191,34 @@ class Watch(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name == "__bool__":
             return False  # a question about values, such as 'is this batch packed?': there are none, and the plain path is asked for
+        is_property = name == "__get__"
+        if is_property:
+            name = getattr(getattr(function, "__self__", None), "__name__", name)
         result = function(*args, **kwargs)
-        if name not in METADATA or isinstance(result, torch.Tensor):
-            self.see(name, args, kwargs, result)
+        if isinstance(result, torch.Tensor) or not (is_property or name in METADATA):
+            self.see(Call(name, function, args, kwargs), list(tensors_in(result)))
         return result
 
-    def see(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        given = list(tensors_in((args, kwargs)))
-        outputs = list(tensors_in(result))
+    def see(self, call: Call, outputs: list[torch.Tensor]) -> None:
+        name = call.name
+        given = list(tensors_in((call.args, call.kwargs)))
         self.trace.alive.extend(outputs)
-        weights = [self.names[id(tensor)] for tensor in given if id(tensor) in self.names]
+        weights = list(dict.fromkeys(weight for tensor in given for weight in self.made.get(id(tensor), ())))
         for weight in weights:
             self.trace.order.setdefault(weight, len(self.trace.order))
+        if weights and all(id(tensor) in self.made for tensor in given):
+            self.made.update({id(tensor): tuple(weights) for tensor in outputs})
+            if name in TRANSPOSES and id(given[0]) in self.names and given[0].ndim == 2:
+                self.turned[id(outputs[0])] = self.names[id(given[0])]
+            return
         if name == "embedding" and weights and any(id(tensor) in self.ids for tensor in given):
             self.trace.embeddings.append(weights[0])
         if name in VIEWS and given and id(given[0]) in self.ids:
             self.ids.update(id(tensor) for tensor in outputs)
-        matrix = next((t for t in reversed(given) if id(t) in self.names and t.ndim == 2), None)
+        matrix = next((t for t in reversed(given) if t.ndim == 2 and (id(t) in self.names or id(t) in self.turned)), None)
         is_product = name in PRODUCTS and matrix is not None and given[0] is not matrix
         if is_product and not self.stack:
-            bias = next((weight for weight in weights if weight != self.names[id(matrix)]), None)
-            self.trace.outside.append((self.names[id(matrix)], bias, outputs[0].shape[-1]))
+            self.trace.outside.append((self._weight(matrix), outputs[0].shape[-1]))
         if not self.stack:
             return
         if is_product and matrix is not None:
@@ -195,23 +226,28 @@ class Watch(TorchFunctionMode):
         else:
             for tensor in given:
                 self.trace.uses[id(tensor)].append((tuple(self.stack), ""))
-            self.carry(name, args, given, weights, outputs)
+            self.carry(call, given, weights, outputs)
+
+    def _weight(self, matrix: torch.Tensor | None) -> str:
+        return self.names.get(id(matrix)) or self.turned[id(matrix)]
 
     def product(self, name: str, given: list[torch.Tensor], matrix: torch.Tensor, weights: list[str], result: torch.Tensor) -> None:
-        weight = self.names[id(matrix)]
+        weight = self._weight(matrix)
         owner = weight.rpartition(".")[0]
-        read = next(tensor for tensor in given if id(tensor) not in self.names)
-        source = self.trace.inputs[owner] if self.stack[-1] == owner else id(read)
+        read = next(tensor for tensor in given if id(tensor) not in self.made)
+        source = self.trace.inputs[owner] if self.stack[-1] == owner else read
         columns = self.share.get(id(read), frozenset())
-        if columns and id(read) not in self.flat:
+        if self.stack[-1] != owner:
+            self.refuse(columns or frozenset({weight}), f"{owner} is read without being called")
+        if columns and self.place[id(read)] not in (None, read.ndim - 1):
             self.refuse(columns, f"{owner} reads features that were rearranged")
         bias = next((other for other in weights if other != weight), None)
-        dim = 0 if name == "linear" else 1
+        dim = int((name == "linear") == (id(matrix) in self.turned))
         self.trace.products[self.block].append(Product(weight, bias, owner, dim, result.shape[-1], source, columns))
         self.trace.uses[id(read)].append((tuple(self.stack), weight))
         if not columns:
             self.share[id(result)] = frozenset({weight})
-            self.flat.add(id(result))
+            self.place[id(result)] = result.ndim - 1
 
     @property
     def block(self) -> str:
@@ -221,50 +257,46 @@ class Watch(TorchFunctionMode):
         for column in columns:
             self.trace.problems.setdefault(column, why)
 
-    def carry(self, name: str, args: Any, given: list[torch.Tensor], weights: list[str], outputs: list[torch.Tensor]) -> None:
+    def carry(self, call: Call, given: list[torch.Tensor], weights: list[str], outputs: list[torch.Tensor]) -> None:
         """What is computed from a share is a share."""
         shares = [tensor for tensor in given if id(tensor) in self.share]
         if not shares:
             return
         columns = frozenset().union(*(self.share[id(tensor)] for tensor in shares))
-        is_flat = any(id(tensor) in self.flat for tensor in shares)
+        is_flat = any(self.place[id(tensor)] == tensor.ndim - 1 for tensor in shares)
         where = self.stack[-1]
-        if is_flat and name in REDUCTIONS:
-            self.refuse(columns, f"{where} needs all features for {name}")
+        if is_flat and call.name in REDUCTIONS:
+            self.refuse(columns, f"{where} needs all features for {call.name}")
         for weight in weights:
             if is_flat:
                 self.refuse(columns, f"{where} uses {weight} on all features")
             self.trace.mixed[weight] = self.trace.mixed.get(weight, frozenset()) | columns
-        self.attention(name, given, columns)
-        self.parts(name, args, shares[0], outputs)
-        before = shares[0]
+        self.attention(call.name, given, columns)
+        self.parts(call, shares[0], outputs)
         for tensor in outputs:
             self.share[id(tensor)] = columns
-            same = tensor.shape[-1:] == before.shape[-1:]
-            joined = name in JOINS and tensor.ndim < before.ndim and tensor.shape[-1] > before.shape[-1]
-            if joined or (is_flat and (same or name not in RESHAPES)):
-                self.flat.add(id(tensor))
+            self.place[id(tensor)] = moved(call, shares[0], tensor, self.place[id(shares[0])])
 
     def attention(self, name: str, given: list[torch.Tensor], columns: frozenset[str]) -> None:
-        if name == "scaled_dot_product_attention":
-            query, key = given[0], given[1]
-        elif name in ("matmul", "__matmul__", "bmm") and len(given) > 1 and given[0].ndim == 4 and id(given[1]) in self.share:
-            if any(seen.columns & columns for seen in self.trace.attentions[self.block]):
-                return
-            query, key = given[0], given[1]
-        else:
+        if any(seen.columns & columns for seen in self.trace.attentions[self.block]):
             return
-        heads, head_dim = query.shape[-3], query.shape[-1]
-        kv_heads = key.shape[-3]
+        factors = [tensor for tensor in given if id(tensor) in self.share]
+        if name not in SCORES or len(factors) < 2 or factors[0].ndim < 3:
+            return
+        query, key = factors[:2]
+        merged = query.ndim == 3  # (batch x heads, sequence, head_dim)
+        heads, kv_heads = (tensor.shape[0] // BATCH if merged else tensor.shape[-3] for tensor in (query, key))
+        head_dim = query.shape[-1]
         sizes = [product for product in self.trace.products[self.block] if product.weight in self.share.get(id(key), ())]
         if len(sizes) == 1:  # keys may have been repeated for their group: count them where they were made
             kv_heads = min(kv_heads, min(sizes[0].parts or (sizes[0].size,)) // head_dim)
         self.trace.attentions[self.block].append(Attention(columns, heads, kv_heads, head_dim))
 
-    def parts(self, name: str, args: Any, share: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    def parts(self, call: Call, share: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         """A fused projection is cut into its parts along the features."""
+        name, args = call.name, call.args
         origin = self.share[id(share)]
-        if id(share) not in self.flat or len(origin) != 1:
+        if self.place[id(share)] != share.ndim - 1 or len(origin) != 1:
             return
         product = next(p for p in reversed(self.trace.products[self.block]) if p.weight in origin)
         if share.shape[-1] != product.size:

@@ -10,6 +10,7 @@ Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Redu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import Anatomy, Region, Split, intervals, is_plain
+from meshwright.anatomy import Anatomy, Region, Split, intervals, is_plain, local_slice
 from meshwright.base.errors import InputError
 from meshwright.parallel import collectives
 from meshwright.parallel.columns import Column, Entry
@@ -40,8 +41,7 @@ def shard_model(model: nn.Module, anatomy: Anatomy, group: Group, sequence_paral
             _enter_region(block, anatomy.block(number), region, anatomy, group, sequence_parallel)
             for path in region.rows:
                 split = anatomy.splits[f"{anatomy.block(number)}.{path}.weight"]
-                row = block.get_submodule(path)
-                row.forward = Row(row, split.dim == 1, group, sequence_parallel)  # type: ignore[method-assign]
+                _by_rows(block.get_submodule(path), split, group, sequence_parallel)
             for path, name in region.attributes:
                 owner = block.get_submodule(path)
                 setattr(owner, name, getattr(owner, name) // ranks)
@@ -67,8 +67,8 @@ def check(model: nn.Module, anatomy: Anatomy, ranks: int, sequence_parallel: boo
         raise InputError(f"tp({ranks}): no part of this model can be sharded ({'; '.join(anatomy.understood)}): use tp1")
     if vocabulary and anatomy.vocabulary <= -(-anatomy.vocabulary // ranks) * (ranks - 1):
         raise InputError(f"tp({ranks}) leaves tensor rank {ranks - 1} none of the vocabulary ({anatomy.vocabulary}): choose a smaller tp")
-    if sequence_parallel and anatomy.whole_mixers:
-        raise InputError(f"sp: parts of the blocks stay whole ({'; '.join(anatomy.understood)}): leave sequence parallelism out")
+    if sequence_parallel and anatomy.against_sequence:
+        raise InputError(f"sp: {anatomy.against_sequence}: leave sequence parallelism out")
 
 
 def partial_names(model: nn.Module, anatomy: Anatomy, sequence_parallel: bool = True) -> set[str]:
@@ -80,12 +80,6 @@ def partial_names(model: nn.Module, anatomy: Anatomy, sequence_parallel: bool = 
     prefix = f"{anatomy.blocks}."
     whole = {name for name, _ in model.named_parameters() if name.startswith(prefix) and name not in anatomy.splits}
     return whole if sequence_parallel else whole & set(anatomy.partial)
-
-
-def local_slice(full: torch.Tensor, split: Split, index: int, ranks: int) -> torch.Tensor:
-    """A copy of what tensor rank `index` of `ranks` holds of `full`."""
-    pieces = [full.narrow(split.dim, start, stop - start) for start, stop in intervals(split.parts or full.shape[split.dim], index, ranks)]
-    return torch.cat(pieces, dim=split.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
 def _shard_parameters(model: nn.Module, anatomy: Anatomy, index: int, ranks: int) -> None:
@@ -128,17 +122,24 @@ def _by_columns(module: nn.Module, entry: Entry, split: Split) -> None:
         module.forward = Column(module, entry, split.dim == 0)  # type: ignore[method-assign]
 
 
+def _by_rows(module: nn.Module, split: Split, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    leave = collectives.leave_scattered if sequence_parallel else collectives.leave
+    if is_plain(module):
+        module.forward = Row(module, split.dim == 1, lambda x: leave(x, group))  # type: ignore[method-assign]
+    else:  # without a bias (anatomy/regions.py) a forward of its own need not be replaced
+        module.register_forward_hook(lambda module, args, output: leave(output, group))
+
+
 class Row:
     """The forward of a row layer: a product of shares, summed over the ranks, and the bias once."""
 
-    def __init__(self, module: nn.Module, linear: bool, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-        self.module, self.linear, self.group = module, linear, group
-        self.leave = collectives.leave_scattered if sequence_parallel else collectives.leave
+    def __init__(self, module: nn.Module, linear: bool, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.module, self.linear, self.leave = module, linear, leave
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = self.module.weight  # type: ignore[assignment]
         bias = self.module._parameters.get("bias")
-        output = self.leave(F.linear(x, weight) if self.linear else x @ weight, self.group)
+        output = self.leave(F.linear(x, weight) if self.linear else x @ weight)
         return output if bias is None else output + bias
 
 
