@@ -17,6 +17,7 @@ from meshwright.anatomy import Anatomy, local_slice
 from meshwright.base.errors import InputError
 from meshwright.models.registry import build
 from meshwright.parallel import collectives
+from meshwright.parallel.columns import Column, Crossing, Entry
 from meshwright.parallel.loss import count_labels, sum_loss
 from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
 
@@ -283,27 +284,45 @@ def test_a_recomputed_layer_gives_the_same_gradients_bit_for_bit(ranks: Pool, na
     assert ranks.run(2, recompute_differs, name, sequence_parallel) == [0.0, 0.0]
 
 
+def cross(sequence_parallel: bool) -> Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]:
+    def entered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        result = Crossing(x, group, sequence_parallel, readers=1).entered
+        assert result is not None
+        return result
+
+    return entered
+
+
+WAYS: dict[str, tuple[Callable[..., torch.Tensor], bool, bool]] = {
+    "enter": (cross(False), True, False),
+    "enter gathering": (cross(True), False, False),
+    "leave": (collectives.leave, False, True),
+    "leave_scattered": (collectives.leave_scattered, False, False),
+    "scatter_sequence": (collectives.scatter_sequence, True, False),
+    "gather_whole": (collectives.gather_whole, False, True),
+}
+"""Each with whether its input and its output are the same on all ranks."""
+
+
 def transposes() -> dict[str, float]:
     """<f(x), y> and <x, f'(y)>, both summed over ranks, for each collective: a wrong backward makes them differ."""
-    group = dist.group.WORLD
     generator = torch.Generator().manual_seed(dist.get_rank())
     differences = {}
-    for name in ("enter", "leave", "gather_sequence", "leave_scattered", "scatter_sequence", "gather_whole"):
-        replicated_input, replicated_output = name in ("enter", "scatter_sequence"), name in ("leave", "gather_whole")
+    for name, (function, same_input, same_output) in WAYS.items():
         x = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator)
-        if replicated_input:
+        if same_input:
             dist.broadcast(x, 0)
         x.requires_grad_()
-        out = getattr(collectives, name)(x * 1, group)
+        out = function(x * 1, dist.group.WORLD)
         y = torch.randn(out.shape, dtype=torch.float64, generator=generator)
-        if replicated_output:
+        if same_output:
             dist.broadcast(y, 0)
         out.backward(y.clone())
         sides = torch.stack([(out * y).sum().detach(), (x * x.grad).sum().detach()])
         whole = sides.clone()
         dist.all_reduce(whole)
-        left = sides[0] if replicated_output else whole[0]
-        right = sides[1] if replicated_input else whole[1]
+        left = sides[0] if same_output else whole[0]
+        right = sides[1] if same_input else whole[1]
         differences[name] = abs(left - right).item()
     return differences
 
@@ -316,8 +335,41 @@ def test_backward_of_every_collective_is_its_transpose(ranks: Pool, world: int) 
 
 def test_without_a_group_collectives_hand_their_input_on() -> None:
     x = torch.ones(2, 4, 3)
-    for name in ("enter", "leave", "gather_sequence", "leave_scattered", "scatter_sequence", "gather_whole"):
+    for name in ("leave", "leave_scattered", "scatter_sequence", "gather_whole"):
         assert getattr(collectives, name)(x, None) is x
+
+
+def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bool) -> float:
+    """A region of two column layers, of which those `used` reach the loss, and perhaps another reader: against plain autograd."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    weights = [torch.randn(ranks * 5, 3, dtype=torch.float64, generator=generator) for _ in range(2)]
+    wanted = sum((whole @ weight.T).square().sum() for weight, is_used in zip(weights, used) if is_used)
+    wanted = wanted + ranks * whole.exp().sum() if other else wanted
+    wanted.backward()
+    mine = slice(dist.get_rank() * 5, (dist.get_rank() + 1) * 5)
+    layers = nn.ModuleList(nn.Linear(3, 5, bias=False, dtype=torch.float64) for _ in weights)
+    entry = Entry(group, sequence_parallel, 2)
+    for layer, weight in zip(layers, weights):
+        layer.weight.data = weight[mine].clone()
+        layer.forward = Column(layer, entry, linear=True)
+    hidden = collectives.own_slice(whole.detach(), group, 1) if sequence_parallel else whole.detach().clone()
+    hidden.requires_grad_()
+    (entered,), _ = entry(layers, (hidden * 1,), {})
+    outputs = [layer(entered) for layer in layers]
+    loss = sum(output.square().sum() for output, is_used in zip(outputs, used) if is_used)
+    loss = loss + entered.exp().sum() if other else loss
+    loss.backward()
+    assert whole.grad is not None and hidden.grad is not None
+    expected = collectives.own_slice(whole.grad, group, 1) if sequence_parallel else whole.grad
+    return (hidden.grad - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(("used", "other"), [((True, True), False), ((True, True), True), ((True, False), False), ((False, True), True)])
+def test_a_crossing_sums_the_gradients_of_whoever_read(ranks: Pool, used: tuple[bool, bool], other: bool, sequence_parallel: bool) -> None:
+    assert max(ranks.run(2, crossing_differs, used, other, sequence_parallel)) < 1e-12
 
 
 def vocabulary_loss(width: int, dtype: torch.dtype, spread: float) -> tuple[float, float]:

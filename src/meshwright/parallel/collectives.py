@@ -1,16 +1,15 @@
-"""The six collectives of tensor parallelism, as autograd functions on local tensors. Each does nothing when the group is None.
+"""The collectives of tensor parallelism, as autograd functions on local tensors. Each does nothing when the group is None.
 
 | function | forward | backward |
 |---|---|---|
-| enter | the input | all-reduce |
 | leave | all-reduce | the gradient |
-| gather_sequence | all-gather | reduce-scatter |
 | leave_scattered | reduce-scatter | all-gather |
 | scatter_sequence | own slice | all-gather |
 | gather_whole | all-gather | own slice |
 
-Sources: Shoeybi et al., Megatron-LM (2019), section 3 (f is `enter`, g is `leave`); Korthikanti et al., Reducing Activation Recomputation
-(2022), section 4.2.2 (g and g-bar). They hold no state, so that a recomputed layer may run them again.
+The way into a region (the input, or under sequence parallelism an all-gather; backward an all-reduce or a reduce-scatter) is in columns.py.
+Sources: Shoeybi et al., Megatron-LM (2019), section 3 (g is `leave`); Korthikanti et al., Reducing Activation Recomputation (2022), section
+4.2.2 (g-bar is `leave_scattered`). They hold no state, so that a recomputed layer may run them again.
 """
 
 from __future__ import annotations
@@ -24,19 +23,9 @@ from meshwright.parallel import exchange
 from meshwright.parallel.mesh import Group
 
 
-def enter(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Into a region whose weights are cut by columns: every rank reads all of `x`, so its gradient is summed."""
-    return x if group is None else _Enter.apply(x, group)
-
-
 def leave(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Out of a region whose weights are cut by rows: the sum over ranks. `x` is overwritten: nothing else may hold it."""
     return x if group is None else _Leave.apply(x, group)
-
-
-def gather_sequence(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
-    """`enter` under sequence parallelism: the slices of all ranks, joined along `dim`."""
-    return x if group is None else _GatherSequence.apply(x, group, dim)
 
 
 def leave_scattered(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
@@ -54,17 +43,6 @@ def gather_whole(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
     return x if group is None else _GatherWhole.apply(x, group, dim)
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_over(gradient, ctx.group), None
-
-
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -73,17 +51,6 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return join(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return sum_and_cut(gradient, ctx.group, ctx.dim), None, None
 
 
 class _LeaveScattered(torch.autograd.Function):
