@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 JobPath = Annotated[
     Path | None, Parameter(name="JOB", help="job file (YAML or JSON); without one the default job, llama-tiny on this machine")
 ]
+Language = Annotated[str | None, Parameter(name="--lang", help="en or zh; else the language of the locale")]
 AsJson = Annotated[bool, Parameter(negative="", help="one JSON object on standard output, nothing else there")]
 
 

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobPath, Shared, note, say, say_json
+from meshwright.cli.options import AsJson, JobPath, Language, Shared, note, say, say_json
+
+if TYPE_CHECKING:
+    from meshwright.search.answer import Answer
+    from meshwright.spec.job import Job
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Shown:
+    """What is said beside the ranked plans, and where they go."""
+
+    top: Annotated[int, Parameter(help="how many plans to show")] = 10
+    why: Annotated[bool, Parameter(negative="", help="every family of plans that lost: its best plan and what it lost by")] = False
+    why_not: Annotated[str | None, Parameter(help="a plan, or pins such as tp=8,pp=8: the limit that it breaks or the time it loses")] = (
+        None
+    )
+    save: Annotated[Path | None, Parameter(help="write the best plan to this file, for --plan")] = None
+    lang: Language = None
 
 
 def plan(
@@ -15,9 +35,8 @@ def plan(
     /,
     *,
     shared: Shared = Shared(),  # noqa: B008
-    top: Annotated[int, Parameter(help="how many plans to show")] = 10,
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=4")] = None,
-    save: Annotated[Path | None, Parameter(help="write the best plan to this file, for --plan")] = None,
+    shown: Shown = Shown(),
     json: AsJson = False,
 ) -> int:
     """Rank the plans for a job, the fastest that fits first, and say why the others lost.
@@ -28,21 +47,59 @@ def plan(
     from meshwright.cli.preparation import read_file
     from meshwright.intake.job import resolve
     from meshwright.intake.plans import parse_pins
-    from meshwright.report.plans import answer_data, answer_text
-    from meshwright.search.explain import explain
+    from meshwright.search.near import NoPlanFits
     from meshwright.search.rank import search
+    from meshwright.words.say import language_of
 
-    if top < 1:
-        raise InputError(f"--top {top}: must be at least 1")
+    if shown.top < 1:
+        raise InputError(f"--top {shown.top}: must be at least 1")
+    language = language_of(shown.lang, os.environ)
     question = resolve(read_file(job, shared))
     if pin:
         question = question.but(pins={**question.pins, **parse_pins(pin)})
-    answer = search(question, top)
-    if json:
+    try:
+        answer = search(question, shown.top)
+    except NoPlanFits as error:
+        raise error.said(language) from None
+    if shown.why_not is not None:
+        _why_not(question, answer, shown.why_not, language, json)
+    elif json:
+        from meshwright.report.plans import answer_data
+
         say_json(answer_data(question, answer))
     else:
-        say(answer_text(question, answer, explain(question, answer)))
-    if save is not None:
-        save.write_text(answer.plans[0].plan.to_json() + "\n", encoding="utf-8")
-        note(f"{answer.plans[0].plan.name} is in {save}; `--plan {save}` uses it")
+        _answer(question, answer, language, shown)
+    if shown.save is not None:
+        shown.save.write_text(answer.plans[0].plan.to_json() + "\n", encoding="utf-8")
+        note(f"{answer.plans[0].plan.name} is in {shown.save}; `--plan {shown.save}` uses it")
     return 0
+
+
+def _answer(question: Job, answer: Answer, language: str, shown: Shown) -> None:
+    """The screen."""
+    from meshwright.report.plans import answer_text
+    from meshwright.search.explain import explain
+
+    say(answer_text(question, answer, explain(question, answer), language))
+    if shown.why:
+        from meshwright.report.why import families_text
+        from meshwright.search.why_not import families_against
+
+        say("\n" + families_text(answer, families_against(question, answer), language))
+
+
+def _why_not(question: Job, answer: Answer, asked: str, language: str, json: bool) -> None:
+    """One plan, or the best of many, beside the chosen one."""
+    from meshwright.base.errors import InputError
+    from meshwright.intake.plans import parse_pins, read_plan
+    from meshwright.report.why import against_data, against_text
+    from meshwright.search.why_not import why_not
+
+    wanted = parse_pins(asked) if "=" in asked else read_plan(asked)
+    if wanted is None:
+        raise InputError(f"--why-not {asked!r}: name a plan, such as dp8.tp2, or pins, such as tp=8,pp=8")
+    found = why_not(question, answer.chosen, asked, wanted)
+    if json:
+        say_json(against_data(answer, found))
+    else:
+        say(against_text(answer, found, language))

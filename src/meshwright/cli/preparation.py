@@ -75,6 +75,7 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
     from meshwright.intake.plans import parse_pins
     from meshwright.search.explain import explain
     from meshwright.search.rank import search
+    from meshwright.words.say import say
 
     if world is not None and file.cluster.name == "local" and not file.cluster.path and not file.cluster.groups:
         here = int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", world)))
@@ -94,7 +95,7 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
     else:
         answer = search(question, 1)
         plan, estimate = answer.chosen.plan, answer.chosen.estimate
-        first, *rest = explain(question, answer)
+        first, *rest = map(say, explain(question, answer))
         why = [f"plan {first}", *(f"  {line}" for line in rest)]
     return Choice(question, plan, estimate, [_asked(question), *why])
 

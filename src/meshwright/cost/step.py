@@ -48,6 +48,7 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
         mfu=model_flops(job) / (seconds.step * job.cluster.devices * pricer.setting.rate),
         fits=verdict != Fits.no,
         verdict=verdict,
+        limit=limit,
         notes=pricer.setting.notes,
     )
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.base.units import show_bytes, show_count, show_seconds
-from meshwright.report.text import columns
+from meshwright.base.units import show_bytes, show_seconds
+from meshwright.report.text import columns, columns_of, folded
 from meshwright.spec.estimate import Estimate, Memory, Time
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
+from meshwright.words.say import Sentence, name, say, tell
+from meshwright.words.verdict import verdict
 
 if TYPE_CHECKING:
     from meshwright.search.answer import Answer
@@ -18,81 +19,89 @@ if TYPE_CHECKING:
 WIDTH = 100
 
 
-def question_text(job: Job) -> str:
+def question_text(job: Job, language: str = "en") -> str:
     """Model, cluster and workload in three lines."""
     work, cluster, model = job.workload, job.cluster, job.model
     groups = " + ".join(
         f"{group.nodes} x {group.devices} {group.device.name} ({show_bytes(group.device.memory)})" for group in cluster.groups
     )
-    return "\n".join(
-        [
-            f"model    {model.name}: {show_count(model.parameters)} parameters, {model.blocks} blocks, hidden {model.hidden}",
-            f"cluster  {cluster.name}: {groups}",
-            f"work     batch {work.batch} x {work.sequence} tokens, {work.precision}, {work.optimizer.name}",
-        ]
-    )
+    values = {"model": model.name, "parameters": model.parameters, "blocks": model.blocks, "hidden": model.hidden}
+    lines = [
+        tell("question.model", **values),
+        tell("question.cluster", cluster=cluster.name, groups=groups),
+        tell("question.work", batch=work.batch, sequence=work.sequence, precision=work.precision, optimizer=work.optimizer.name),
+    ]
+    return "\n".join(folded(say(line, language), WIDTH) for line in lines)
 
 
-def answer_text(job: Job, answer: Answer, why: Sequence[str]) -> str:
+def answer_text(job: Job, answer: Answer, why: Sequence[Sentence], language: str = "en") -> str:
     """The ranked plans, why the first one, and what was rejected for what reason."""
-    ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans])
-    tally = f"{answer.considered:,} plans considered in {show_seconds(answer.seconds)}"
+    ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans], language)
+    tally = tell("answer.considered", count=answer.considered, seconds=answer.seconds)
+    lines = [say(tell("answer.rejected", tally=tally) if answer.rejected else tally, language)]
     if answer.rejected:
-        lines = [(clip(f"{entry.reason} ({entry.example})", WIDTH - 14), f"{entry.count:,}") for entry in answer.rejected]
-        tally += ", rejected:\n" + columns(lines, "  ")
-    return "\n\n".join([question_text(job), ranked, "\n".join(map(folded, why)), tally])
+        found = [(f"{say(name('reason', entry.reason), language)} ({entry.example})", f"{entry.count:,}") for entry in answer.rejected]
+        lines.append(columns([(clip(text, WIDTH - 14), count) for text, count in found], "  "))
+    return "\n\n".join([question_text(job, language), ranked, told(why, language), "\n".join(lines)])
 
 
-def folded(line: str) -> str:
-    """`line` in at most WIDTH columns, what follows indented."""
-    return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+def told(said: Sequence[Sentence], language: str = "en") -> str:
+    """Sentences, each on a line of its own that is folded."""
+    return "\n".join(folded(say(sentence, language), WIDTH) for sentence in said)
 
 
-def plan_table(entries: Sequence[tuple[Plan, Estimate]]) -> str:
-    """One plan a line; `exposed` is communication that nothing hides."""
-    rows = [("plan", "step", "tokens/s", "MFU", "memory", "", "bubble", "exposed")]
+def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -> str:
+    """One plan a line; `exposed` is communication that nothing hides, `spare` what is left of the device."""
+    rows = [[label(head, language) for head in ("plan", "step", "tokens/s", "MFU", "memory", "verdict", "spare", "bubble", "exposed")]]
     for plan, estimate in entries:
         time = estimate.time
         rows.append(
-            (
-                clip(plan.name, 40),
+            [
+                clip(plan.name, 37),
                 show_seconds(time.step),
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.mfu:.1%}",
                 show_bytes(estimate.memory.total),
-                str(estimate.verdict),
+                label(str(estimate.verdict), language),
+                f"{estimate.spare / estimate.limit:.0%}" if estimate.limit else "-",
                 share(time.bubble, time),
                 share(exposed(time), time),
-            )
+            ]
         )
     return columns(rows)
 
 
-def estimate_text(job: Job, plan: Plan, estimate: Estimate) -> str:
+def label(word: str, language: str) -> str:
+    """A heading, in the language of the screen."""
+    return say(name("label", word), language)
+
+
+def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en") -> str:
     """One plan: memory of every pipeline rank, time, item by item."""
     shown = shown_stages(len(estimate.per_stage))
-    memory = [("memory a device", *(f"rank {stage}" for stage in shown))]
+    memory = [[label("memory a device", language), *(f"rank {stage}" for stage in shown)]]
     for field in Memory.model_fields:
-        memory.append((field, *(show_bytes(getattr(estimate.per_stage[stage], field)) for stage in shown)))
-    smallest = job.cluster.memory
-    time = [("time a step", "seconds", "share")]
+        memory.append([say(name("memory", field), language), *(show_bytes(getattr(estimate.per_stage[stage], field)) for stage in shown)])
+    time = [[label("time a step", language), label("seconds", language), label("share", language)]]
     time += [
-        (field, show_seconds(value), share(value, estimate.time))
+        [say(name("time", field), language), show_seconds(value), share(value, estimate.time)]
         for field in Time.model_fields
         if (value := getattr(estimate.time, field)) or field == "step"
     ]
-    verdict = {"fits": "fits", "tight": "fits, but tightly", "no": "does not fit"}[str(estimate.verdict)]
+    head = tell("estimate.plan", plan=plan.name, verdict=verdict(estimate), reserved=estimate.memory.reserved, limit=estimate.limit)
+    left_out = tell("estimate.left_out", first=shown[-2], last=shown[-1]) if len(shown) < len(estimate.per_stage) else None
+    speed = tell("estimate.speed", rate=estimate.tokens_per_second, mfu=f"{estimate.mfu:.1%}")
     lines = [
-        question_text(job),
-        f"plan     {plan.name}: {verdict} in {show_bytes(smallest)}; {estimate.memory.reserved / smallest:.0%} of it is reserved on the busiest rank",
+        question_text(job, language),
+        folded(say(head, language), WIDTH),
         "",
         columns(memory),
-        *([f"(pipeline ranks between {shown[-2]} and {shown[-1]} are left out)"] if len(shown) < len(estimate.per_stage) else []),
+        *([say(left_out, language)] if left_out is not None else []),
         "",
         columns(time),
         "",
-        f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {estimate.mfu:.1%}",
-        *(f"note: {text}" for text in estimate.notes),
+        say(speed, language),
+        *(folded(say(tell("estimate.note", note=text), language), WIDTH) for text in estimate.notes),
     ]
     return "\n".join(lines)
 
@@ -112,7 +121,12 @@ def share(value: float, time: Time) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+    """`text` in at most `width` columns."""
+    if columns_of(text) <= width:
+        return text
+    while columns_of(text) > width - 3:
+        text = text[:-1]
+    return text + "..."
 
 
 def entry_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:

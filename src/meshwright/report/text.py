@@ -11,22 +11,73 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from meshwright.base.codec import Noun
 
 _BARS = "▁▂▃▄▅▆▇█"
+_CLOSING = "，。；：、）？！"
+_WIDE = "\u2e80-\u9fff\uff00-\uff60"
 
 
 def columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     """Lines of cells: the first column to the left, the others to the right. Rows may be short; no line ends in a blank."""
-    width = [max(len(row[at]) for row in rows if at < len(row)) for at in range(max((len(row) for row in rows), default=0))]
+    width = [max(columns_of(row[at]) for row in rows if at < len(row)) for at in range(max((len(row) for row in rows), default=0))]
     lines = []
     for row in rows:
-        cells = [cell.ljust(width[at]) if at == 0 else cell.rjust(width[at]) for at, cell in enumerate(row)]
+        blanks = [" " * (width[at] - columns_of(cell)) for at, cell in enumerate(row)]
+        cells = [cell + blanks[at] if at == 0 else blanks[at] + cell for at, cell in enumerate(row)]
         lines.append((indent + "  ".join(cells)).rstrip())
     return "\n".join(lines)
+
+
+def columns_of(text: str) -> int:
+    """Columns that `text` takes on a terminal: a Chinese character takes two.
+
+    >>> columns_of("plan"), columns_of("方案")
+    (4, 4)
+    """
+    if text.isascii():
+        return len(text)
+    from unicodedata import east_asian_width
+
+    return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def folded(text: str, width: int = 100, indent: str = "    ") -> str:
+    """`text` in lines of at most `width` columns, what follows the first indented: broken at blanks, and between Chinese characters, but not
+    before a mark that ends a phrase.
+
+    >>> print(folded("plan 放得下，余量 3 GiB", 12, ""))
+    plan 放得
+    下，余量 3
+    GiB
+    """
+    words = re.findall(rf"（*(?:[{_WIDE}]|[^{_WIDE}\s]+)[{_CLOSING}]*|\s+", text)
+    lines, line = [], ""
+    for word in words:
+        if line.strip() and columns_of(line) + columns_of(word.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = indent
+            if word.isspace():
+                continue
+        line += word
+    return "\n".join([*lines, line.rstrip()])
+
+
+def whole_parts(values: Sequence[float], step: float) -> list[int]:
+    """`values` as whole numbers of `step` that add up to what their sum rounds to: those with the largest remainders are rounded up.
+
+    >>> whole_parts([0.34, 0.33, 0.33], 0.1)
+    [4, 3, 3]
+    """
+    exact = [value / step for value in values]
+    floors = [math.floor(value) for value in exact]
+    missing = round(math.fsum(exact)) - sum(floors)
+    order = sorted(range(len(exact)), key=lambda at: floors[at] - exact[at])
+    return [floors[at] + (at in order[:missing]) for at in range(len(exact))]
 
 
 def lines(facts: Sequence[tuple[str, str]], indent: str = "") -> str:

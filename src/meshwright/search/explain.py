@@ -1,58 +1,96 @@
-"""Why this plan: what was chosen, where its time and memory go, what each other family of plans lost to. At most five lines."""
+"""Why this plan: what was chosen, where its time and memory go, what each other family of plans lost by. A handful of sentences."""
 
 from __future__ import annotations
 
-from meshwright.base.units import show_bytes, show_seconds
+from collections.abc import Sequence
+
+from meshwright.cost.step import estimate
 from meshwright.search.answer import Answer, Family
-from meshwright.search.near import largest_kind
+from meshwright.search.survey import TIGHT_GAIN
+from meshwright.search.why_not import Term, terms
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
+from meshwright.words.say import Sentence, name, tell
+from meshwright.words.verdict import largest_kind, verdict
 
 SHOWN = 3
-"""Families that a line names."""
+"""Families that a sentence names."""
+
+WORTH = 0.005
+"""Share of the step below which an item of time is not named."""
 
 
-def explain(job: Job, answer: Answer) -> list[str]:
-    """Lines for a screen."""
-    chosen = answer.chosen
-    estimate = chosen.estimate
-    refused = sum(rejection.count for rejection in answer.rejected)
-    lines = [
-        f"{chosen.name}: {show_seconds(estimate.time.step)} a step, {estimate.tokens_per_second:,.0f} tokens/s, "
-        f"the fastest of {answer.considered - refused:,} plans that fit, of {answer.considered:,}",
-        _where(answer),
-    ]
-    others = [family for family in answer.families if family.plan != chosen.plan]
-    slower = [family for family in others if family.fits]
+def explain(job: Job, answer: Answer) -> list[Sentence]:
+    """What a screen says under the ranked plans."""
+    said = [_chosen(answer), *_passed(answer), _where(answer)]
+    others = [family for family in answer.families if family.plan != answer.chosen.plan]
+    slower = [family for family in others if family.fits and family.seconds >= answer.chosen.estimate.time.step]
     unfit = [family for family in others if not family.fits]
     if slower:
-        lines.append("slower: " + "; ".join(_slower(family, estimate.time.step) for family in slower[:SHOWN]) + _more(slower))
+        parts = tuple(_slower(job, answer, family) for family in slower[:SHOWN])
+        said.append(tell("why.slower", families=parts + _more(slower)))
     if unfit:
-        limit = min(group.device.memory for group in job.cluster.groups)
-        lines.append(
-            f"do not fit in {show_bytes(limit)}: "
-            + "; ".join(f"{family.name} needs {show_bytes(family.reserved)}" for family in unfit[:SHOWN])
-            + _more(unfit)
-        )
-    illegal = [rejection for rejection in answer.rejected if rejection.reason != "does not fit"]
-    if illegal:
-        lines.append("not possible: " + "; ".join(f"{it.reason} ({it.count:,})" for it in illegal[:SHOWN]) + _more(illegal))
-    return lines
+        parts = tuple(tell("why.needs", family=family_name(family.name), reserved=family.reserved) for family in unfit[:SHOWN])
+        said.append(tell("why.unfit", limit=answer.chosen.estimate.limit, families=parts + _more(unfit)))
+    return said
 
 
-def _where(answer: Answer) -> str:
+def family_name(words: str) -> Sentence:
+    """A family such as 'tensor + ZeRO-1': its parts one by one."""
+    first, _, rest = words.partition(" + ")
+    return tell("family.and", first=name("family", first), rest=family_name(rest)) if rest else name("family", first)
+
+
+def _chosen(answer: Answer) -> Sentence:
+    chosen = answer.chosen
+    refused = sum(rejection.count for rejection in answer.rejected)
+    return tell(
+        "why.chosen",
+        plan=chosen.name,
+        step=chosen.estimate.time.step,
+        rate=chosen.estimate.tokens_per_second,
+        fitting=answer.considered - refused,
+        considered=answer.considered,
+    )
+
+
+def _passed(answer: Answer) -> list[Sentence]:
+    """The fastest tight plan that the chosen one was put before."""
+    step = answer.chosen.estimate.time.step
+    faster = [entry for entry in answer.plans if entry.estimate.verdict == Fits.tight and entry.estimate.time.step < step]
+    if not faster or answer.chosen.estimate.verdict == Fits.tight:
+        return []
+    best = min(faster, key=lambda entry: entry.estimate.time.step)
+    return [tell("why.passed", plan=best.name, share=step / best.estimate.time.step - 1.0, verdict=verdict(best.estimate), gain=TIGHT_GAIN)]
+
+
+def _where(answer: Answer) -> Sentence:
     """Shares of the step and of the fullest rank."""
-    estimate = answer.chosen.estimate
-    items = {name: seconds for name, seconds in estimate.time if name != "step" and seconds > 0.005 * estimate.time.step}
-    shares = ", ".join(f"{name} {seconds / estimate.time.step:.0%}" for name, seconds in sorted(items.items(), key=lambda it: -it[1]))
-    kind, size = largest_kind(estimate.memory)
-    verdict = "fits with a margin" if estimate.verdict == Fits.fits else "tight"
-    return f"time: {shares}; memory: {show_bytes(estimate.memory.reserved)}, {verdict}, most of it {kind} ({show_bytes(size)})"
+    priced = answer.chosen.estimate
+    items = {item: seconds for item, seconds in priced.time if item != "step" and seconds > WORTH * priced.time.step}
+    shares = tuple(
+        tell("why.share", item=name("time", item), share=seconds / priced.time.step)
+        for item, seconds in sorted(items.items(), key=lambda it: -it[1])
+    )
+    kind, size = largest_kind(priced.memory)
+    return tell(
+        "why.where", shares=shares, reserved=priced.memory.reserved, limit=priced.limit, verdict=verdict(priced), kind=kind, size=size
+    )
 
 
-def _slower(family: Family, best: float) -> str:
-    return f"{family.name} by {max(0.0, family.seconds / best - 1.0):.0%} ({family.plan.name})"
+def _slower(job: Job, answer: Answer, family: Family) -> Sentence:
+    best = answer.chosen.estimate
+    lost = [term for term in terms(best, estimate(job, family.plan)) if term.seconds > WORTH * best.time.step][:2]
+    share = family.seconds / best.time.step - 1.0
+    return tell(
+        "why.family" if lost else "why.family.even", family=family_name(family.name), share=share, plan=family.plan.name, terms=more(lost)
+    )
 
 
-def _more(found: list[Family] | list) -> str:
-    return f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+def more(lost: Sequence[Term]) -> tuple[Sentence, ...]:
+    """Items of time that take longer."""
+    return tuple(tell("why.term", item=name("time", term.name), seconds=term.seconds) for term in lost)
+
+
+def _more(found: Sequence[object]) -> tuple[Sentence, ...]:
+    return (tell("why.more", count=len(found) - SHOWN),) if len(found) > SHOWN else ()

@@ -1,64 +1,118 @@
-"""When nothing fits: the nearest plan, what fills it, and the smallest change with which a plan would fit."""
+"""When nothing fits: the nearest plan, what fills it, and the smallest changes with which a plan would fit, each with its numbers.
+
+A change is tried by searching the changed job: a pin less, more nodes, devices with more memory, a shorter sequence. More recompute, a higher
+ZeRO stage and a smaller micro-batch need no trying: without a pin on them every plan of the space has been priced.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 from meshwright.base.errors import InputError, NothingFits
-from meshwright.base.units import show_bytes
+from meshwright.cost.constants import USABLE
 from meshwright.cost.step import estimate_of
-from meshwright.search.survey import Survey, survey
-from meshwright.spec.estimate import Memory
+from meshwright.search.survey import Candidate, Survey, survey
+from meshwright.search.why_not import illegal
 from meshwright.spec.job import Job
+from meshwright.words.say import Sentence, say, tell
+from meshwright.words.verdict import largest_kind
 
 MULTIPLES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+PARTS = (2, 4, 8, 16)
+GIB = 2.0**30
+
+
+class NoPlanFits(NothingFits):
+    """NothingFits that can be said in any language."""
+
+    def __init__(self, sentence: Sentence, language: str = "en") -> None:
+        super().__init__(say(sentence, language))
+        self.sentence = sentence
+
+    def said(self, language: str) -> NoPlanFits:
+        """The same in another language."""
+        return NoPlanFits(self.sentence, language)
 
 
 def nothing_fits(found: Survey) -> NothingFits | InputError:
     """The error to raise: InputError when not one plan is legal, else NothingFits."""
-    job, nearest = found.pricer.setting.job, list(found.ranking.nearest.values())
-    if not nearest:
-        reasons = "; ".join(f"{it.example} ({it.count} plans)" for it in found.space.refused.values())
-        return InputError(f"no plan is legal: {reasons or 'the pins leave none'}")
-    candidate = min(nearest, key=lambda it: it.reserved)
-    memory = estimate_of(found.pricer, candidate.alone)
-    stage = max(range(len(memory.per_stage)), key=lambda at: memory.per_stage[at].total)
-    rank = stage * (job.cluster.devices // candidate.box.pp)
-    kind, size = largest_kind(memory.memory)
-    return NothingFits(
-        f"no plan fits: the nearest ({candidate.plan.name}) needs {show_bytes(candidate.reserved)} on rank {rank} "
-        f"of {show_bytes(found.pricer.setting.device.memory)}; {kind} are {show_bytes(size)} of it; {way_out(job)}"
+    candidate = nearest(found)
+    if candidate is None:
+        return InputError(f"no plan is legal: {'; '.join(illegal(found)) or 'the pins leave none'}")
+    job = found.pricer.setting.job
+    priced = estimate_of(found.pricer, candidate.alone)
+    stage = max(range(len(priced.per_stage)), key=lambda at: priced.per_stage[at].total)
+    kind, size = largest_kind(priced.memory)
+    return NoPlanFits(
+        tell(
+            "near.none",
+            plan=candidate.plan.name,
+            reserved=candidate.reserved,
+            rank=stage * (job.cluster.devices // candidate.plan.pp),
+            memory=found.pricer.setting.device.memory,
+            kind=kind,
+            size=size,
+            ways=tuple(ways(job, candidate)),
+        )
     )
 
 
-def largest_kind(memory: Memory) -> tuple[str, float]:
-    """The kind of memory that takes most, in the words of a sentence."""
-    kind = max(KINDS, key=lambda name: getattr(memory, name))
-    return ("optimizer states" if kind == "optimizer" else kind), getattr(memory, kind)
+def nearest(found: Survey) -> Candidate | None:
+    """The legal plan that needs least memory."""
+    return min(found.ranking.nearest.values(), key=lambda it: it.reserved, default=None)
 
 
-def way_out(job: Job) -> str:
-    """The smallest change with which a plan fits, tried one by one."""
-    for words, changed in changes(job):
-        try:
-            best = survey(changed, 1).ranking.best
-        except InputError:
-            continue
-        if best:
-            return f"{words} would fit ({best[0].plan.name})"
-    return "not even 64 times the nodes or 1/16 of the sequence would fit: use devices with more memory"
+def ways(job: Job, candidate: Candidate) -> Iterator[Sentence]:
+    """The smallest change of each kind with which a plan fits."""
+    for kind in (pins_less, more_nodes, shorter):
+        for key, values, changed in kind(job):
+            best = fastest(changed)
+            if best is not None:
+                yield tell(key, **values, plan=best.plan.name, seconds=best.seconds)
+                break
+    memory = ceil(candidate.reserved / USABLE / GIB) * GIB
+    yield tell("near.memory", memory=memory, plan=candidate.plan.name)
 
 
-def changes(job: Job) -> Iterator[tuple[str, Job]]:
-    """Jobs beside `job`, the smaller changes first: a pin less, more nodes, a shorter sequence."""
+def fastest(job: Job) -> Candidate | None:
+    """The best plan that fits; None where none does, or none is legal."""
+    try:
+        best = survey(job, 1).ranking.best
+    except InputError:
+        return None
+    return best[0] if best else None
+
+
+Change = tuple[str, dict[str, object], Job]
+"""What is said of a change, with its numbers, and the changed job."""
+
+
+def pins_less(job: Job) -> Iterator[Change]:
+    """Without one of the pins; without all of them where one is not enough."""
     for name, value in job.pins.items():
-        yield f"without the pin {name}={value}", job.but(pins={other: kept for other, kept in job.pins.items() if other != name})
+        pins = {other: kept for other, kept in job.pins.items() if other != name}
+        yield "near.pin", {"pin": f"{name}={value}"}, job.but(pins=pins)
+    if len(job.pins) > 1:
+        yield "near.pins", {}, job.but(pins={})
+
+
+def more_nodes(job: Job) -> Iterator[Change]:
+    """More nodes of the same kinds; pins hold, but for the replicas, which more devices need more of."""
+    pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
     for times in MULTIPLES:
         groups = tuple(group.but(nodes=group.nodes * times) for group in job.cluster.groups)
         cluster = job.cluster.but(groups=groups)
-        yield f"{sum(group.nodes for group in groups)} nodes ({cluster.devices} devices)", job.but(cluster=cluster)
-    for part in (2, 4, 8, 16):
+        yield (
+            "near.nodes",
+            {"nodes": sum(group.nodes for group in groups), "devices": cluster.devices},
+            job.but(cluster=cluster, pins=pins),
+        )
+
+
+def shorter(job: Job) -> Iterator[Change]:
+    """A shorter sequence."""
+    for part in PARTS:
         sequence = job.workload.sequence // part
         if sequence:
-            yield f"sequence {sequence}", job.but(workload=job.workload.but(sequence=sequence))
+            yield "near.sequence", {"sequence": sequence}, job.but(workload=job.workload.but(sequence=sequence))

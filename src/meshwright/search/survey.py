@@ -1,13 +1,14 @@
 """Pricing the whole space of a job: the fastest plans that fit, the best or nearest of every family, and how many did not fit.
 
-Exact: the answer is the one that pricing plan by plan would give. At equal time (to nine digits) the simpler plan stands first: fewer
-axes, lower ZeRO, no recompute, no sequence parallelism, the plainer schedule.
+Exact: the answer is the one that pricing plan by plan would give. Plans stand in the order of their score: the step, and TIGHT_GAIN more where
+memory is tight. At equal score (to nine digits) the simpler plan stands first: fewer axes, lower ZeRO, no recompute, no sequence parallelism,
+the plainer schedule.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from meshwright.spec.plan import Plan, Schedule
 SCHEDULES = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved)
 DOES_NOT_FIT = "does not fit"
 
+TIGHT_GAIN = 0.05
+"""A plan whose memory is tight stands before one that fits with a margin only when it is faster by more than this share."""
+
 
 @dataclass
 class Candidate:
@@ -31,14 +35,20 @@ class Candidate:
     index: tuple[int, ...]
     seconds: float
     reserved: float
+    tight: bool = False
 
     @property
     def plan(self) -> Plan:
         return self.box.plan(self.index)
 
     @property
+    def score(self) -> float:
+        """What plans are ranked by: smaller is better."""
+        return self.seconds * (1.0 + TIGHT_GAIN) if self.tight else self.seconds
+
+    @property
     def key(self) -> tuple[Any, ...]:
-        return (float(f"{self.seconds:.9e}"), *simplicity(self.plan))
+        return (float(f"{self.score:.9e}"), *simplicity(self.plan))
 
     @property
     def alone(self) -> Box:
@@ -74,6 +84,19 @@ def simplicity(plan: Plan) -> tuple[Any, ...]:
     )
 
 
+class Priced(NamedTuple):
+    """A box over `obscz`: the score, infinite where a plan does not fit or is not legal; seconds; reserved bytes, infinite where it is not legal."""
+
+    score: Array
+    seconds: Array
+    taken: Array
+    tight: Array
+
+    def candidate(self, box: Box, at: int) -> Candidate:
+        index = tuple(map(int, np.unravel_index(at, self.score.shape)))
+        return Candidate(box, index, float(self.seconds[index]), float(self.taken[index]), bool(self.tight[index]))
+
+
 @dataclass
 class Ranking:
     """The best plans so far, and the best of each family, or its nearest where none fits."""
@@ -83,34 +106,30 @@ class Ranking:
     families: dict[str, Candidate] = field(default_factory=dict)
     nearest: dict[str, Candidate] = field(default_factory=dict)
 
-    def take(self, box: Box, seconds: Array, taken: Array) -> None:
-        """`seconds` are infinite where a plan does not fit or is not legal; `taken` bytes are infinite where it is not legal."""
-        flat = seconds.reshape(-1)
-        limit = self.best[-1].seconds if len(self.best) == self.top else np.inf
+    def take(self, box: Box, priced: Priced) -> None:
+        """The best of a box into the tables."""
+        flat = priced.score.reshape(-1)
+        limit = self.best[-1].score if len(self.best) == self.top else np.inf
         if flat.size > self.top:
             limit = min(limit, np.partition(flat, self.top - 1)[self.top - 1])
         if np.isfinite(limit) or np.isfinite(flat).any():
             chosen = np.flatnonzero((flat <= limit * (1 + 1e-9)) & np.isfinite(flat))
-            self.best += [self._candidate(box, seconds, taken, int(at)) for at in chosen]
+            self.best += [priced.candidate(box, int(at)) for at in chosen]
             self.best = sorted(self.best, key=lambda candidate: candidate.key)[: self.top]
         for name, part in family_parts(box):
-            self._family(name, box, np.flatnonzero(part), seconds, taken)
+            self._family(name, box, np.flatnonzero(part), priced)
 
-    def _family(self, name: str, box: Box, part: Array, seconds: Array, taken: Array) -> None:
-        for table, found in ((seconds, self.families), (taken, self.nearest)):
+    def _family(self, name: str, box: Box, part: Array, priced: Priced) -> None:
+        for table, found in ((priced.score, self.families), (priced.taken, self.nearest)):
             values = table[..., part]
             at = np.unravel_index(int(values.argmin()), values.shape)
             if np.isfinite(values[at]) and not (name in found and _value(found[name], found is self.families) <= values[at]):
                 index = (*map(int, at[:-1]), int(part[at[-1]]))
-                found[name] = self._candidate(box, seconds, taken, int(np.ravel_multi_index(index, seconds.shape)))
-
-    def _candidate(self, box: Box, seconds: Array, taken: Array, at: int) -> Candidate:
-        index = tuple(map(int, np.unravel_index(at, seconds.shape)))
-        return Candidate(box, index, float(seconds[index]), float(taken[index]))
+                found[name] = priced.candidate(box, int(np.ravel_multi_index(index, table.shape)))
 
 
-def _value(candidate: Candidate, by_time: bool) -> float:
-    return candidate.seconds if by_time else candidate.reserved
+def _value(candidate: Candidate, by_score: bool) -> float:
+    return candidate.score if by_score else candidate.reserved
 
 
 def family_parts(box: Box) -> list[tuple[str, Array]]:
@@ -142,10 +161,12 @@ def survey(job: Job, top: int) -> Survey:
     for box in found.space.boxes():
         prices = found.pricer.price(box)
         legal = np.broadcast_to(box.legal[0], (*box.shape[:2], 1, 1, 1))
-        taken = np.where(legal, reserved(found.pricer.setting, prices.allocated)[0], np.inf)
+        usual, safe = reserved(found.pricer.setting, prices.allocated)
+        taken = np.where(legal, usual, np.inf)
         step = np.where(legal, prices.step, np.inf)
-        fitting = taken <= limit
-        found.ranking.take(box, np.where(fitting, step, np.inf), taken)
+        fitting, tight = taken <= limit, safe > limit
+        score = np.where(fitting, np.where(tight, step * (1.0 + TIGHT_GAIN), step), np.inf)
+        found.ranking.take(box, Priced(score, step, taken, np.broadcast_to(tight, taken.shape)))
         missing = int(legal.sum()) * (box.size // legal.size) - int(np.count_nonzero(fitting))
         if missing:
             unfit += missing

@@ -54,4 +54,10 @@ class Estimate(Noun):
     mfu: float
     fits: bool
     verdict: Fits = Fits.fits
+    limit: float = Field(default=0.0, description="bytes that a rank can take of its device")
     notes: tuple[str, ...] = Field(default=(), description="what the estimate leaves out or assumes for this plan")
+
+    @property
+    def spare(self) -> float:
+        """Bytes between what is reserved on the fullest rank and the limit; below 0 where the plan does not fit."""
+        return self.limit - self.memory.reserved

@@ -1,0 +1,90 @@
+"""A sentence is a key and values; a language is a table from keys to texts with places for the values. Whoever finds something out says it as
+a `Sentence`; in which language it is read is decided where it is printed.
+
+A place is `{name}` or `{name:kind}`; kinds show numbers with their unit: bytes, seconds, percent, count, count NOUN (with a plural s),
+parameters, rate. A value can be a sentence, or several, which are said in the same language.
+
+>>> say(Sentence("verdict.fits", {"spare": 8 * 2**30, "share": 0.1}))
+'fits, 8.00 GiB (10%) to spare'
+>>> say(Sentence("verdict.fits", {"spare": 8 * 2**30, "share": 0.1}), "zh")
+'放得下，余量 8.00 GiB（10%）'
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from meshwright.base.errors import InputError, did_you_mean
+from meshwright.base.units import show_bytes, show_count, show_rate, show_seconds
+
+TABLES = {"en": "meshwright.words.english", "zh": "meshwright.words.chinese"}
+LISTED = "list"
+"""The key of what stands between the parts of a list."""
+
+
+class Sentence(NamedTuple):
+    """What is said, in no language yet."""
+
+    key: str
+    values: Mapping[str, Any]
+
+
+def tell(key: str, **values: Any) -> Sentence:
+    return Sentence(key, values)
+
+
+def name(group: str, word: str) -> Sentence:
+    """What `word` is called: the text of 'group.word', or the word itself where a table has none."""
+    return Sentence(f"{group}.{word}", {"otherwise": word})
+
+
+def table(language: str) -> Mapping[str, str]:
+    """Every text of a language."""
+    texts: Mapping[str, str] = import_module(TABLES[language]).TEXTS
+    return texts
+
+
+def say(sentence: Sentence, language: str = "en") -> str:
+    """`sentence` as people read it."""
+    texts = table(language)
+    text = texts.get(sentence.key)
+    if text is None:
+        return str(sentence.values["otherwise"])
+    return _Shown(texts, language).format(text, **sentence.values)
+
+
+class _Shown(string.Formatter):
+    """Puts values into a text by the kind of their place."""
+
+    def __init__(self, texts: Mapping[str, str], language: str) -> None:
+        self.texts, self.language = texts, language
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, Sentence):
+            return say(value, self.language)
+        if isinstance(value, tuple | list):
+            return self.texts[LISTED].join(self.format_field(part, format_spec) for part in value)
+        kind, _, noun = format_spec.partition(" ")
+        if kind == "percent":
+            return f"{100 * value:,.0f}%" if abs(value) >= 0.0095 or not value else f"{100 * value:.1f}%"
+        if kind == "count":
+            return f"{value:,.0f}" + (f" {noun}{'' if value == 1 else 's'}" if noun else "")
+        shown = {"bytes": show_bytes, "seconds": show_seconds, "parameters": show_count, "rate": show_rate}
+        return shown[kind](value) if kind else str(value)
+
+
+def language_of(asked: str | None, environment: Mapping[str, str]) -> str:
+    """The language that was asked for, else that of the locale, else English.
+
+    >>> language_of(None, {"LANG": "zh_CN.UTF-8"}), language_of("en", {"LANG": "zh_CN.UTF-8"}), language_of(None, {})
+    ('zh', 'en', 'en')
+    """
+    if asked is not None:
+        if asked not in TABLES:
+            raise InputError(f"--lang {asked!r} is not one of {', '.join(TABLES)}{did_you_mean(asked, TABLES)}")
+        return asked
+    locale = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := environment.get(name))), "")
+    return locale[:2] if locale[:2] in TABLES else "en"

@@ -1,0 +1,153 @@
+"""Why a plan lost: rules, memory, or time whose terms are the whole gap; what would fit; which pins contradict each other."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import cluster, named_job, small_job
+from test_search import small_jobs
+
+from meshwright.base.errors import InputError, MeshwrightError, NothingFits
+from meshwright.cli.main import main
+from meshwright.report.plans import WIDTH
+from meshwright.report.text import columns_of
+from meshwright.search.explain import explain
+from meshwright.search.near import NoPlanFits
+from meshwright.search.rank import search
+from meshwright.search.survey import TIGHT_GAIN
+from meshwright.search.why_not import Outcome, families_against, why_not
+from meshwright.spec.estimate import Fits
+from meshwright.spec.job import Job
+from meshwright.spec.plan import parse_plan
+from meshwright.words.say import say
+
+LARGE = ["--model", "llama-65b", "--cluster", "8x8:a100-40gb", "--batch", "512", "--seq", "2048"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(small_jobs())
+def test_the_terms_of_every_family_sum_to_its_whole_gap(job: Job) -> None:
+    try:
+        answer = search(job)
+    except MeshwrightError:
+        return
+    for found in families_against(job, answer):
+        assert found.estimate is not None
+        gap = found.estimate.time.step - answer.chosen.estimate.time.step
+        assert found.gap == math.fsum(term.seconds for term in found.terms)
+        assert found.gap == pytest.approx(gap, rel=1e-9, abs=1e-12 * found.estimate.time.step)
+
+
+@settings(max_examples=15, deadline=None)
+@given(small_jobs(), st.integers(0, 9))
+def test_no_plan_of_the_search_is_faster_unless_it_is_tight(job: Job, at: int) -> None:
+    try:
+        answer = search(job)
+    except MeshwrightError:
+        return
+    entry = answer.plans[min(at, len(answer.plans) - 1)]
+    found = why_not(job, answer.chosen, entry.name, entry.plan)
+    assert found.outcome in (Outcome.chosen, Outcome.slower, Outcome.tight)
+    if found.outcome == Outcome.tight:
+        assert answer.chosen.estimate.time.step <= entry.estimate.time.step * (1 + TIGHT_GAIN) * (1 + 1e-9)
+
+
+def test_a_tight_plan_comes_first_only_when_it_is_more_than_5_percent_faster() -> None:
+    job = named_job("llama-65b", "8x8:a100-40gb", 512, 2048)
+    answer = search(job)
+    tight = [entry for entry in answer.plans if entry.estimate.verdict == Fits.tight]
+    fastest = min(tight, key=lambda entry: entry.estimate.time.step)
+    assert answer.chosen.estimate.verdict == Fits.fits
+    assert 1 < answer.chosen.estimate.time.step / fastest.estimate.time.step < 1 + TIGHT_GAIN
+    assert any(say(line).startswith(f"{fastest.name} is 4% faster but tight") for line in explain(job, answer))
+    scores = [entry.estimate.time.step * (1 + TIGHT_GAIN * (entry.estimate.verdict == Fits.tight)) for entry in answer.plans]
+    assert scores == sorted(scores)
+
+
+def test_the_margin_is_the_limit_less_what_is_reserved() -> None:
+    for entry in search(named_job("llama2-7b", "1x8:a100-80gb", 512, 4096)).plans:
+        priced = entry.estimate
+        assert priced.limit == 0.98 * 80 * 2**30
+        assert priced.spare == priced.limit - priced.memory.reserved >= 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "outcome", "words"),
+    [
+        ({"tp": 8, "pp": 8}, Outcome.slower, ""),
+        ({"dp": 64}, Outcome.slower, ""),
+        ({"dp": 64, "zero": 1}, Outcome.unfit, ""),
+        ({"tp": 3}, Outcome.illegal, "tp(3) = 3 but the cluster has 64 devices"),
+        ({"tp": 64, "sequence_parallel": False, "dp": 2}, Outcome.illegal, "dp(2) * tp(64) = 128 but the cluster has 64 devices"),
+        (parse_plan("dp64"), Outcome.unfit, ""),
+        (parse_plan("dp3.tp3"), Outcome.illegal, "dp(3) * tp(3) * pp(1) = 9 but the cluster has 64 devices"),
+    ],
+)
+def test_why_not_names_the_limit_or_the_time(wanted: object, outcome: Outcome, words: str) -> None:
+    job = named_job("llama-65b", "8x8:a100-40gb", 512, 2048)
+    found = why_not(job, search(job, 1).chosen, "it", wanted)  # type: ignore[arg-type]
+    assert found.outcome == outcome
+    assert any(words in fault for fault in found.faults) or not words
+    assert (found.gap > 0) if outcome == Outcome.slower else True
+
+
+def test_every_rule_that_a_plan_breaks_is_named() -> None:
+    job = small_job(batch=7)
+    found = why_not(job, search(job).chosen, "it", parse_plan("dp2.tp8"))
+    assert len(found.faults) == 3 and "does not divide heads(4)" in found.faults[1] and "batch 7" in found.faults[2]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("asked", [["--why"], ["--why-not", "tp=8,pp=8"], ["--why-not", "dp64.z3"], ["--why-not", "dp3.z3"], []])
+def test_every_answer_fits_100_columns_in_both_languages(asked: list[str], language: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *LARGE, *asked, "--lang", language]) == 0
+    assert max(map(columns_of, capsys.readouterr().out.splitlines())) <= WIDTH
+
+
+def test_differences_that_are_shown_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *LARGE, "--why-not", "dp64.z3"]) == 0
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()[1:]
+    rows = [[round(float(cell) * 100) for cell in line.replace(" s", "").replace(",", "").split()[1:]] for line in table]
+    assert all(other - chosen == difference for chosen, other, difference in rows)
+    assert [sum(column) for column in zip(*rows[:-1], strict=True)] == rows[-1]
+
+
+def test_why_not_as_json_has_terms_that_sum_to_the_gap(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *LARGE, "--why-not", "tp=8,pp=8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    steps = [found[which]["estimate"]["time"]["step"] for which in ("entry", "chosen")]
+    assert found["outcome"] == "slower" and found["gap"] == pytest.approx(steps[0] - steps[1], rel=1e-9)
+    assert math.fsum(term["seconds"] for term in found["terms"]) == found["gap"]
+
+
+def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
+    with pytest.raises(NoPlanFits) as caught:
+        search(named_job("llama-65b", "1x1:a100-80gb", 64, 2048))
+    said = str(caught.value)
+    assert "the nearest (dp1.rc-layer) needs 1.07 TiB on rank 0 of 80.0 GiB; optimizer states are 729.6 GiB of it" in said
+    assert "16 nodes (16 devices) would fit (" in said and "devices of 1.09 TiB would fit (dp1.rc-layer)" in said
+    assert search(named_job("llama-65b", "16x1:a100-80gb", 64, 2048)).plans
+    assert str(caught.value.said("zh")).startswith("没有放得下的方案")
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"sequence_parallel": True, "tp": 1}, "pins sequence_parallel=true and tp=1 contradict each other: .*needs tp > 1"),
+        ({"zero": 0, "dp_shard": 4, "tp": 2}, "pins zero=0 and dp_shard=4 contradict each other: ZeRO 0 shards nothing"),
+        ({"schedule": "interleaved", "virtual_stages": 1}, "pins schedule=interleaved and virtual_stages=1 contradict each other"),
+        ({"pp": 1, "virtual_stages": 2, "tp": 2}, "pins pp=1 and virtual_stages=2 contradict each other"),
+    ],
+)
+def test_pins_that_contradict_each_other_are_named_together(pins: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        search(small_job(on=cluster(2, 8), pins=pins))
+
+
+def test_a_pin_in_the_way_is_named_with_what_would_fit_without_it() -> None:
+    with pytest.raises(NothingFits, match=r"without the pin zero=0 would fit \(dp8\.tp2\."):
+        search(named_job("gpt3-175b", "8x8:a100-80gb", 512, 2048, pins={"pp": 4, "tp": 2, "dp": 8, "zero": 0}))
