@@ -67,7 +67,7 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
     zero, shards = (lift([getattr(each, name) for each in box.shards], "z") for name in ("zero", "dp_shard"))
     shard = states.numel / shards
     parameters = np.where(zero == 3, shard, states.numel) * recipe.size
-    gradients = np.where(zero >= 2, shard, states.numel) * recipe.size
+    gradients = np.where(zero >= 2, shard, states.numel) * setting.gradient
     held = np.where(zero >= 1, shard, states.numel) * (recipe.master + optimizer.states * recipe.state_size)
     moving = moved(setting, box, states, tokens)
     at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere

@@ -15,6 +15,7 @@ from meshwright.cost.compute import Work, work
 from meshwright.cost.flight import Moments, in_rounds, moments, turns
 from meshwright.cost.memory import Footprint, States, activations, footprint, message
 from meshwright.cost.pipeline import idle, messages, stall
+from meshwright.cost.practice import OURS, Practice
 from meshwright.cost.reduction import traffic, update
 from meshwright.cost.setting import Setting, setting
 from meshwright.cost.stages import Content, Kind, kinds
@@ -65,8 +66,8 @@ Ranks = list[list[Kind]]
 class Pricer:
     """Prices boxes of plans of one job. Remembers what boxes share: kinds of ranks of an order, units of a stage."""
 
-    def __init__(self, job: Job) -> None:
-        self.setting: Setting = setting(job)
+    def __init__(self, job: Job, practice: Practice = OURS) -> None:
+        self.setting: Setting = setting(job, practice)
         self._kinds: dict[tuple[Order, int], tuple[Kind, ...]] = {}
         self._sized: dict[int, tuple[Sized, ...]] = {}
         self._turns: dict[tuple[Order, int, int], Moments] = {}

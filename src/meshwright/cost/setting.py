@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from meshwright.base.errors import InputError
 from meshwright.cost.collectives import Fabric, fabric
+from meshwright.cost.practice import OURS, Practice
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.job import Job
 from meshwright.spec.layout import align
@@ -59,6 +60,7 @@ class Setting:
     fabric: Fabric
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
+    practice: Practice = OURS
 
     @cached_property
     def on_host(self) -> bool:
@@ -71,6 +73,11 @@ class Setting:
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
     @property
+    def gradient(self) -> int:
+        """Bytes of one element of a held gradient."""
+        return self.practice.gradient or self.recipe.size
+
+    @property
     def blocks(self) -> int:
         return max(self.job.model.blocks, 1)
 
@@ -80,11 +87,12 @@ class Setting:
         return self.device.peak[self.recipe.name]
 
 
-def setting(job: Job) -> Setting:
+def setting(job: Job, practice: Practice = OURS) -> Setting:
     """Raises InputError when no device of the cluster computes at the job's precision."""
     recipe = RECIPES[job.workload.precision]
+    recipe = recipe if practice.master < 0 else recipe.but(master=practice.master)
     device, notes = slowest(job.cluster, recipe.name)
-    return Setting(job, recipe, device, fabric(job.cluster), entries(job.model.layers), notes)
+    return Setting(job, recipe, device, fabric(job.cluster), entries(job.model.layers), notes, practice)
 
 
 def slowest(cluster: Cluster, precision: str) -> tuple[Device, tuple[str, ...]]:
