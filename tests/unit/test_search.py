@@ -35,7 +35,7 @@ def every_plan(job: Job) -> list[Plan]:
         schedules = [(Schedule.one_f_one_b, 1)]
         if pp > 1:
             schedules += [(Schedule.gpipe, 1), *((Schedule.interleaved, turns) for turns in range(2, blocks // pp + 1))]
-        for (schedule, turns), zero, size, recompute in product(schedules, range(4), divisors(batch), Recompute):
+        for (schedule, turns), zero, size, recompute in product(schedules, range(4), divisors(batch), (Recompute.none, Recompute.layer)):
             if (zero > 0) != (shard > 1):
                 continue
             for parallel in (False, True) if tp > 1 else (False,):

@@ -88,6 +88,16 @@ def stack(groups: Sequence[Group]) -> Group:
     return Group(*(np.array(values, dtype=float) for values in zip(*groups, strict=True)))
 
 
-def send(links: Fabric, size: Array) -> Array:
-    """Seconds until `size` bytes of a pipeline rank have come to the next: ranks of a stage lie together, so that some pair is far apart."""
-    return size / (links.far.bandwidth * links.far.efficiency) + links.far.latency
+def exchange(links: Fabric, ranks: int, stride: int, size: Array, calls: float = 1.0) -> Array:
+    """Seconds of `calls` all-to-alls in which each rank hands out `size` bytes in all: near and far links carry their parts at once."""
+    near = links.domain % (ranks * stride) == 0
+    beside = ranks if near else min(max(links.domain // stride, 1), ranks)
+    inside = (beside - 1) / ranks * size / (links.near.bandwidth * links.near.efficiency)
+    outside = (ranks - beside) / ranks * size / (links.far.bandwidth * links.far.efficiency)
+    return np.maximum(inside, outside) + calls * ((beside - 1) * links.near.latency + (ranks - beside) * links.far.latency)
+
+
+def send(links: Fabric, size: Array, ranks: int = 0, stride: int = 1) -> Array:
+    """Seconds until `size` bytes have come from one of `ranks` ranks, `stride` apart, to the next: the slowest pair of them. 0 ranks: all."""
+    link = links.near if ranks and links.domain % (ranks * stride) == 0 else links.far
+    return size / (link.bandwidth * link.efficiency) + link.latency

@@ -16,19 +16,20 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost import constants
-from meshwright.cost.box import Array
+from meshwright.cost.box import Array, Cut
 from meshwright.cost.collectives import group
 from meshwright.cost.setting import BLOCK, EMBEDDING, HEAD, Setting
 from meshwright.spec.model import Layer
 
 
 class Work(NamedTuple):
-    """Seconds of one layer of each entry, arrays over (entry, b, s)."""
+    """Seconds of one layer of each entry, arrays over (entry, b, s). `attention` is the part of forward that its core takes."""
 
     forward: Array
     backward: Array
     tensor_forward: Array
     tensor_backward: Array
+    attention: Array
 
 
 class Matrices(NamedTuple):
@@ -40,40 +41,43 @@ class Matrices(NamedTuple):
     products: Array
 
 
-def matrices(layer: Layer, tp: int) -> Matrices:
-    """`layer.flops` shared among its weights by their size. Stacked experts are one product each."""
+def matrices(layer: Layer, cut: Cut) -> Matrices:
+    """`layer.flops` shared among its weights by their size. Stacked experts are one product each; the busiest of their ranks counts."""
     weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
     whole = sum(weight.numel for weight in weights)
     flops, local, sides, products = [], [], [], []
     for weight in weights:
-        share = weight.local_numel(tp) / weight.numel
-        flops.append(layer.flops * weight.numel / whole * share)
-        local.append(weight.numel * share)
+        degree = cut.expert_tensor if cut.apart(weight) else cut.tp
+        share = weight.local_numel(degree) / weight.numel
+        held = cut.ep if cut.apart(weight) else 1
+        busy = share * degree / cut.tp * (constants.EXPERT_IMBALANCE if held > 1 else 1.0)
+        flops.append(layer.flops * weight.numel / whole * busy)
+        local.append(weight.numel * share / held)
         plane = [size * (share if weight.split == axis else 1.0) for axis, size in enumerate(weight.shape)]
         sides.append(sum(plane[-2:]) if len(plane) < 4 else 0.0)
-        products.append(weight.shape[0] if len(weight.shape) == 3 else 1)
+        products.append(max(weight.experts // held, 1))
     return Matrices(*(np.array(values, dtype=float) for values in (flops, local, sides, products)))
 
 
-def work(setting: Setting, tp: int, tokens: Array, sequence_parallel: Array) -> Work:
-    """`tokens` of a micro-batch (b), `sequence_parallel` (s)."""
+def work(setting: Setting, cut: Cut, stride: int, tokens: Array, sequence_parallel: Array) -> Work:
+    """`tokens` of a micro-batch on one rank (b), `sequence_parallel` (s); tensor ranks are `stride` apart."""
     rows = []
     for entry in setting.entries:
         if entry.copy:
-            rows.append(np.zeros((4, len(tokens), len(sequence_parallel))))
+            rows.append(np.zeros((5, len(tokens), len(sequence_parallel))))
             continue
-        computing = _compute(setting, entry.layer, tp, tokens, sequence_parallel)
-        exchange = _exchange(setting, entry.layer, tp, tokens, sequence_parallel)
-        rows.append(np.stack([*computing, *exchange]))
+        *computing, attention = _compute(setting, entry.layer, cut, tokens, sequence_parallel)
+        exchange = _exchange(setting, entry.layer, (cut.tp, stride), tokens, sequence_parallel)
+        rows.append(np.stack([*computing, *exchange, attention]))
     return Work(*np.stack(rows, axis=1))
 
 
-def _compute(setting: Setting, layer: Layer, tp: int, tokens: Array, sequence_parallel: Array) -> tuple[Array, Array]:
-    """Forward and backward, (b, s)."""
-    device, size = setting.device, setting.recipe.size
+def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_parallel: Array) -> tuple[Array, Array, Array]:
+    """Forward, backward, and of forward the attention core, (b, s)."""
+    tp, device, size = cut.tp, setting.device, setting.recipe.size
     rate = setting.rate * device.efficiency * constants.SUSTAINED
     bandwidth = device.bandwidth * constants.MEMORY_SHARE
-    parts = matrices(layer, tp)
+    parts = matrices(layer, cut)
     multiply = parts.flops[:, None] * tokens / rate
     move = size * (parts.weights[:, None] + parts.sides[:, None] * tokens) / bandwidth
     products = (np.maximum(multiply, move) + parts.products[:, None] * constants.KERNEL_RAMP).sum(axis=0)
@@ -83,9 +87,10 @@ def _compute(setting: Setting, layer: Layer, tp: int, tokens: Array, sequence_pa
     kernels = (1 + parts.products.sum()) * constants.KERNELS_PER_MATRIX * constants.LAUNCH
     forward = (products + attention)[:, None] + rest
     backward = (constants.BACKWARD * products + constants.ATTENTION_BACKWARD * attention)[:, None] + constants.BACKWARD * rest
+    core = np.broadcast_to(attention[:, None], forward.shape)
     if setting.on_host:
-        return forward + kernels, backward + constants.BACKWARD * kernels
-    return np.maximum(forward, kernels), np.maximum(backward, constants.BACKWARD * kernels)
+        return forward + kernels, backward + constants.BACKWARD * kernels, core
+    return np.maximum(forward, kernels), np.maximum(backward, constants.BACKWARD * kernels), core
 
 
 def local_share(layer: Layer, size: int, tp: int, sequence_parallel: Array) -> Array:
@@ -99,13 +104,14 @@ def local_share(layer: Layer, size: int, tp: int, sequence_parallel: Array) -> A
     return (split / tp + whole / np.where(divided, tp, 1)) / total
 
 
-def _exchange(setting: Setting, layer: Layer, tp: int, tokens: Array, sequence_parallel: Array) -> tuple[Array, Array]:
-    """Collectives of the tensor ranks, forward and backward, (b, s). Sequence parallelism gathers and scatters where else sums are."""
+def _exchange(setting: Setting, layer: Layer, tensor: tuple[int, int], tokens: Array, sequence_parallel: Array) -> tuple[Array, Array]:
+    """Collectives of the tensor ranks (how many, how far apart), forward and backward, (b, s). Sequence parallelism gathers and scatters where else sums are."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)
+    tp, stride = tensor
     if tp == 1 or not any(parameter.split is not None for parameter in layer.parameters):
         return none, none
-    ranks = group(setting.fabric, tp, 1)
+    ranks = group(setting.fabric, tp, stride)
     state = (tokens * (setting.job.model.hidden * setting.recipe.size))[:, None]
     total = np.where(sequence_parallel, 2.0 * ranks.gather(state), ranks.reduce(state))
     gather = np.where(sequence_parallel, ranks.gather(state), 0.0)

@@ -63,6 +63,19 @@ OVERLAP_SLOWDOWN = 0.13
 UPDATE_PASSES = 2
 """Times that the optimizer passes over each master weight and state: read and write. Gradients are read twice (norm, update)."""
 
+EXPERT_IMBALANCE = 1.25
+"""Tokens of the busiest expert rank over the mean: the capacity factor at which Switch Transformer trains (arXiv 2101.03961, section 3.1)."""
+
+CONTEXT_BLOCKS = 2
+"""Blocks of keys and values on their way through a context rank: the one that came and its gradient (arXiv 2310.01889, section 3)."""
+
+HOST_UPDATE = 4e9
+"""Parameters that the processors of one node update in a second: CPU-Adam takes 1.03 s for 4 B and 2.57 s for 10 B (ZeRO-Offload, arXiv
+2101.06840, table 4)."""
+
+FETCHED = 2
+"""Layers of weights or of activations that stay on the device while the rest waits on the host: the one that runs and the next one."""
+
 TREE_SHARE = 0.9
 """Of a ring's bandwidth that NCCL's double trees reach between nodes (NCCL src/graph/tuning.cc)."""
 

@@ -4,6 +4,7 @@
     gradients    the same length: whole, from ZeRO 2 on a shard
     optimizer    master weights and states: whole, from ZeRO 1 on a shard
     activations  what layers keep for backward, for all micro-batches in flight, and what the fullest moment of a backward adds
+    host         what is offloaded of these; two layers of it stay on the device
     buffers      whole gradients on their way to their shards (ZeRO 2, 3), gathered weights (ZeRO 3), the float32 gradient of an update
 
 Sources: Rajbhandari et al., ZeRO, section 3; Korthikanti et al., arXiv 2205.05198, for activations under tensor and sequence parallelism.
@@ -11,13 +12,16 @@ Sources: Rajbhandari et al., ZeRO, section 3; Korthikanti et al., arXiv 2205.051
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.cost import constants
-from meshwright.cost.box import Array, Box, lift
+from meshwright.cost.box import Array, Box, Cut, lift
 from meshwright.cost.compute import local_share
+from meshwright.cost.context import on_the_way
+from meshwright.cost.offload import away
 from meshwright.cost.setting import BLOCK, HEAD, Entry, Setting
 from meshwright.spec.model import Layer
 from meshwright.spec.plan import Recompute
@@ -27,7 +31,10 @@ NOWHERE = -1e30
 
 
 class States(NamedTuple):
-    """Elements of the flat buffers of each kind of rank, over AXES; the fields are those of `Units`, over all stages of a rank."""
+    """Elements of the flat buffers of each kind of rank, over AXES; the fields are those of `Units`, over all stages of a rank.
+
+    Experts that lie on unlike ranks are units of their own, one a layer: their elements, their number, the largest.
+    """
 
     numel: Array
     units: Array
@@ -38,42 +45,52 @@ class States(NamedTuple):
     closing: Array
     filling: Array
     largest: Array
+    experts: Array
+    expert_units: Array
+    expert: Array
 
 
 class Alive(NamedTuple):
-    """Bytes of activations at the fullest moment of the head's backward (less than nothing without a head), and of any other's."""
+    """Bytes of activations at the fullest moment of the head's backward (less than nothing without a head), of any other's, and on the host."""
 
     at_head: Array
     elsewhere: Array
+    on_host: Array
 
 
 class Footprint(NamedTuple):
-    """Bytes over AXES, kinds of ranks first."""
+    """Bytes over AXES, kinds of ranks first: on the device by kind, and what waits on the host."""
 
     parameters: Array
     gradients: Array
     optimizer: Array
     activations: Array
     buffers: Array
+    host: Array
 
     @property
     def total(self) -> Array:
+        """On the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: Array) -> Footprint:
     """Everything on each kind of rank."""
     recipe, optimizer = setting.recipe, setting.job.workload.optimizer
-    zero, shards = (lift([getattr(each, name) for each in box.shards], "z") for name in ("zero", "dp_shard"))
-    shard = states.numel / shards
-    parameters = np.where(zero == 3, shard, states.numel) * recipe.size
-    gradients = np.where(zero >= 2, shard, states.numel) * setting.gradient
-    held = np.where(zero >= 1, shard, states.numel) * (recipe.master + optimizer.states * recipe.state_size)
+    zero, where = lift([each.zero for each in box.shards], "z"), away(box)
+    whole = states.numel + states.experts
+    shard = states.numel / lift(box.holders, "z") + states.experts / lift(box.expert_holders, "z")
+    parameters = np.where(zero == 3, shard, whole) * recipe.size
+    gradients = np.where(zero >= 2, shard, whole) * setting.gradient
+    held = np.where(zero >= 1, shard, whole) * (recipe.master + optimizer.states * recipe.state_size)
     moving = moved(setting, box, states, tokens)
     at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere
     fullest = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)
     activations = np.where(at_head > elsewhere, alive.at_head, alive.elsewhere)
-    return Footprint(parameters, gradients, held, activations, fullest - activations)
+    resting = where.parameters * parameters + where.optimizer * held + alive.on_host
+    return Footprint(
+        parameters * (1 - where.parameters), gradients, held * (1 - where.optimizer), activations, fullest - activations, resting
+    )
 
 
 class Moving(NamedTuple):
@@ -90,21 +107,24 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     ZeRO 2 and 3 reduce each unit as soon as it is whole; the reductions that one backward starts last are waited for by the next one, so
     that with several micro-batches they lie beside all activations. ZeRO 3 holds the layer that runs and the one fetched ahead.
     """
-    size, head = setting.recipe.size, setting.head
-    zero, shards = (lift([getattr(each, name) for each in box.shards], "z") for name in ("zero", "dp_shard"))
+    size, head, where = setting.recipe.size, setting.head, away(box)
+    zero, shards = lift([each.zero for each in box.shards], "z"), lift(box.holders, "z")
     again = lift([count > 1 for _, count in box.micro_batches], "b")
     copies = np.where(shards > 1, (constants.GLOO_COPIES if setting.on_host else 1) + 1 / shards, 1)
     left = np.where(again, states.opening, 0) * copies
-    waiting = np.maximum(left, states.closing * copies) + states.filling
-    elsewhere = np.where(zero == 3, waiting + 2 * states.filling, np.where(zero == 2, waiting, 0))
+    filling = np.maximum(states.filling, states.expert)
+    waiting = np.maximum(left, states.closing * copies) + filling
+    elsewhere = np.where(zero == 3, waiting + 2 * filling, np.where(zero == 2, waiting, 0))
+    elsewhere = elsewhere + where.parameters * constants.FETCHED * (zero < 3) * np.maximum(states.largest, states.expert)
     at_head = np.where(zero == 3, left + states.last, np.where(zero == 2, left, 0))
     if head is not None:
-        gradient = head.largest(box.tp) + np.where(zero >= 2, states.last, 0)
+        gradient = head.largest(Cut(box.tp)) + np.where(zero >= 2, states.last, 0)
         at_head = at_head + np.maximum(gradient - lift(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0)
     messages = constants.MESSAGES_HELD * message(setting, box, tokens) / size
     at_head, elsewhere = at_head + messages, elsewhere + messages
-    sent = states.numel * size if setting.on_host else 0
-    master = np.where(zero >= 1, states.largest / shards, states.largest) * setting.recipe.master
+    sent = (states.numel + states.experts) * size if setting.on_host else 0
+    largest = np.maximum(states.largest / shards, states.expert / lift(box.expert_holders, "z"))
+    master = largest * setting.recipe.master * (1 - where.optimizer)
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     return Moving(at_head * size, elsewhere * size, at_end)
 
@@ -123,18 +143,25 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> tuple[Array
     shape = (len(tokens), len(box.sequence_parallel), len(box.recompute))
     if entry.copy:
         return np.zeros(shape), np.zeros(shape)
+    cut, sequence = box.cut, setting.job.workload.sequence
     sequence_parallel = np.array(box.sequence_parallel)
     divided = np.where(sequence_parallel & (layer.name == BLOCK), box.tp, 1)
-    split = (layer.saved_split * size + layer.fixed_split) / box.tp
+    routed = layer.routed_saved * (constants.EXPERT_IMBALANCE - 1.0) if box.layout.ep > 1 else 0.0
+    split = ((layer.saved_split + routed) * size + layer.fixed_split + layer.core_context * sequence) / box.tp
+    core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None, None]
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     saved = (tokens[:, None] * (split + whole))[:, :, None]
     passing = (tokens[:, None] * (layer.transient * size * local_share(layer, size, box.tp, sequence_parallel)))[:, :, None]
     if layer.name == HEAD:
         passing = passing + host_copy(setting, layer, box.tp, tokens)
-    gradient = entry.largest(box.tp) * size if entry.is_block else 0
-    again = np.array([choice == Recompute.layer for choice in box.recompute]) & entry.is_block
+    passing = passing + (tokens * (on_the_way(box, layer) * size / box.tp))[:, None, None]
+    gradient = entry.largest(cut) * size if entry.is_block else 0
+    again, partly = (
+        np.array([choice == which for choice in box.recompute]) & entry.is_block for which in (Recompute.layer, Recompute.selective)
+    )
     entering = (tokens[:, None] * (layer.output * size / divided))[:, :, None]
-    return np.where(again, entering, saved), passing + np.where(again, saved, 0.0) + gradient
+    kept = np.where(again, entering, saved - np.where(partly, core, 0.0))
+    return kept, passing + np.where(again, saved, np.where(partly, core, 0.0)) + gradient
 
 
 def host_copy(setting: Setting, layer: Layer, tp: int, tokens: Array) -> Array:
@@ -143,20 +170,45 @@ def host_copy(setting: Setting, layer: Layer, tp: int, tokens: Array) -> Array:
     return (tokens * (layer.fixed_split / tp if copied else 0.0))[:, None, None]
 
 
+def kept_by_entry(setting: Setting, box: Box, tokens: Array) -> list[tuple[Array, Array]]:
+    """`kept` of every entry; where only some blocks of a stage recompute, first as one that does, then as one that does not."""
+    if not box.layout.recompute_layers:
+        return [kept(setting, entry, box, tokens) for entry in setting.entries]
+    plain = replace(box, recompute=(Recompute.none,) * len(box.recompute))
+    return [kept(setting, entry, which, tokens) for entry in setting.entries for which in (box, plain)]
+
+
+def columns_of(setting: Setting, box: Box) -> list[Entry]:
+    """Whose layers the columns of the tables of activations hold."""
+    return [entry for entry in setting.entries for _ in range(2 if box.layout.recompute_layers else 1)]
+
+
 def activations(setting: Setting, box: Box, tokens: Array, running: Array, layers: Array) -> Alive:
     """The fullest moments of each kind of rank, over AXES without z.
 
     `running` (r, o, b, moments) is the entry whose layer runs backward, `layers` (r, o, b, moments, entries) what is kept then.
     """
-    pairs = [kept(setting, entry, box, tokens) for entry in setting.entries]
+    pairs, columns = kept_by_entry(setting, box, tokens), columns_of(setting, box)
     live = np.stack([pair[1] for pair in pairs])
     batch = np.arange(len(tokens))[:, None]
-    moment = live[running, batch]
-    for column, (keeps, _) in enumerate(pairs):
-        moment = moment + layers[..., column, None, None] * keeps[:, None]
-    heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in setting.entries])
+    moment, resting = live[running, batch], 0.0 * live[running, batch]
+    for column, ((keeps, _), entry) in enumerate(zip(pairs, columns, strict=True)):
+        held = layers[..., column, None, None] * keeps[:, None]
+        moment = moment + held
+        if entry.is_block and any(box.offload):
+            stays = np.minimum(layers[..., column, None, None], constants.FETCHED) * keeps[:, None]
+            resting = resting + held - stays
+    heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in columns])
     at_head = heads[running][..., None, None]
-    return Alive(*(np.where(chosen, moment, NOWHERE).max(axis=3)[..., None] for chosen in (at_head, ~at_head)))
+    if not any(box.offload):
+        return Alive(_fullest(moment, at_head), _fullest(moment, ~at_head), lift(0.0, ""))
+    sent = away(box).activations
+    head, others = (np.where(sent > 0, _fullest(moment - resting, chosen), _fullest(moment, chosen)) for chosen in (at_head, ~at_head))
+    return Alive(head, others, sent * resting.max(axis=3)[..., None, None])
+
+
+def _fullest(moment: Array, chosen: Array) -> Array:
+    return np.where(chosen, moment, NOWHERE).max(axis=3)[..., None, None]
 
 
 def reserved(setting: Setting, allocated: Array) -> tuple[Array, Array]:

@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.cost.box import Array, Box, Order, lift
+from meshwright.cost import context, expert, offload
+from meshwright.cost.box import Array, Box, Cut, Layout, Order, lift
 from meshwright.cost.collectives import group, send
 from meshwright.cost.compute import Work, work
 from meshwright.cost.flight import Moments, in_rounds, moments, turns
-from meshwright.cost.memory import Footprint, States, activations, footprint, message
+from meshwright.cost.memory import Footprint, States, activations, columns_of, footprint, kept_by_entry, message
 from meshwright.cost.pipeline import idle, messages, stall
 from meshwright.cost.practice import OURS, Practice
 from meshwright.cost.reduction import traffic, update
 from meshwright.cost.setting import Setting, setting
-from meshwright.cost.stages import Content, Kind, kinds
+from meshwright.cost.stages import Content, Kind, apart, kinds, partly
 from meshwright.cost.units import Sized, Units, sized, units
 from meshwright.spec.job import Job
 from meshwright.spec.layout import ALIGN
@@ -26,18 +27,38 @@ from meshwright.spec.plan import Recompute, Schedule
 
 
 class Seconds(NamedTuple):
-    """Parts of a step over AXES; the first four for each kind of rank and one micro-batch."""
+    """Parts of a step over AXES; the first PER_MICRO_BATCH for each kind of rank and one micro-batch."""
 
     compute: Array
     recompute: Array
     tensor: Array
+    context: Array
+    expert: Array
     data: Array
+    offload: Array
     bubble: Array
     messages: Array
     once: Array
     update: Array
+    on_host: Array
     each: Array
     step: Array
+
+
+PER_MICRO_BATCH = 7
+
+
+class Passes(NamedTuple):
+    """Seconds of one micro-batch over AXES: by kind, and all of it forward and backward; the backward of the longest block."""
+
+    compute: Array
+    recompute: Array
+    tensor: Array
+    context: Array
+    expert: Array
+    forward: Array
+    backward: Array
+    block_backward: Array
 
 
 class Prices(NamedTuple):
@@ -48,13 +69,26 @@ class Prices(NamedTuple):
 
     @property
     def step(self) -> Array:
-        """Seconds over `obscz`."""
+        """Seconds over `obsczf`."""
         return self.seconds.step[0]
 
     @property
     def allocated(self) -> Array:
-        """Bytes on the fullest rank over `obscz`."""
+        """Bytes on the fullest rank over `obsczf`."""
         return self.footprint.total.max(axis=0)
+
+    @property
+    def on_host(self) -> Array:
+        """The most that one rank keeps on its host, over `obsczf`."""
+        return self.footprint.host.max(axis=0)
+
+
+class Waits(NamedTuple):
+    """Seconds that a layer waits for context ranks, forward and backward, and for expert ranks in one direction, over (entry, b, s)."""
+
+    forward: Array
+    backward: Array
+    expert: Array
 
 
 _LARGEST = tuple(map(Units._fields.index, ("opening", "closing", "filling", "largest")))
@@ -69,9 +103,10 @@ class Pricer:
     def __init__(self, job: Job, practice: Practice = OURS) -> None:
         self.setting: Setting = setting(job, practice)
         self._kinds: dict[tuple[Order, int], tuple[Kind, ...]] = {}
-        self._sized: dict[int, tuple[Sized, ...]] = {}
-        self._turns: dict[tuple[Order, int, int], Moments] = {}
-        self._units: dict[tuple[int, int | None, Content], Units] = {}
+        self._blocks = [entry.is_block for entry in self.setting.entries]
+        self._sized: dict[Cut, tuple[Sized, ...]] = {}
+        self._turns: dict[tuple[Order, int, int, int], Moments] = {}
+        self._units: dict[tuple[Cut, int | None, Content], Units] = {}
 
     def price(self, box: Box) -> Prices:
         """Everything about every plan of `box`; whether its plans are legal is the caller's question."""
@@ -86,7 +121,8 @@ class Pricer:
         return self._footprint(box, ranks, self._states(box, ranks))
 
     def _tokens(self, box: Box) -> Array:
-        return np.array([size for size, _ in box.micro_batches]) * self.setting.job.workload.sequence
+        """Of a micro-batch on one rank (b)."""
+        return np.array([size for size, _ in box.micro_batches]) * self.setting.job.workload.sequence / box.cp
 
     # --- shared between boxes ---------------------------------------------------------------------------------------------------
 
@@ -96,12 +132,12 @@ class Pricer:
             self._kinds[key] = kinds(self.setting.entries, order, pp)
         return self._kinds[key]
 
-    def units(self, content: Content, tp: int, bucket: int | None) -> Units:
-        key = (tp, bucket, content)
+    def units(self, content: Content, cut: Cut, bucket: int | None) -> Units:
+        key = (cut, bucket, content)
         if key not in self._units:
-            if tp not in self._sized:
-                self._sized[tp] = tuple(sized(entry, tp) for entry in self.setting.entries)
-            self._units[key] = units(list(zip(self._sized[tp], content, strict=True)), bucket)
+            if cut not in self._sized:
+                self._sized[cut] = tuple(sized(entry, cut) for entry in self.setting.entries)
+            self._units[key] = units(list(zip(self._sized[cut], content, strict=True)), bucket)
         return self._units[key]
 
     # --- memory -----------------------------------------------------------------------------------------------------------------
@@ -124,7 +160,7 @@ class Pricer:
         uses: list[tuple[int, int, int]] = []
         for o, kinds_of_order in enumerate(ranks):
             for r, kind in enumerate(kinds_of_order):
-                held = [(self.units(content, box.tp, bucket), count) for content, count in kind.stages]
+                held = [(self.units(content, box.cut, bucket), count) for content, count in kind.stages]
                 uses += [
                     (r * shape[1] + o, lengths.setdefault(run.end, len(lengths)), run.times * count)
                     for stage, count in held
@@ -140,9 +176,20 @@ class Pricer:
         rows, columns, counts = np.array(uses, dtype=np.int64).reshape(-1, 3).T
         table = np.zeros((shape[0] * shape[1], len(lengths)))
         np.add.at(table, (rows, columns), counts)
-        line = ALIGN * np.array([each.dp_shard for each in box.shards])
-        numel = table @ (-(-np.array(list(lengths))[:, None] // line) * line)
-        return States(lift(numel.reshape(*shape, -1), "roz"), *(lift(values, "ro") for values in other))
+        numel = table @ padded(np.array(list(lengths))[:, None], box.holders)
+        dense = (lift(values, "ro") for values in other)
+        return States(lift(numel.reshape(*shape, -1), "roz"), *dense, *self._experts(box, ranks))  # type: ignore[call-arg]
+
+    def _experts(self, box: Box, ranks: Ranks) -> tuple[Array, Array, Array]:
+        """Elements of the experts of each kind of rank, how many layers have any, the largest of them; where they are units of their own."""
+        if box.layout.ep == 1:
+            none = lift(0.0, "")
+            return none, none, none
+        each = np.array([entry.experts(box.cut) for entry in self.setting.entries])
+        layers = np.array([[kind.layers.sum(axis=0) for kind in found] for found in ranks]).swapaxes(0, 1)
+        numel = layers @ padded(each[:, None], box.expert_holders)
+        largest = ((layers > 0) * each).max(axis=-1)
+        return lift(numel, "roz"), lift(layers @ (each > 0), "ro"), lift(largest, "ro")
 
     def _footprint(self, box: Box, ranks: Ranks, states: States) -> Footprint:
         tokens = self._tokens(box)
@@ -152,59 +199,103 @@ class Pricer:
         """When each kind of rank can be fullest: running entries (r, o, b, moments), layers that keep (r, o, b, moments, entries)."""
         micro_batches = np.array([count for _, count in box.micro_batches])
         found = {
-            (r, o): self._moments_of(order, box.pp, ranks[o][r], micro_batches)
+            (r, o): self._moments_of(order, box.layout, ranks[o][r], micro_batches)
             for o, order in enumerate(box.orders)
             for r in range(len(ranks[0]))
         }
         length = max(running.shape[1] for running, _ in found.values())
         shape = (len(ranks[0]), len(box.orders), len(micro_batches), length)
         running = np.zeros(shape, dtype=np.int64)
-        layers = np.zeros((*shape, len(self.setting.entries)))
+        layers = np.zeros((*shape, len(columns_of(self.setting, box))))
         fill = np.arange(length)
         for at, (entries, kept) in found.items():
             pick = fill % entries.shape[1]
             running[at], layers[at] = entries[:, pick], kept[:, pick]
         return running, layers
 
-    def _moments_of(self, order: Order, pp: int, kind: Kind, micro_batches: Array) -> Moments:
+    def _moments_of(self, order: Order, layout: Layout, kind: Kind, micro_batches: Array) -> Moments:
+        pp, recomputing = layout.pp, layout.recompute_layers
+        if recomputing:
+            kind = apart(kind, self._blocks, recomputing)
         if order.schedule != Schedule.interleaved:
             return moments(order, pp, kind, micro_batches)
-        key = (order, pp, kind.rank)
+        key = (order, pp, kind.rank, recomputing)
         if key not in self._turns:
             self._turns[key] = turns(order, pp, kind)
         return in_rounds(self._turns[key], pp, micro_batches)
 
     # --- time -------------------------------------------------------------------------------------------------------------------
 
-    def _seconds(self, box: Box, ranks: Ranks, states: States) -> Seconds:
-        tokens = self._tokens(box)
-        sequence_parallel = np.array(box.sequence_parallel)
-        one = work(self.setting, box.tp, tokens, sequence_parallel)
+    def passes(self, box: Box, ranks: Ranks) -> Passes:
+        """Seconds of one micro-batch on each of `ranks`, before what data ranks and the host do beside it."""
+        tokens, setting = self._tokens(box), self.setting
+        one = work(setting, box.cut, box.strides["tp"], tokens, np.array(box.sequence_parallel))
         layers = np.array([[kind.layers.sum(axis=0) for kind in found] for found in ranks]).swapaxes(0, 1)
-        blocks = layers * np.array([entry.is_block for entry in self.setting.entries])
-        forward, backward, tensor_forward, tensor_backward = (lift(np.einsum("roe,ebs->robs", layers, part), "robs") for part in one)
-        again, tensor_again = (lift(np.einsum("roe,ebs->robs", blocks, part), "robs") for part in (one.forward, one.tensor_forward))
-        recompute = lift([choice == Recompute.layer for choice in box.recompute], "c")
-        tensor = tensor_forward + tensor_backward + recompute * tensor_again
-        before, behind = forward + tensor_forward, backward + tensor_backward + recompute * (again + tensor_again)
-        data = traffic(self.setting, box, states, before, behind)
-        updating = update(self.setting, box, states)
+        again = self._again(box, ranks, layers)
+        forward, backward, tensor_forward, tensor_backward = (_over(layers, part) for part in one[:4])
+        waits = Waits(*context.traffic(setting, box, tokens, one), expert.traffic(setting, box, tokens)[:, :, None])
+        context_forward, context_backward, dispatch = (_over(layers, part) for part in waits)
+        whole, core = (lift([choice == which for choice in box.recompute], "c") for which in (Recompute.layer, Recompute.selective))
+        recompute = whole * _over(again, one.forward) + core * _over(layers * np.array(self._blocks), one.attention)
+        repeated = Waits(*(whole * _over(again, part) for part in (one.tensor_forward, waits.forward, waits.expert)))
+        return Passes(
+            compute=forward + backward,
+            recompute=recompute,
+            tensor=tensor_forward + tensor_backward + repeated.forward,
+            context=context_forward + context_backward + repeated.backward,
+            expert=2.0 * dispatch + repeated.expert,
+            forward=forward + tensor_forward + context_forward + dispatch,
+            backward=backward + tensor_backward + context_backward + dispatch + recompute + sum(repeated),
+            block_backward=self._block_backward(one, whole),
+        )
 
-        each = (forward + backward + recompute * again + tensor) + data.each
+    def _seconds(self, box: Box, ranks: Ranks, states: States) -> Seconds:
+        one = self.passes(box, ranks)
+        data = traffic(self.setting, box, states, one.forward, one.backward)
+        hidden = self._offloaded(box, ranks, states, one.forward, one.backward)
+        updating, on_host = offload.update(self.setting, box, held(box, states), update(self.setting, box, states))
+        each = (one.compute + one.recompute + one.tensor) + one.context + one.expert + data.each + hidden
+        bubble = self._bubble(box, ranks, each, one.block_backward)
+        passing = self._passing(box)
+        once, last, late = (part.max(axis=0, keepdims=True) for part in (data.once, updating, on_host))
+        step = (
+            lift([count for _, count in box.micro_batches], "b") * each.max(axis=0, keepdims=True) + bubble + passing + once + last + late
+        )
+        return Seconds(*one[:5], data.each, hidden, bubble, passing, once, last, late, each, step)
+
+    def _again(self, box: Box, ranks: Ranks, layers: Array) -> Array:
+        """Blocks that recompute as a whole, where a plan does (r, o, entries)."""
+        count = box.layout.recompute_layers
+        if not count:
+            return layers * np.array(self._blocks)
+        return np.array([[partly(kind, self._blocks, count).sum(axis=0) for kind in found] for found in ranks]).swapaxes(0, 1)
+
+    def _offloaded(self, box: Box, ranks: Ranks, states: States, before: Array, behind: Array) -> Array:
+        """Seconds that a micro-batch waits for its host."""
+        if not any(box.offload):
+            return lift(0.0, "")
+        count, keeps = box.layout.recompute_layers, [pair[0] for pair in kept_by_entry(self.setting, box, self._tokens(box))]
+        tables = [[apart(kind, self._blocks, count).layers if count else kind.layers for kind in found] for found in ranks]
+        blocks = np.array([entry.is_block for entry in columns_of(self.setting, box)])
+        layers = np.array([[table.sum(axis=0) * blocks for table in found] for found in tables]).swapaxes(0, 1)
+        saved = lift(np.einsum("roe,ebsc->robsc", layers, np.stack(keeps)), "robsc")
+        resting = held(box, states, zero=3) * self.setting.recipe.size
+        return offload.passing(self.setting, box, resting, saved, before, behind)
+
+    def _bubble(self, box: Box, ranks: Ranks, each: Array, block_backward: Array) -> Array:
         counts = lift(np.array([[kind.number for kind in found] for found in ranks]).T, "ro")
         longest, bubble = idle(each, counts, lift([order.virtual_stages for order in box.orders], "o"))
-        micro_batches = np.array([count for _, count in box.micro_batches])
-        count = lift(micro_batches, "b")
         slack = longest - (each * counts).sum(axis=0, keepdims=True) / box.pp
-        waiting = lift([stall(order, box.pp) for order in box.orders], "o") * self._block_backward(one, recompute)
-        bubble = bubble + count * np.maximum(waiting - slack, 0.0)
-        passed = send(self.setting.fabric, message(self.setting, box, tokens)) if box.pp > 1 else 0.0
-        hops = np.array([messages(order, box.pp, micro_batches) for order in box.orders])
-        passing = lift(hops, "ob") * passed + self._tie(box)
-        once = data.once.max(axis=0, keepdims=True)
-        last = updating.max(axis=0, keepdims=True)
-        step = count * longest + bubble + passing + once + last
-        return Seconds(forward + backward, recompute * again, tensor, data.each, bubble, passing, once, last, each, step)
+        waiting = lift([stall(order, box.pp) for order in box.orders], "o") * block_backward
+        return bubble + lift([count for _, count in box.micro_batches], "b") * np.maximum(waiting - slack, 0.0)
+
+    def _passing(self, box: Box) -> Array:
+        """Seconds of messages between pipeline ranks and of a vocabulary that both ends hold."""
+        if box.pp == 1:
+            return self.tie(box)
+        passed = send(self.setting.fabric, message(self.setting, box, self._tokens(box)), box.pp, box.strides["pp"])
+        hops = np.array([messages(order, box.pp, np.array([count for _, count in box.micro_batches])) for order in box.orders])
+        return lift(hops, "ob") * passed + self.tie(box)
 
     def _block_backward(self, one: Work, recompute: Array) -> Array:
         """Seconds of the backward of the longest block."""
@@ -214,11 +305,29 @@ class Pricer:
         )
         return backward + recompute * again
 
-    def _tie(self, box: Box) -> Array:
+    def tie(self, box: Box) -> Array:
         """Seconds in which the first and the last stage sum the gradients of a vocabulary that both hold (z)."""
         copies = [entry for entry in self.setting.entries if entry.copy]
         if box.pp == 1 or not copies:
             return lift(np.zeros(len(box.shards)), "z")
-        ends = group(self.setting.fabric, 2, self.setting.job.cluster.devices // 2)
-        size = sum(entry.aligned(box.tp) for entry in copies) * self.setting.recipe.size
-        return lift(ends.reduce(size / np.array([each.dp_shard for each in box.shards])), "z")
+        ends = group(self.setting.fabric, 2, box.strides["pp"] * box.pp // 2)
+        size = sum(entry.aligned(box.cut) for entry in copies) * self.setting.recipe.size
+        return lift(ends.reduce(size / box.holders), "z")
+
+
+def padded(elements: Array, holders: Array) -> Array:
+    """As long as so many equal, aligned shards are."""
+    line = ALIGN * holders
+    return -(-elements // line) * line
+
+
+def held(box: Box, states: States, zero: int = 1) -> Array:
+    """Elements that one rank holds of what ranks share from this ZeRO stage on."""
+    stage = lift([each.zero for each in box.shards], "z")
+    dense = states.numel / np.where(stage >= zero, lift(box.holders, "z"), 1)
+    return dense + states.experts / np.where(stage >= zero, lift(box.expert_holders, "z"), 1)
+
+
+def _over(layers: Array, part: Array) -> Array:
+    """Seconds of the layers of a rank, over AXES, from those of one layer (entry, b, s)."""
+    return lift(np.einsum("roe,ebs->robs", layers, part), "robs")

@@ -8,7 +8,7 @@ What runs beside what is the runtime's own order:
     ZeRO 3  all-gather before use, forward and backward, of blocks one ahead; reduce-scatter during every backward; replicas as above
 
 On a host device communication is work of the same cores: nothing is hidden. Elsewhere communication C beside compute K adds max(C - K, 0) and slows what runs together (Galvatron's two-stream form). The last bucket has nothing
-left to hide behind. Volumes: Rajbhandari et al., ZeRO, section 7: 2 S a step below ZeRO 3, 3 S with it.
+left to hide behind. Experts that lie on unlike ranks are reduced among the data ranks that hold the same ones. Volumes: Rajbhandari et al., ZeRO, section 7: 2 S a step below ZeRO 3, 3 S with it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import numpy as np
 from meshwright.cost import constants
 from meshwright.cost.box import Array, Box, lift
 from meshwright.cost.collectives import Group, group, stack
+from meshwright.cost.expert import stride
+from meshwright.cost.hiding import beside
 from meshwright.cost.memory import States
 from meshwright.cost.setting import Setting
 
@@ -31,20 +33,37 @@ class Traffic(NamedTuple):
     once: Array
 
 
+class Volume(NamedTuple):
+    """Flat buffers that one pair of groups reduces, over AXES: bytes, units, bytes that nothing gathers ahead, bytes of the last unit."""
+
+    whole: Array
+    units: Array
+    lone: Array
+    last: Array
+    shard: Group
+    replicate: Group
+
+
 def axis_groups(setting: Setting, box: Box) -> tuple[Group, Group]:
-    """The shard group and the replica group of each z, over AXES."""
-    shard = stack([group(setting.fabric, shards.dp_shard, box.tp) for shards in box.shards])
-    replicate = stack([group(setting.fabric, shards.dp_replicate, box.tp * shards.dp_shard) for shards in box.shards])
-    return Group(*(lift(values, "z") for values in shard)), Group(*(lift(values, "z") for values in replicate))
+    """The shard group and the replica group of each z, over AXES. Below a shard group context ranks are replicas."""
+    inner = box.strides["dp"]
+    replicas = [shards.dp_replicate if shards.zero else shards.dp_replicate * box.cp for shards in box.shards]
+    apart = [inner * box.cp * shards.dp_shard if shards.zero else inner for shards in box.shards]
+    return _over(setting, box.holders.tolist(), [inner] * len(replicas)), _over(setting, replicas, apart)
 
 
-def beside(communication: Array, compute: Array) -> Array:
-    """Seconds that `communication` adds to `compute` that runs at the same time.
+def expert_groups(setting: Setting, box: Box) -> tuple[Group, Group]:
+    """The same for experts: what is left of the shard group and its tensor ranks when each expert has its own."""
+    inner = stride(box) * box.layout.ep
+    left = box.cp * box.tp // (box.layout.ep * box.layout.expert_tensor)
+    replicas = [shards.dp_replicate * (1 if shards.zero else max(left, 1)) for shards in box.shards]
+    apart = [inner * int(holders) for holders in box.expert_holders]
+    return _over(setting, box.expert_holders.tolist(), [inner] * len(replicas)), _over(setting, replicas, apart)
 
-    >>> float(beside(np.array(3.0), np.array(2.0)))
-    1.26
-    """
-    return np.maximum(communication - compute, 0.0) + constants.OVERLAP_SLOWDOWN * np.minimum(communication, compute)
+
+def _over(setting: Setting, ranks: list[int], strides: list[int]) -> Group:
+    found = stack([group(setting.fabric, count, stride) for count, stride in zip(ranks, strides, strict=True)])
+    return Group(*(lift(values, "z") for values in found))
 
 
 def traffic(setting: Setting, box: Box, states: States, forward: Array, backward: Array) -> Traffic:
@@ -53,31 +72,28 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
     zero = lift([shards.zero for shards in box.shards], "z")
-    shard, replicate = axis_groups(setting, box)
-    whole = states.numel * size
-    last = states.first * size
-    scatter = shard.gather(whole, states.units)
-    over_replicas = replicate.reduce(whole / shard.ranks, states.units)
-    share = shard.gather(whole, states.units)
+    volumes = [Volume(states.numel * size, states.units, states.lone * size, states.first * size, *axis_groups(setting, box))]
+    if box.layout.ep > 1:
+        experts = states.experts * size
+        volumes.append(Volume(experts, states.expert_units, 0.0 * experts, 0.0 * experts, *expert_groups(setting, box)))
+    scatter: Array = sum(each.shard.gather(each.whole, each.units) for each in volumes)
+    over_replicas: Array = sum(each.replicate.reduce(each.whole / each.shard.ranks, each.units) for each in volumes)
+    fetched_alone: Array = sum(each.shard.gather(each.lone) for each in volumes)
+    last: Array = sum(np.where(zero == 0, each.replicate.reduce(each.last), each.shard.gather(each.last)) for each in volumes)
 
-    alone = states.lone * size
-    fetched_alone = shard.gather(alone)
-    ahead = share - fetched_alone
+    ahead = scatter - fetched_alone
     at_three = fetched_alone * 2.0 + beside(ahead, forward) + beside(ahead + scatter, backward)
     at_two = beside(scatter, backward)
-    each = np.where(zero == 3, at_three, np.where(zero == 2, at_two, 0.0))
-
+    each_micro_batch = np.where(zero == 3, at_three, np.where(zero == 2, at_two, 0.0))
     reduce = np.where(zero == 0, over_replicas, np.where(zero == 1, scatter, 0.0))
-    hidden_behind_last = beside(reduce, backward)
-    tail = np.where(zero == 0, replicate.reduce(last), shard.gather(last))
-    after = np.where(zero == 0, 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), share, 0.0)
-    return Traffic(each, hidden_behind_last + tail + after)
+    after = np.where(zero == 0, 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), scatter, 0.0)
+    return Traffic(each_micro_batch, beside(reduce, backward) + last + after)
 
 
 def update(setting: Setting, box: Box, states: States) -> Array:
     """Seconds of the optimizer on each kind of rank: it reads and writes masters and states, reads gradients, writes weights."""
     recipe, states_per_element = setting.recipe, setting.job.workload.optimizer.states
-    shards = lift([each.dp_shard if each.zero else 1 for each in box.shards], "z")
     master = recipe.state_size + states_per_element * recipe.state_size
     moved = constants.UPDATE_PASSES * (master + recipe.size) + (recipe.size if recipe.master else 0)
-    return states.numel / shards * (moved / (setting.device.bandwidth * constants.MEMORY_SHARE))
+    elements = states.numel / lift(box.holders, "z") + states.experts / lift(box.expert_holders, "z")
+    return elements * (moved / (setting.device.bandwidth * constants.MEMORY_SHARE))

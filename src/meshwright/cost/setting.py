@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from meshwright.base.errors import InputError
+from meshwright.cost.box import Cut
 from meshwright.cost.collectives import Fabric, fabric
 from meshwright.cost.practice import OURS, Practice
 from meshwright.spec.cluster import Cluster, Device
@@ -37,17 +38,21 @@ class Entry(NamedTuple):
     def is_block(self) -> bool:
         return self.layer.name == BLOCK
 
-    def raw(self, tp: int) -> int:
-        """Elements of one layer on one tensor rank."""
-        return sum(parameter.local_numel(tp) for parameter in self.own)
+    def raw(self, cut: Cut) -> int:
+        """Elements of one layer on one tensor rank, without experts that other ranks share."""
+        return sum(cut.numel(parameter) for parameter in self.own if not cut.apart(parameter))
 
-    def aligned(self, tp: int) -> int:
+    def aligned(self, cut: Cut) -> int:
         """The same with every tensor padded as in [Note: flat layout]."""
-        return sum(align(parameter.local_numel(tp)) for parameter in self.own)
+        return sum(align(cut.numel(parameter)) for parameter in self.own if not cut.apart(parameter))
 
-    def largest(self, tp: int) -> int:
+    def experts(self, cut: Cut) -> int:
+        """Elements of its experts, where other ranks than those of the dense weights share them; padded too."""
+        return sum(align(cut.numel(parameter)) for parameter in self.own if cut.apart(parameter))
+
+    def largest(self, cut: Cut) -> int:
         """Elements of the largest tensor on one tensor rank: autograd makes its gradient whole before it goes where it is summed."""
-        return max((parameter.local_numel(tp) for parameter in self.layer.parameters), default=0)
+        return max(map(cut.numel, self.layer.parameters), default=0)
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,20 @@ class Setting:
     def gradient(self) -> int:
         """Bytes of one element of a held gradient."""
         return self.practice.gradient or self.recipe.size
+
+    @cached_property
+    def host_bandwidth(self) -> float:
+        """Bytes/s between a device and its host, one direction; 0 where nothing can wait there."""
+        return 0.0 if self.on_host else min(group.host_bandwidth for group in self.job.cluster.groups)
+
+    @cached_property
+    def host_memory(self) -> float:
+        """Bytes of the host for each of its devices."""
+        return min(group.host_memory / group.devices for group in self.job.cluster.groups)
+
+    @property
+    def devices_per_node(self) -> int:
+        return max(group.devices for group in self.job.cluster.groups)
 
     @property
     def blocks(self) -> int:

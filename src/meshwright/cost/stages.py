@@ -59,5 +59,18 @@ def kinds(entries: Sequence[Entry], order: Order, pp: int) -> tuple[Kind, ...]:
     return tuple(_kind(same[0], len(same), table[:, same[0]]) for same in found.values())
 
 
+def partly(kind: Kind, blocks: Sequence[bool], recomputing: int) -> Array:
+    """Layers by virtual stage and entry of which the first `recomputing` blocks of a stage are."""
+    content = kind.layers * np.array(blocks)
+    before = np.cumsum(content, axis=1) - content
+    return np.clip(recomputing - before, 0, content)
+
+
+def apart(kind: Kind, blocks: Sequence[bool], recomputing: int) -> Kind:
+    """The kind with two columns for each entry: its layers that recompute, then those that do not."""
+    again = partly(kind, blocks, recomputing)
+    return kind._replace(layers=np.stack([again, kind.layers - again], axis=2).reshape(len(again), -1))
+
+
 def _kind(rank: int, count: int, layers: Array) -> Kind:
     return Kind(rank, count, layers, tuple(Counter(map(tuple, layers.tolist())).items()))

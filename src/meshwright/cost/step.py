@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.base.errors import InputError
 from meshwright.cost import constants
 from meshwright.cost.box import Box, box_of
 from meshwright.cost.memory import reserved, usable
-from meshwright.cost.price import Pricer, Seconds
+from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Seconds
 from meshwright.cost.stages import ranks
 from meshwright.spec.estimate import Estimate, Fits, Memory, Time
 from meshwright.spec.job import Job
@@ -22,8 +21,6 @@ from meshwright.spec.rules import check_plan
 def estimate(job: Job, plan: Plan) -> Estimate:
     """The price of one plan. Raises InputError when the plan cannot run, with the rule that it breaks."""
     check_plan(job, plan)
-    if plan.cp > 1 or plan.ep > 1 or plan.offload:
-        raise InputError(f"plan {plan.name}: context and expert parallelism and offload are not priced; use cp1, ep1 and no off-")
     pricer = Pricer(job)
     return estimate_of(pricer, box_of(plan, job.workload.batch, job.model.blocks))
 
@@ -59,16 +56,17 @@ def _per_stage(pricer: Pricer, box: Box) -> tuple[Memory, ...]:
     parts = pricer.memory(box, [ranks(pricer.setting.entries, order, box.pp)])
     totals = parts.total
     taken, _ = reserved(pricer.setting, totals)
-    table = [np.broadcast_to(part, totals.shape).reshape(box.pp) for part in (*parts, totals, taken)]
+    kinds_of_memory = (parts.parameters, parts.gradients, parts.optimizer, parts.activations, parts.buffers, totals, taken)
+    table = [np.broadcast_to(part, totals.shape).reshape(box.pp) for part in kinds_of_memory]
     return tuple(Memory(**dict(zip(Memory.model_fields, map(float, column), strict=True))) for column in zip(*table, strict=True))
 
 
 def _time(box: Box, seconds: Seconds) -> Time:
     """The items of the slowest rank."""
     micro_batches = box.micro_batches[0][1]
-    parts = [np.broadcast_to(part, seconds.each.shape).reshape(-1) for part in seconds[:4]]
+    parts = [np.broadcast_to(part, seconds.each.shape).reshape(-1) for part in seconds[:PER_MICRO_BATCH]]
     slowest = int(seconds.each.reshape(-1).argmax())
-    compute, again, tensor, data = (float(part[slowest]) * micro_batches for part in parts)
+    compute, again, tensor, context, expert, data, offload = (float(part[slowest]) * micro_batches for part in parts)
     return Time(
         compute=compute + seconds.update.item(),
         recompute=again,
@@ -76,6 +74,9 @@ def _time(box: Box, seconds: Seconds) -> Time:
         tensor=tensor,
         data=data + seconds.once.item(),
         pipeline=seconds.messages.item(),
+        context=context,
+        expert=expert,
+        offload=offload + seconds.on_host.item(),
         step=seconds.step.item(),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshwright.cost.box import Cut
 from meshwright.cost.constants import REDUCTIONS_IN_FLIGHT
 from meshwright.cost.setting import Entry
 
@@ -44,8 +45,8 @@ class Sized(NamedTuple):
     is_block: bool
 
 
-def sized(entry: Entry, tp: int) -> Sized:
-    return Sized(entry.aligned(tp), entry.raw(tp), entry.alone, entry.is_block)
+def sized(entry: Entry, cut: Cut) -> Sized:
+    return Sized(entry.aligned(cut), entry.raw(cut), entry.alone, entry.is_block)
 
 
 def buckets(layers: Sequence[tuple[Sized, int]], bucket: int) -> list[Run]:

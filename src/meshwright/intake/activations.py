@@ -102,6 +102,20 @@ def expert_kept(sizes: Sizes) -> list[Kept]:
     return [*kept, Kept("tokens sent and returned", 2 * sent), Kept("scores of the router", fixed=8 * sizes.experts)]
 
 
+def routed_kept(sizes: Sizes) -> float:
+    """Elements a token inside the routed experts."""
+    return sum(entry.elements for entry in feed_forward_kept(sizes, sizes.moe_ffn * sizes.top_k))
+
+
+def context_widths(sizes: Sizes) -> dict[str, float]:
+    """Elements a token of queries, and of keys and values, as attention reads them."""
+    if sizes.mla is None:
+        return {"query_width": float(sizes.query_width), "key_value_width": 2.0 * sizes.key_width}
+    part = sizes.mla
+    key = sizes.heads * (part.nope + part.rope)
+    return {"query_width": float(key), "key_value_width": float(key + sizes.heads * part.v)}
+
+
 def block_kept(sizes: Sizes, experts: bool) -> Account:
     h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
     width = sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) if experts else sizes.ffn

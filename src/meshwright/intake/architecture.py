@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwright.intake.activations import back_kept, block_kept, embedding_moved, front_kept, head_kept
+from meshwright.intake.activations import back_kept, block_kept, context_widths, embedding_moved, front_kept, head_kept, routed_kept
 from meshwright.intake.convolution import convolution_spec
 from meshwright.intake.names import FORMS, Names
 from meshwright.intake.sizes import Sizes
@@ -85,6 +85,10 @@ def block(sizes: Sizes, names: Names, repeat: int, experts: bool) -> Layer:
         flops=2.0 * sum(weight.numel for weight in mixing if len(weight.shape) == 2) + active,
         attention_flops=(2.0 if sizes.causal else 4.0) * width,
         output=sizes.hidden,
+        core_fixed=4.0 * sizes.heads,
+        routed=float(sizes.top_k * sizes.hidden) if experts else 0.0,
+        routed_saved=routed_kept(sizes) if experts else 0.0,
+        **context_widths(sizes),
         **block_kept(sizes, experts),
     )
 

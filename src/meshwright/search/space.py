@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.base.errors import InputError, did_you_mean
-from meshwright.cost.box import Box, Order, Shards
+from meshwright.cost.box import Box, Layout, Order, Shards
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, Recompute, Schedule
 from meshwright.spec.rules import Fault, batch_faults, sequence_faults, stage_faults, tensor_faults
@@ -114,10 +114,16 @@ class Space:
         def box(orders: list[Order], sizes: list[int], sequence_parallel: list[bool]) -> Box:
             counts = tuple((size, batch // (dp * size)) for size in sizes)
             return Box(
-                tp, pp, self.pins.get("bucket", Plan().bucket), tuple(orders), counts, tuple(sequence_parallel), tuple(recompute), shards
+                Layout(tp, pp),
+                self.pins.get("bucket", Plan().bucket),
+                tuple(orders),
+                counts,
+                tuple(sequence_parallel),
+                tuple(recompute),
+                shards,
             )
 
-        example = box(orders[:1], sizes[:1], [False]).plan((0, 0, 0, 0, 0))
+        example = box(orders[:1], sizes[:1], [False]).plan((0, 0, 0, 0, 0, 0))
         faults = [*tensor_faults(example, job.model.divisible, job.model.tensor_parallel), *stage_faults(example, max(job.model.blocks, 1))]
         if faults:
             return self._take(faults[0], example, size)
@@ -139,10 +145,10 @@ class Space:
             yield found
 
     def _interleaving(self, box: Box) -> None:
-        illegal = ~box.legal[0, :, :, 0, 0, 0]
+        illegal = ~box.legal[0, :, :, 0, 0, 0, 0]
         if illegal.any():
             order, micro_batch = map(int, illegal.nonzero()[0][:1].tolist() + illegal.nonzero()[1][:1].tolist())
-            plan = box.plan((order, micro_batch, 0, 0, 0))
+            plan = box.plan((order, micro_batch, 0, 0, 0, 0))
             others = box.size // illegal.size
             self._take(next(batch_faults(plan, self.job.workload.batch)), plan, int(illegal.sum()) * others)
 

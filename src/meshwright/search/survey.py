@@ -53,18 +53,7 @@ class Candidate:
     @property
     def alone(self) -> Box:
         """The box that holds only this plan."""
-        box = self.box
-        order, size, parallel, recompute, shards = self.index
-        return Box(
-            box.tp,
-            box.pp,
-            box.bucket,
-            box.orders[order : order + 1],
-            box.micro_batches[size : size + 1],
-            box.sequence_parallel[parallel : parallel + 1],
-            box.recompute[recompute : recompute + 1],
-            box.shards[shards : shards + 1],
-        )
+        return self.box.only(self.index)
 
 
 def simplicity(plan: Plan) -> tuple[Any, ...]:
@@ -85,7 +74,7 @@ def simplicity(plan: Plan) -> tuple[Any, ...]:
 
 
 class Priced(NamedTuple):
-    """A box over `obscz`: the score, infinite where a plan does not fit or is not legal; seconds; reserved bytes, infinite where it is not legal."""
+    """A box over `obsczf`: the score, infinite where a plan does not fit or is not legal; seconds; reserved bytes, infinite where it is not legal."""
 
     score: Array
     seconds: Array
@@ -121,10 +110,10 @@ class Ranking:
 
     def _family(self, name: str, box: Box, part: Array, priced: Priced) -> None:
         for table, found in ((priced.score, self.families), (priced.taken, self.nearest)):
-            values = table[..., part]
+            values = table[..., part, :]
             at = np.unravel_index(int(values.argmin()), values.shape)
             if np.isfinite(values[at]) and not (name in found and _value(found[name], found is self.families) <= values[at]):
-                index = (*map(int, at[:-1]), int(part[at[-1]]))
+                index = (*map(int, at[:-2]), int(part[at[-2]]), int(at[-1]))
                 found[name] = priced.candidate(box, int(np.ravel_multi_index(index, table.shape)))
 
 
@@ -160,7 +149,7 @@ def survey(job: Job, top: int) -> Survey:
     unfit, fastest = 0, None
     for box in found.space.boxes():
         prices = found.pricer.price(box)
-        legal = np.broadcast_to(box.legal[0], (*box.shape[:2], 1, 1, 1))
+        legal = np.broadcast_to(box.legal[0], (*box.shape[:2], 1, 1, 1, 1))
         usual, safe = reserved(found.pricer.setting, prices.allocated)
         taken = np.where(legal, usual, np.inf)
         step = np.where(legal, prices.step, np.inf)

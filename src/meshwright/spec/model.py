@@ -28,6 +28,11 @@ class Parameter(Noun):
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def experts(self) -> int:
+        """How many experts are stacked in it, along the first of three dimensions; 0 in an ordinary weight."""
+        return self.shape[0] if len(self.shape) == 3 else 0
+
     def local_numel(self, tp: int) -> int:
         """Elements on the fullest of `tp` tensor ranks."""
         if self.split is None:
@@ -50,6 +55,17 @@ class Layer(Noun):
     saved_whole: float = Field(default=0.0, ge=0, description="elements per token kept for backward that only sequence parallelism divides")
     fixed_split: float = Field(default=0.0, ge=0, description="bytes per token kept in a fixed type that tensor parallelism divides")
     fixed_whole: float = Field(default=0.0, ge=0, description="bytes per token kept in a fixed type that only sequence parallelism divides")
+    core_fixed: float = Field(default=0.0, ge=0, description="of fixed_split, what the attention core keeps and selective recompute drops")
+    core_context: float = Field(
+        default=0.0, ge=0, description="bytes per token and token of context that attention without a fused kernel keeps, divided by tp"
+    )
+    context_moved: float = Field(
+        default=0.0, ge=0, description="elements per token and token of context that such attention moves forward, divided by tp"
+    )
+    query_width: float = Field(default=0.0, ge=0, description="elements per token of queries, divided by tp")
+    key_value_width: float = Field(default=0.0, ge=0, description="elements per token of keys and values together, divided by tp")
+    routed: float = Field(default=0.0, ge=0, description="elements per token sent to experts: top_k x hidden")
+    routed_saved: float = Field(default=0.0, ge=0, description="of saved_split, what lies inside the routed experts")
     transient: float = Field(default=0.0, ge=0, description="elements per token alive only while the layer runs, beyond what it keeps")
     output: float = Field(default=0.0, ge=0, description="elements per token that the layer hands on")
     tied: str | None = Field(default=None, description="name of the layer whose first parameter this layer shares")
@@ -70,11 +86,17 @@ class ModelSpec(Noun):
     divisible: dict[str, int] = Field(default_factory=dict, description="sizes that tp must divide: heads, kv_heads, ffn")
     tensor_parallel: bool = Field(default=True, description="False when no rule shards its layers (a convolutional network)")
     vocabulary: int = Field(default=0, ge=0)
+    notes: tuple[str, ...] = Field(default=(), description="what was found of a traced model, and what was not understood")
 
     @property
     def blocks(self) -> int:
         """How many layers a pipeline can cut between."""
         return sum(layer.repeat for layer in self.layers if layer.name == "block")
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer, 0 in a dense model: what ep must divide."""
+        return max((parameter.experts for layer in self.layers for parameter in layer.parameters), default=0)
 
     @property
     def parameters(self) -> int:

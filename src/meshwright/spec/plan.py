@@ -2,16 +2,20 @@
 
 Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (ZeRO 0) or a shard group of 8 (ZeRO 1-3); `dp2x4` is
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
-micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank), `rc-layer`, `off-optimizer`.
+micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank), `ls10-11-11` (blocks of each virtual stage),
+`rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `ulysses` (how context ranks attend; else
+by a ring), `ax-dp-pp-tp` (another order of axes).
 
-World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost.
+World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies inside of dp.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -28,9 +32,10 @@ class Schedule(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Activation checkpointing: what backward computes again instead of keeping."""
+    """Activation checkpointing: what backward computes again instead of keeping. Selective: the attention core (arXiv 2205.05198, section 5)."""
 
     none = "none"
+    selective = "selective"
     layer = "layer"
 
 
@@ -41,6 +46,21 @@ class Offload(StrEnum):
     parameters = "parameters"
     activations = "activations"
 
+
+Axis = Literal["pp", "dp", "tp"]
+
+
+class Context(StrEnum):
+    """How the ranks that share a sequence attend over all of it."""
+
+    ring = "ring"
+    """Keys and values go round (Liu et al., Ring Attention, arXiv 2310.01889)."""
+    ulysses = "ulysses"
+    """Heads are exchanged for positions and back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509)."""
+
+
+AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
+"""Outermost first; dp is dp_replicate x dp_shard x cp."""
 
 BUCKET = 25 * 2**20
 
@@ -62,7 +82,10 @@ class Plan(Noun):
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
     layers_per_stage: tuple[int, ...] = Field(default=(), description="blocks of each virtual stage; empty: as even as can be")
     recompute: Recompute = Recompute.none
+    recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
     offload: tuple[Offload, ...] = ()
+    context: Context = Field(default=Context.ring, description="how context ranks exchange keys and values")
+    axes: tuple[Axis, ...] = Field(default=AXES, description="from the outermost to the innermost; cp lies inside of dp")
     bucket: int = Field(default=BUCKET, ge=1, description="bytes of gradients that one collective carries at least")
 
     @model_validator(mode="after")
@@ -83,6 +106,16 @@ class Plan(Noun):
             )
         if self.layers_per_stage and min(self.layers_per_stage) < 1:
             raise ValueError("every stage needs at least one block")
+        if self.recompute_layers and self.recompute != Recompute.layer:
+            raise ValueError(f"recompute_layers {self.recompute_layers} counts blocks that recompute as a whole: write recompute layer")
+        if self.context == Context.ulysses and self.cp == 1:
+            raise ValueError("ulysses says how context ranks attend and needs cp > 1")
+        if sorted(self.axes) != sorted(AXES):
+            raise ValueError(f"axes {list(self.axes)} must name each of {', '.join(AXES)} once")
+        if list(self.offload) != sorted(set(self.offload), key=list(Offload).index):
+            raise ValueError(
+                f"offload {[str(what) for what in self.offload]} names each of {', '.join(Offload)} at most once, in this order"
+            )
         return self
 
     @property
@@ -93,6 +126,33 @@ class Plan(Noun):
     @property
     def world(self) -> int:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the states of one replica: the shard group and its context ranks. 1 at ZeRO 0."""
+        return self.dp_shard * self.cp if self.zero else 1
+
+    @property
+    def expert_tensor(self) -> int:
+        """Tensor ranks that share one expert. Expert ranks are taken from dp_shard x cp; tensor ranks that must join hold whole experts.
+
+        >>> Plan(tp=2, ep=4, dp_shard=8, zero=1).expert_tensor, Plan(tp=8, ep=8).expert_tensor
+        (2, 1)
+        """
+        return self.tp // (self.ep // math.gcd(self.ep, self.dp_shard * self.cp)) if self.ep > 1 else self.tp
+
+    def strides(self) -> dict[str, int]:
+        """How far apart the ranks of each axis are.
+
+        >>> Plan(pp=4, dp_replicate=3, tp=2, axes=("dp", "pp", "tp")).strides()
+        {'tp': 1, 'pp': 2, 'cp': 8, 'dp_shard': 8, 'dp_replicate': 8}
+        """
+        found, inside = {}, 1
+        for axis in reversed(self.axes):
+            for part in ("cp", "dp_shard", "dp_replicate") if axis == "dp" else (axis,):
+                found[part] = inside
+                inside *= getattr(self, part)
+        return found
 
     @property
     def stages(self) -> int:
@@ -157,13 +217,20 @@ def plan_name(plan: Plan) -> str:
         parts.append(f"interleaved{plan.virtual_stages}")
     elif plan.schedule != Schedule.one_f_one_b:
         parts.append(str(plan.schedule))
-    parts += [f"rc-{plan.recompute}"] if plan.recompute != Recompute.none else []
+    parts += ["ls" + "-".join(map(str, plan.layers_per_stage))] if plan.layers_per_stage else []
+    parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}"] if plan.recompute != Recompute.none else []
     parts += [f"off-{what}" for what in plan.offload]
+    parts += [str(plan.context)] if plan.context != Context.ring else []
+    parts += ["ax-" + "-".join(plan.axes)] if plan.axes != AXES else []
     return ".".join(parts)
 
 
 _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch"}
-_KNOWN = ("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "rc-layer", "off-optimizer")
+_WORDS = {"sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
+_KNOWN = (
+    *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "ls10-11-11"),
+    *("rc-selective", "rc-layer", "rc-layer8", "off-optimizer", "ulysses", "ax-dp-pp-tp"),
+)
 
 
 def parse_plan(name: str) -> Plan:
@@ -193,10 +260,15 @@ def parse_plan(name: str) -> Plan:
             fields["virtual_stages"] = int(match[2])
         elif part in ("gpipe", "1f1b"):
             put("schedule", part, part)
-        elif part == "sp":
-            put("sequence_parallel", True, part)
-        elif part in ("rc-none", "rc-layer"):
-            put("recompute", part[3:], part)
+        elif part in _WORDS:
+            put(*_WORDS[part], part)
+        elif (again := re.fullmatch(r"rc-(none|selective|layer)(\d*)", part)) is not None:
+            put("recompute", again[1], part)
+            fields["recompute_layers"] = int(again[2] or 0)
+        elif re.fullmatch(r"ls\d+(-\d+)*", part):
+            put("layers_per_stage", tuple(map(int, part[2:].split("-"))), part)
+        elif re.fullmatch(r"ax(-(pp|dp|tp)){3}", part):
+            put("axes", tuple(part[3:].split("-")), part)
         elif part.startswith("off-") and part[4:] in list(Offload):
             offload.append(part[4:])
         else:
@@ -211,4 +283,4 @@ def parse_plan(name: str) -> Plan:
     return build(Plan, {**fields, "offload": tuple(offload)}, f"plan {name!r}")
 
 
-__all__ = ["BUCKET", "Offload", "Plan", "Recompute", "Schedule", "parse_plan", "plan_name"]
+__all__ = ["AXES", "BUCKET", "Context", "Offload", "Plan", "Recompute", "Schedule", "parse_plan", "plan_name"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from meshwright.base.errors import InputError
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Plan, Schedule
+from meshwright.spec.plan import Context, Plan, Schedule
 
 
 class Fault(NamedTuple):
@@ -47,6 +47,33 @@ def tensor_faults(plan: Plan, divisible: Mapping[str, int], tensor_parallel: boo
             yield Fault(f"tp does not divide {what}", f"tp({plan.tp}) does not divide {what}({size})")
 
 
+def expert_faults(plan: Plan, experts: int) -> Iterator[Fault]:
+    """ep must divide the experts, of which a dense model has none."""
+    if plan.ep > 1 and not experts:
+        yield Fault("the model has no experts", f"ep({plan.ep}): the model has no experts; use ep 1")
+    elif plan.ep > 1 and experts % plan.ep:
+        yield Fault("ep does not divide the experts", f"ep({plan.ep}) does not divide experts({experts})")
+
+
+def context_faults(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Fault]:
+    """Ulysses gives each context rank whole heads of its tensor rank."""
+    if plan.context == Context.ulysses:
+        for what in ("heads", "kv_heads"):
+            if divisible.get(what, 0) % (plan.cp * plan.tp):
+                yield Fault(
+                    f"ulysses does not divide {what}",
+                    f"ulysses: cp({plan.cp}) * tp({plan.tp}) = {plan.cp * plan.tp} does not divide {what}({divisible[what]})",
+                )
+
+
+def offload_faults(plan: Plan, host_bandwidth: float) -> Iterator[Fault]:
+    """What is offloaded needs a way to the host."""
+    if plan.offload and not host_bandwidth:
+        yield Fault(
+            "no link to the host", f"off-{plan.offload[0]}: the cluster names no host_bandwidth between its devices and their hosts"
+        )
+
+
 def stage_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
     """Every stage needs a block; a stage split by hand must name them all."""
     if plan.layers_per_stage and sum(plan.layers_per_stage) != blocks:
@@ -76,8 +103,13 @@ def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
 
 def sequence_faults(plan: Plan, sequence: int, context: int = 0) -> Iterator[Fault]:
     """Sequence parallelism cuts a sequence into tp pieces, context parallelism into 2 x cp; learned positions end somewhere."""
-    if plan.sequence_parallel and sequence % plan.tp:
+    if plan.sequence_parallel and plan.cp == 1 and sequence % plan.tp:
         yield Fault("tp does not divide the sequence", f"sp: tp({plan.tp}) does not divide sequence({sequence})")
+    if plan.sequence_parallel and plan.cp > 1 and sequence % (plan.tp * plan.cp):
+        product = plan.tp * plan.cp
+        yield Fault(
+            "tp does not divide the sequence", f"sp: tp({plan.tp}) * cp({plan.cp}) = {product} does not divide sequence({sequence})"
+        )
     if plan.cp > 1 and sequence % (2 * plan.cp):
         yield Fault("cp does not divide the sequence", f"2 * cp({plan.cp}) = {2 * plan.cp} does not divide sequence({sequence})")
     if context and sequence > context:
@@ -88,6 +120,9 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     """Every rule that `plan` breaks for `job`, the plainest first."""
     yield from world_faults(plan, job.cluster.devices)
     yield from tensor_faults(plan, job.model.divisible, job.model.tensor_parallel)
+    yield from expert_faults(plan, job.model.experts)
+    yield from context_faults(plan, job.model.divisible)
+    yield from offload_faults(plan, min(group.host_bandwidth for group in job.cluster.groups))
     yield from stage_faults(plan, job.model.blocks)
     yield from sequence_faults(plan, job.workload.sequence)
     yield from batch_faults(plan, job.workload.batch)
