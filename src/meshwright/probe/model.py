@@ -1,0 +1,159 @@
+"""A module to a `ModelSpec`: what it is made of from its anatomy, what it computes and keeps from two runs on tensors without memory.
+
+Rule: the same batch with some rows and with twice as many; what a row adds, divided by its tokens, is the layer's account, so that tables that do not grow with
+the batch, and gradients of weights, count nowhere. Kept bytes and attention hold at the sequence that was traced: what grows with its square
+(probabilities of attention that is not fused, masks) is in them as it is there. What the loss keeps is added to the layer that makes the logits.
+Neighbouring blocks with equal accounts become one layer with a repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.anatomy import Anatomy, layers, read
+from meshwright.base.errors import InputError
+from meshwright.probe.inputs import inputs_of
+from meshwright.probe.trace import COMPUTE, EMBEDDING, HEAD, Run, trace
+from meshwright.probe.watch import Tally
+from meshwright.spec.model import Layer, ModelSpec, Parameter
+
+ENOUGH, MOST = 4096, 64
+"""Tokens of the smaller of the two batches, so that activations outweigh gradients of weights where a layer is fullest; rows at most."""
+LOSS_ELEMENT, LABEL = 4, 10
+LOSS_PASSES = 4
+"""Bytes that the loss keeps: of each logit its softmax in float32; of each label its place and whether it is valid. It reads and writes the logits
+LOSS_PASSES times."""
+
+
+def describe(
+    model: nn.Module | Callable[[], nn.Module], sequence: int = 256, batch: Mapping[str, Any] | None = None, name: str = ""
+) -> ModelSpec:
+    """What the planner needs to know of `model`, or of what it builds when it is a function. Nothing is allocated or computed.
+
+    `batch` is an example of what the model is called with, where it does not say so itself. Raises InputError when it cannot be traced.
+    """
+    module = model if isinstance(model, nn.Module) else build(model)
+    name = name or type(module).__name__
+    if next(module.parameters(), None) is None:
+        raise InputError(f"model {name!r} has no parameters: nothing to plan")
+    anatomy = read(module)
+    inputs = inputs_of(module, anatomy, sequence, batch)
+    rows = min(max(ENOUGH // inputs.tokens, 2), MOST)
+    try:
+        runs = [trace(module, anatomy, inputs, each) for each in (rows, 2 * rows)]
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+        raise InputError(
+            f"model {name!r} cannot be traced with {inputs} ({reason}); give it an attribute dummy_inputs with what it reads, "
+            "or plan an architecture file with its sizes"
+        ) from error
+    return specification(name, module, anatomy, inputs.tokens, runs)
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Module:
+    """What `make` builds, on the meta device where it can be built there."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except InputError:
+        raise
+    except Exception:
+        return make()
+
+
+def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, runs: list[Run]) -> ModelSpec:
+    """Two runs as layers in forward order."""
+    few, many = runs
+    accounts = {place: _per_token(few.tallies[place], many.tallies[place], few.rows * tokens, tokens) for place in few.tallies}
+    _add_loss(accounts, few, tokens)
+    hidden = next((account["output"] for place, account in accounts.items() if place.startswith("block.")), float(few.width))
+    for account in accounts.values():
+        account["output"] = account["output"] or hidden
+    held = _parameters(model, anatomy)
+    heads = anatomy.divisible.get("heads")
+    found: list[Layer] = []
+    for place in accounts:
+        layer = Layer(
+            name=place.partition(".")[0] if anatomy.blocks else place,
+            parameters=held.get(place, ()),
+            tied=EMBEDDING if place == HEAD and anatomy.tied else None,
+            **accounts[place],  # type: ignore[arg-type]
+        )
+        if found and _alike(found[-1], layer):
+            found[-1] = found[-1].but(repeat=found[-1].repeat + 1, transient=max(found[-1].transient, layer.transient))
+        elif layer.parameters or layer.flops or layer.moved:
+            found.append(layer)
+    return ModelSpec(
+        name=name,
+        layers=tuple(found),
+        hidden=max(round(hidden), 1),
+        context=few.positions if tokens > 1 else 1,
+        divisible={what: size for what, size in anatomy.divisible.items() if what != "kv_heads" or size != heads},
+        tensor_parallel=bool(anatomy.regions),
+        vocabulary=anatomy.vocabulary,
+        notes=(*anatomy.understood, *_remarks(anatomy, tokens)),
+    )
+
+
+def _per_token(few: Tally, many: Tally, more: int, tokens: int) -> dict[str, float]:
+    """The fields of `Layer` from what `more` tokens add."""
+    added = {name: max((value - getattr(few, name)) / more, 0.0) for name, value in vars(many).items()}
+    return {
+        "flops": added["flops"],
+        "attention_flops": added["attention"] / tokens,
+        "moved": added["moved"] / COMPUTE.itemsize,
+        "transient": added["transient"] / COMPUTE.itemsize,
+        **{name: added[name] for name in ("saved_split", "saved_whole", "fixed_split", "fixed_whole", "output")},
+    }
+
+
+def _add_loss(accounts: dict[str, dict[str, float]], run: Run, tokens: int) -> None:
+    """The softmax of the logits lies on the ranks that the vocabulary lies on. The logits live until the loss has read them."""
+    each = run.logits / (run.rows * tokens)
+    account = accounts[HEAD if HEAD in accounts else next(reversed(accounts))]
+    account["fixed_split" if HEAD in accounts else "fixed_whole"] += LOSS_ELEMENT * each
+    account["fixed_whole"] += LABEL * each / run.width
+    account["moved"] += LOSS_PASSES * each
+    account["transient"] = max(each, 0.0 if HEAD in accounts else account["transient"])
+
+
+def _parameters(model: nn.Module, anatomy: Anatomy) -> dict[str, tuple[Parameter, ...]]:
+    """Of each layer by the runtime's own cut; a tied vocabulary stands first in the head again."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    held = {}
+    for place, names in layers(model, anatomy):
+        start = f"{anatomy.blocks}." if anatomy.blocks and place.startswith("block.") else ""
+        found = []
+        for name in names:
+            split = anatomy.splits.get(name)
+            short = name[len(start) :].partition(".")[2] if start else name
+            found.append(
+                Parameter(name=short, shape=shapes[name], split=split.dim if split else None, parts=tuple(split.parts) if split else ())
+            )
+        held[place if anatomy.blocks else names[0].partition(".")[0]] = tuple(found)
+    if anatomy.tied:
+        held[HEAD] = (held[EMBEDDING][0], *held.get(HEAD, ()))
+    return held
+
+
+def _alike(first: Layer, second: Layer) -> bool:
+    """Equal blocks, but for what is alive only while they run."""
+    if first.name != second.name or first.name != "block":
+        return False
+    return first.but(repeat=1, transient=0.0) == second.but(transient=0.0)
+
+
+def _remarks(anatomy: Anatomy, tokens: int) -> list[str]:
+    """What a reader of the account must know."""
+    said = []
+    if tokens == 1:
+        said.append("a token is a whole sample: the sequence is 1")
+    if anatomy.blocks and not anatomy.regions:
+        said.append("no layer is shared among tensor ranks: all of them stay whole")
+    if anatomy.against_sequence:
+        said.append(f"sequence parallelism would be wrong: {anatomy.against_sequence}")
+    return said

@@ -1,0 +1,148 @@
+"""One training step of a model on tensors without memory, watched: every layer's tally of one batch.
+
+Parameters take the compute type, buffers keep theirs, as in the runtime; the model itself stays as it is (its tensors are stood in for).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from meshwright.anatomy import Anatomy
+from meshwright.probe.inputs import Inputs
+from meshwright.probe.watch import Tally, Watch
+
+COMPUTE = torch.bfloat16
+FRONT, BACK, EMBEDDING, HEAD = "front", "back", "embedding", "head"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a step over `rows` rows showed: the layers' tallies in forward order, elements of the logits and their width, learned positions."""
+
+    rows: int
+    tallies: dict[str, Tally]
+    logits: int
+    width: int
+    positions: int
+
+
+def trace(model: nn.Module, anatomy: Anatomy, inputs: Inputs, rows: int) -> Run:
+    """One step over `rows` rows. Raises whatever the model raises on tensors without values."""
+    with FakeTensorMode(allow_non_fake_inputs=True), as_in_training(model):
+        twins = {id(tensor): twin(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
+        parameters = {name: twins[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
+        state = parameters | {name: twins[id(tensor)] for name, tensor in model.named_buffers(remove_duplicate=False)}
+        watch = Watch(COMPUTE, anatomy.splits, FRONT)
+        args, kwargs = inputs.make(rows, COMPUTE)
+        watch.own(parameters, (args, kwargs))
+        with placed(model, anatomy, watch), watch.watching():
+            outputs = differentiable(functional_call(model, state, args, kwargs))
+            logits, width = outputs[0].numel(), outputs[0].shape[-1]
+            order = [place for place, _ in sorted(watch.tallies.items(), key=lambda item: rank_of(item[0]))]
+            watch.backward(outputs, order)
+    return Run(rows, {place: watch.tallies[place] for place in order}, logits, width, positions_of(model, anatomy, watch))
+
+
+def twin(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory in the place of a parameter or a buffer."""
+    is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    made = torch.empty(tensor.shape, dtype=COMPUTE if is_weight else tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def as_in_training(model: nn.Module) -> Iterator[None]:
+    """`model` in training mode; afterwards as it was.
+
+    Hugging Face's models ask whether a batch is packed where they keep no cache, which needs values; with one they take the plain path.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    config: Any = getattr(model, "config", None)
+    before = getattr(config, "use_cache", None)
+    model.train()
+    if before is False:
+        config.use_cache = True
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        if before is False:
+            config.use_cache = before
+
+
+def rank_of(place: str) -> tuple[int, int]:
+    """Sorts layers as they run."""
+    known = {EMBEDDING: 0, FRONT: 1, BACK: 3, HEAD: 4}
+    name, _, index = place.partition(".")
+    return known.get(name, 2), int(index) if index.isdigit() else 0
+
+
+def places(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, nn.Module]]:
+    """The modules whose run is a layer's run."""
+    if anatomy.blocks is None:
+        return [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
+    blocks = model.get_submodule(anatomy.blocks).children()
+    found = [(f"block.{index}", block) for index, block in enumerate(blocks)]
+    for place, path in ((EMBEDDING, anatomy.embedding), (HEAD, anatomy.head)):
+        if path:
+            found.append((place, model.get_submodule(path)))
+    return found
+
+
+@contextmanager
+def placed(model: nn.Module, anatomy: Anatomy, watch: Watch) -> Iterator[None]:
+    """While it lasts the watch knows the layer that runs: what runs outside of layers is in front of the blocks or behind the last one."""
+    stack: list[str] = []
+    handles = []
+
+    def follow(module: nn.Module, place: str) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            stack.append(watch.place)
+            watch.place = place
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            outside = stack.pop()
+            made = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), None)
+            watch.tallies[place].output = float(made.numel()) if made is not None else 0.0
+            watch.place = BACK if outside == FRONT and place not in (EMBEDDING, HEAD) else outside
+
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
+
+    for place, module in places(model, anatomy):
+        follow(module, place)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def differentiable(result: Any) -> list[torch.Tensor]:
+    """The logits where the result has any, else every tensor that has a gradient."""
+    if isinstance(result, dict) and "logits" in result:
+        result = result["logits"]
+    result = getattr(result, "logits", result)
+    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not found:
+        raise ValueError("its result has no gradient")
+    return found
+
+
+def positions_of(model: nn.Module, anatomy: Anatomy, watch: Watch) -> int:
+    """The longest sequence that learned positions allow, 0 where there are none. Some tables begin with one or two rows of padding."""
+    declared = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
+    sizes = {name: model.get_parameter(name).shape[0] for name in watch.looked_up if not name.startswith(f"{anatomy.blocks}.")}
+    near = [declared for size in sizes.values() if declared and 0 <= size - declared <= 2]
+    return min(near or [size for name, size in sizes.items() if size >= watch.looked_up[name]], default=0)

@@ -1,0 +1,225 @@
+"""Watches one forward and backward on tensors without memory and books every operation and every kept byte to the layer that runs.
+
+[Note: what is kept] A hook on saved tensors sees what autograd keeps. A storage counts once, for the layer that keeps it first; one that several
+blocks keep (rotary tables, a mask) counts for the layer that made it. Parameters do not count. Elements of the compute type are told from bytes
+of fixed types. The trace runs in bfloat16 on host tensors, where shapes, saved tensors and types are those of a device, with three exceptions
+that are set right here: dropout keeps a mask of one byte and attention drops inside its kernel, as on CUDA; statistics of norms take 4 bytes.
+
+[Note: shares] What a column weight of the anatomy produces is a share of each tensor rank, and so is all that is computed from it, until a row
+weight sums it up: kept shares are divided by tp, everything else is not.
+
+[Note: transient] While a layer runs backward, what is alive beyond all that it and the layers before it keep. Which layer runs is known
+from the saved tensors that are asked for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.anatomy import Split
+from meshwright.probe.attention import attention
+from meshwright.probe.work import cost, name_of
+
+STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"})
+STATISTIC = 4
+"""Bytes of a mean or 1/std on a device, whatever the type of the input."""
+
+
+@dataclass
+class Tally:
+    """One layer of one run: totals over the batch."""
+
+    flops: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    saved_split: float = 0.0
+    saved_whole: float = 0.0
+    fixed_split: float = 0.0
+    fixed_whole: float = 0.0
+    transient: float = 0.0
+    output: float = 0.0
+
+
+class Origin(NamedTuple):
+    """Where a storage comes from: the layer that made it; the weight that it is computed from alone, if so; whether it is a share."""
+
+    place: str
+    weight: str | None = None
+    is_share: bool = False
+    is_statistic: bool = False
+    from_input: bool = False
+
+
+@dataclass
+class Kept:
+    """A storage that autograd keeps."""
+
+    places: dict[str, None]
+    dtype: torch.dtype
+    size: int
+
+
+@dataclass
+class Watch:
+    """One run. `tallies` are complete after `backward`."""
+
+    compute: torch.dtype
+    splits: Mapping[str, Split]
+    place: str
+    tallies: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    looked_up: dict[str, int] = field(default_factory=dict)
+    """Tables that were read at places which no input decides, one place a token, such as learned positions; how many places."""
+    origins: weakref.WeakKeyDictionary[Any, Origin] = field(default_factory=weakref.WeakKeyDictionary)
+    kept: weakref.WeakKeyDictionary[Any, Kept] = field(default_factory=weakref.WeakKeyDictionary)
+    alive: dict[weakref.ref[Any], int] = field(default_factory=dict)
+    live: int = 0
+    before: dict[str, float] | None = None
+    """In backward: bytes that each layer and those before it keep."""
+
+    def own(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
+        """Nothing of parameters is counted, nor are token ids; floating inputs, which the runtime casts, belong to the layer that keeps them."""
+        for name, tensor in parameters.items():
+            self.origins[tensor.untyped_storage()] = Origin("", name)
+        for tensor in tree_leaves(inputs):
+            self.origins[tensor.untyped_storage()] = Origin("", from_input=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with saved_tensors_hooks(self._pack, self._unpack), _Functions(), _Operations(self):
+            yield
+
+    def backward(self, outputs: list[torch.Tensor], order: list[str]) -> None:
+        """The backward of `outputs`, whose layers ran in `order`; books what was kept."""
+        self._book()
+        total, self.before = 0.0, {}
+        for place in order:
+            tally = self.tallies[place]
+            total += tally.fixed_split + tally.fixed_whole + (tally.saved_split + tally.saved_whole) * self.compute.itemsize
+            self.before[place] = total
+        root = torch.stack([output.sum() for output in outputs]).sum()
+        outputs.clear()
+        root.backward()
+
+    # --- what is kept ---------------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+        storage = tensor.untyped_storage()
+        if storage in self.kept:
+            self.kept[storage].places[self.place] = None
+        elif storage not in self.origins or self.origins[storage].weight is None:
+            self.kept[storage] = Kept({self.place: None}, tensor.dtype, storage.nbytes())
+        return tensor, self.place
+
+    def _unpack(self, packed: tuple[torch.Tensor, str]) -> torch.Tensor:
+        tensor, self.place = packed
+        return tensor
+
+    def _book(self) -> None:
+        for storage, kept in self.kept.items():
+            origin = self.origins.get(storage, Origin(""))
+            if origin.from_input and not origin.place and not kept.dtype.is_floating_point:
+                continue
+            first = next(iter(kept.places))
+            blocks = sum(place.startswith("block.") for place in kept.places)
+            tally = self.tallies[origin.place if blocks > 1 and origin.place else first]
+            is_element = kept.dtype == self.compute and not origin.is_statistic
+            amount = kept.size / kept.dtype.itemsize * (1 if is_element else STATISTIC if origin.is_statistic else kept.dtype.itemsize)
+            name = f"{'saved' if is_element else 'fixed'}_{'split' if origin.is_share else 'whole'}"
+            setattr(tally, name, getattr(tally, name) + amount)
+
+    # --- operations -----------------------------------------------------------------------------------------------------------
+
+    def see(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not made:
+            return
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        storages = [tensor.untyped_storage() for tensor in given]
+        fresh = [storage for tensor in made if (storage := tensor.untyped_storage()) not in storages]
+        if self.before is not None:
+            self._hold(fresh, Origin(self.place))
+            tally = self.tallies[self.place]
+            tally.transient = max(tally.transient, self.live - self.before.get(self.place, 0.0))
+            return
+        if not fresh and not operation._schema.is_mutable:
+            return  # a view
+        origins = [self.origins.get(storage, Origin(self.place)) for storage in storages]
+        weights = [origin.weight for origin in origins if origin.weight is not None]
+        name = name_of(operation)
+        if name == "embedding" and weights and not origins[1].from_input and given[1].numel() <= made[0].shape[0] * given[1].shape[-1]:
+            self.looked_up[weights[0]] = given[1].shape[-1]
+        price = cost(operation, args, kwargs, given, made, bool(weights))
+        tally = self.tallies[self.place]
+        if not weights or len(weights) < len(given):
+            tally.flops += price.flops
+            tally.attention += price.attention
+            tally.moved += price.moved if name != "embedding" else 2 * made[0].numel() * made[0].element_size()
+        self._hold(fresh, self._origin(origins, weights, price.is_product))
+        if name in STATISTICS:
+            for tensor in made[1:]:
+                storage = tensor.untyped_storage()
+                self.origins[storage] = self.origins[storage]._replace(is_statistic=True)
+
+    def _origin(self, origins: list[Origin], weights: list[str], is_product: bool) -> Origin:
+        if origins and len(weights) == len(origins):
+            return Origin(self.place, weights[0])
+        is_share = any(origin.is_share for origin in origins)
+        if is_product and any(weight in self.splits for weight in weights):
+            is_share = not is_share  # column weights make shares, row weights end them
+        return Origin(self.place, None, is_share, from_input=any(origin.from_input for origin in origins))
+
+    def _hold(self, storages: list[Any], origin: Origin) -> None:
+        for storage in storages:
+            if storage in self.origins:
+                continue
+            self.origins[storage] = origin
+            reference = weakref.ref(storage, self._freed)
+            self.alive[reference] = storage.nbytes()
+            self.live += storage.nbytes()
+
+    def _freed(self, reference: weakref.ref[Any]) -> None:
+        self.live -= self.alive.pop(reference)
+
+
+class _Operations(TorchDispatchMode):
+    """Hands every operation to the watch."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is not torch.ops.prim.device.default:
+            self.watch.see(function, args, kwargs or {}, result)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    """Dropout and attention as a CUDA device runs them; a cache of keys and values, of no use in training, keeps nothing."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            return attention(*args, **kwargs)
+        if function is F.dropout:
+            return _dropout(*args, **kwargs)
+        if function is torch.cat and len(args[0]) == 2 and args[0][0].numel() == 0:
+            return args[0][1]
+        return function(*args, **kwargs)
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input
