@@ -30,6 +30,7 @@ PLANNING = {
     "simulate": 3,
     "report": 4,
     "elastic": 4,
+    "validation": 4,
 }
 RUNNING = {"models": 2, "anatomy": 2, "parallel": 3, "data": 3, "checkpoint": 3, "probe": 3, "train": 4}
 GROUND = ("base", "spec", "schedules")

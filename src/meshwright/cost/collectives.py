@@ -1,17 +1,21 @@
 """Time of collectives on the links that their group really spans.
 
-Ring, n ranks, S bytes of the whole tensor (Thakur, Rabenseifner, Gropp, 2005; NCCL):
+Ring, n ranks, S bytes of the whole tensor (Thakur, Rabenseifner, Gropp, 2005; NCCL), x seconds of bytes on the wire, a of hops:
 
-    all-gather, reduce-scatter   (n - 1) / n * S / B + (n - 1) hops
-    all-reduce                   twice that; or a tree, 2 S / B + 2 log2(nodes) hops between nodes: the shorter
+    all-gather, reduce-scatter   x = (n - 1) / n * S / B, a = n - 1 hops
+    all-reduce                   twice both; or a tree, x = 2 S / B, a = 2 log2(nodes) hops between nodes: the shorter
+    time                         x + a + PIPELINING sqrt(x a)
+
+The last term is what filling a pipeline of pieces costs when their size is the best one (a + x + 2 sqrt(a x), Sanders and Speck, 2003): it makes
+half of the bandwidth need tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce inside a node runs at the link's `adding` times B.
 
 Rings that cross nodes leave each node once per rank of the group in it, so that B is the link inside or that many network shares,
 whichever is less. A group is `ranks` ranks, `stride` devices apart, beginning at a multiple of ranks * stride; it lies in one domain when
 the domain holds whole groups.
 
 >>> links = Fabric(8, Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0), Link(name="IB", bandwidth=25e9, efficiency=1.0))
->>> float(group(links, 8, 1).gather(8e9))                # 7/8 of 8 GB at 300 GB/s and 7 hops
-0.023354333333333335
+>>> round(float(group(links, 8, 1).gather(8e9)), 4)       # 7/8 of 8 GB at 300 GB/s, 7 hops and the pipeline
+0.0243
 >>> group(links, 32, 1).bandwidth, group(links, 4, 8).bandwidth   # 8 network shares carry a ring over whole nodes, 1 a ring of one rank each
 (200000000000.0, 25000000000.0)
 """
@@ -25,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.cost.box import Array
-from meshwright.cost.constants import TREE_SHARE
+from meshwright.cost.constants import PIPELINING, SWITCH_RANKS, TREE_SHARE
 from meshwright.spec.cluster import Cluster, Link
 
 
@@ -47,22 +51,27 @@ def fabric(cluster: Cluster) -> Fabric:
 
 
 class Group(NamedTuple):
-    """What the ranks of one axis get: bytes/s of a ring, seconds of latency of one turn of it and of one tree. Numbers or arrays."""
+    """What the ranks of one axis get: bytes/s of a ring, of an all-reduce, seconds of hops of one turn of the ring and of one tree. Numbers or arrays."""
 
     ranks: Any
     bandwidth: Any
+    adding: Any
     turn: Any
     tree: Any
 
     def gather(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-gathers, or reduce-scatters, of `size` bytes in all."""
-        return (self.ranks - 1) / self.ranks * size / self.bandwidth + calls * self.turn
+        return _pipelined((self.ranks - 1) / self.ranks * size / self.bandwidth, calls * self.turn)
 
     def reduce(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-reduces of `size` bytes in all."""
-        ring = 2.0 * (self.ranks - 1) / self.ranks * size / self.bandwidth + calls * (2.0 * self.turn)
-        tree = 2.0 / TREE_SHARE * size / self.bandwidth + calls * (2.0 * self.tree)
+        ring = _pipelined(2.0 * (self.ranks - 1) / self.ranks * size / self.adding, calls * (2.0 * self.turn))
+        tree = _pipelined(2.0 / TREE_SHARE * size / self.bandwidth, calls * (2.0 * self.tree))
         return np.minimum(ring, tree)
+
+
+def _pipelined(wire: Any, hops: Any) -> Any:
+    return wire + hops + PIPELINING * np.sqrt(wire * hops)
 
 
 def group(links: Fabric, ranks: int, stride: int) -> Group:
@@ -72,15 +81,17 @@ def group(links: Fabric, ranks: int, stride: int) -> Group:
     """
     near, far = links.near, links.far
     if ranks == 1:
-        return Group(1, 1.0, 0.0, 0.0)
+        return Group(1, 1.0, 1.0, 0.0, 0.0)
     if links.domain % (ranks * stride) == 0:
-        return Group(ranks, near.bandwidth * near.efficiency, (ranks - 1) * near.latency, ceil(log2(ranks)) * near.latency)
+        rate = near.bandwidth * near.efficiency
+        adding = rate * (near.adding if ranks >= SWITCH_RANKS else 1.0)
+        return Group(ranks, rate, adding, (ranks - 1) * near.latency, ceil(log2(ranks)) * near.latency)
     beside = max(links.domain // stride, 1) if ranks * stride > links.domain else 1
     nodes = ceil(ranks / beside)
     wire = far.bandwidth * far.efficiency * beside
     bandwidth = min(wire, near.bandwidth * near.efficiency) if beside > 1 else wire
     turn = (ranks - nodes) * near.latency + (nodes - 1) * far.latency
-    return Group(ranks, bandwidth, turn, ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency)
+    return Group(ranks, bandwidth, bandwidth, turn, ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency)
 
 
 def stack(groups: Sequence[Group]) -> Group:

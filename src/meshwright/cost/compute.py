@@ -18,6 +18,7 @@ import numpy as np
 from meshwright.cost import constants
 from meshwright.cost.box import Array, Cut
 from meshwright.cost.collectives import group
+from meshwright.cost.products import products, sustained
 from meshwright.cost.setting import BLOCK, EMBEDDING, HEAD, Setting
 from meshwright.spec.model import Layer
 
@@ -33,11 +34,12 @@ class Work(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The weights of a layer that multiply, on one tensor rank: FLOPs per token, elements, elements in and out per token, products."""
+    """The weights of a layer that multiply, on one tensor rank: FLOPs per token, elements, outputs, inputs, products of each."""
 
     flops: Array
     weights: Array
-    sides: Array
+    outputs: Array
+    inputs: Array
     products: Array
 
 
@@ -45,18 +47,22 @@ def matrices(layer: Layer, cut: Cut) -> Matrices:
     """`layer.flops` shared among its weights by their size. Stacked experts are one product each; the busiest of their ranks counts."""
     weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
     whole = sum(weight.numel for weight in weights)
-    flops, local, sides, products = [], [], [], []
+    rows = []
     for weight in weights:
         degree = cut.expert_tensor if cut.apart(weight) else cut.tp
         share = weight.local_numel(degree) / weight.numel
         held = cut.ep if cut.apart(weight) else 1
         busy = share * degree / cut.tp * (constants.EXPERT_IMBALANCE if held > 1 else 1.0)
-        flops.append(layer.flops * weight.numel / whole * busy)
-        local.append(weight.numel * share / held)
-        plane = [size * (share if weight.split == axis else 1.0) for axis, size in enumerate(weight.shape)]
-        sides.append(sum(plane[-2:]) if len(plane) < 4 else 0.0)
-        products.append(max(weight.experts // held, 1))
-    return Matrices(*(np.array(values, dtype=float) for values in (flops, local, sides, products)))
+        plane = [size * (share if weight.split == axis else 1.0) for axis, size in enumerate(weight.shape)][-2:]
+        rows.append(
+            (
+                layer.flops * weight.numel / whole * busy,
+                weight.numel * share / held,
+                *(plane if len(weight.shape) < 4 else (0.0, 0.0)),
+                max(weight.experts // held, 1),
+            )
+        )
+    return Matrices(*np.array(rows, dtype=float).reshape(-1, 5).T)
 
 
 def work(setting: Setting, cut: Cut, stride: int, tokens: Array, sequence_parallel: Array) -> Work:
@@ -74,20 +80,25 @@ def work(setting: Setting, cut: Cut, stride: int, tokens: Array, sequence_parall
 
 def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_parallel: Array) -> tuple[Array, Array, Array]:
     """Forward, backward, and of forward the attention core, (b, s)."""
-    tp, device, size = cut.tp, setting.device, setting.recipe.size
-    rate = setting.rate * device.efficiency * constants.SUSTAINED
+    tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_SHARE
     parts = matrices(layer, cut)
-    multiply = parts.flops[:, None] * tokens / rate
-    move = size * (parts.weights[:, None] + parts.sides[:, None] * tokens) / bandwidth
-    products = (np.maximum(multiply, move) + parts.products[:, None] * constants.KERNEL_RAMP).sum(axis=0)
-    attention = layer.attention_flops / tp * setting.job.workload.sequence * tokens / (rate * constants.ATTENTION_SHARE)
-    elements = layer.moved * tokens[:, None] * local_share(layer, size, tp, sequence_parallel)
-    rest = elements * size / bandwidth
-    kernels = (1 + parts.products.sum()) * constants.KERNELS_PER_MATRIX * constants.LAUNCH
-    forward = (products + attention)[:, None] + rest
-    backward = (constants.BACKWARD * products + constants.ATTENTION_BACKWARD * attention)[:, None] + constants.BACKWARD * rest
-    core = np.broadcast_to(attention[:, None], forward.shape)
+    context = setting.job.workload.sequence
+    forward_products, backward_products = products(setting, parts, tokens, layer.name == BLOCK)
+    rate = sustained(setting, setting.recipe.name) * device.attention * practice.attention
+    attention = layer.attention_flops / tp * context * tokens / rate
+    scores = layer.context_moved / tp * context * tokens * (size / bandwidth)
+    rest = layer.moved * tokens[:, None] * local_share(layer, size, tp, sequence_parallel) * (size / bandwidth) + scores[:, None]
+    forward = (forward_products + attention)[:, None] + rest
+    held = parts.weights.sum() * constants.ACCUMULATION_PASSES * setting.gradient / bandwidth
+    backward = (backward_products + constants.ATTENTION_BACKWARD * attention)[:, None] + constants.BACKWARD * rest + held
+    if practice.products and layer.name == BLOCK:
+        casts = constants.CAST_PASSES * size / bandwidth * tokens[:, None]
+        forward, backward = forward + parts.inputs.sum() * casts, backward + (parts.inputs.sum() + parts.outputs.sum()) * casts
+    if layer.name == BLOCK:
+        backward = backward + practice.repeated_products * forward_products[:, None] + practice.repeated_rest * rest
+    core = np.broadcast_to((attention + scores)[:, None], forward.shape)
+    kernels = (1 + parts.products.sum()) * constants.KERNELS_PER_MATRIX * constants.LAUNCH * practice.launch
     if setting.on_host:
         return forward + kernels, backward + constants.BACKWARD * kernels, core
     return np.maximum(forward, kernels), np.maximum(backward, constants.BACKWARD * kernels), core
@@ -116,7 +127,9 @@ def _exchange(setting: Setting, layer: Layer, tensor: tuple[int, int], tokens: A
     total = np.where(sequence_parallel, 2.0 * ranks.gather(state), ranks.reduce(state))
     gather = np.where(sequence_parallel, ranks.gather(state), 0.0)
     if layer.name == BLOCK:
-        return constants.TENSOR_PAIRS * total, constants.TENSOR_PAIRS * (total + gather)
+        hidden = setting.practice.tensor_hidden
+        seen = constants.TENSOR_PAIRS * (1.0 - hidden * (1.0 - constants.OVERLAP_SLOWDOWN))
+        return seen * total, seen * (total + gather)
     if layer.name == EMBEDDING:
         return ranks.reduce(state) + none, gather + none
     if layer.name == HEAD:

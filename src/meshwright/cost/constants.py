@@ -31,6 +31,12 @@ KERNEL_RAMP = 3e-6
 """Seconds that a matrix product loses to start and end. calculon's A100 table of efficiencies (0.95 from 128 GFLOP, 0.90 from 16, 0.60
 from 1) is peak plus 2 to 3 us a product."""
 
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
+"""Tiles of a matrix product and the share of the best rate that they reach (NVIDIA, Matrix Multiplication Background, figure 6)."""
+
+SPLIT_SHARE = 0.7
+"""Of a turn, for products with fewer tiles than processors: cutting the inner dimension fills the rest but for the sum of the parts."""
+
 LAUNCH = 5e-6
 """Seconds of the host to launch one kernel: below this the device waits for the host (7 us in autoparallel's docs, measured 4 to 7)."""
 
@@ -46,6 +52,12 @@ BACKWARD = 2.0
 
 ATTENTION_BACKWARD = 2.5
 """Of fused attention, which multiplies five times backward and twice forward (arXiv 2307.08691, section 3.1)."""
+
+ACCUMULATION_PASSES = 2
+"""Of each micro-batch over the held gradients: read and write, at least."""
+
+CAST_PASSES = 2.0
+"""Elements of the compute type that move for each operand of an 8-bit product: read for the largest, read, written, written transposed at half size."""
 
 TENSOR_PAIRS = 2
 """Sums over the tensor ranks in one block and direction, attention and feed-forward (Megatron-LM, arXiv 1909.08053, figure 4). Sequence
@@ -75,6 +87,13 @@ HOST_UPDATE = 4e9
 
 FETCHED = 2
 """Layers of weights or of activations that stay on the device while the rest waits on the host: the one that runs and the next one."""
+
+PIPELINING = 1.3
+"""Of sqrt(wire x hops), what filling the pipeline of a collective costs: 2 in theory with pieces of the best size; 0.4 to 1.5 in all-reduces of
+nccl-tests on 8 A100 and H200, 2 in all-gathers of 256 MiB on H100."""
+
+SWITCH_RANKS = 5
+"""Ranks from which NCCL lets the switch add (NVLS): rings are quicker up to 4 (measured on H200 and B200)."""
 
 TREE_SHARE = 0.9
 """Of a ring's bandwidth that NCCL's double trees reach between nodes (NCCL src/graph/tuning.cc)."""

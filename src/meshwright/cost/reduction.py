@@ -68,7 +68,8 @@ def _over(setting: Setting, ranks: list[int], strides: list[int]) -> Group:
 
 def traffic(setting: Setting, box: Box, states: States, forward: Array, backward: Array) -> Traffic:
     """`forward` and `backward`: seconds of one micro-batch on each kind of rank, beside which communication can run."""
-    size = setting.recipe.size
+    size, practice = setting.recipe.size, setting.practice
+    sent = (practice.reduced or size) / size
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
     zero = lift([shards.zero for shards in box.shards], "z")
@@ -76,18 +77,22 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
     if box.layout.ep > 1:
         experts = states.experts * size
         volumes.append(Volume(experts, states.expert_units, 0.0 * experts, 0.0 * experts, *expert_groups(setting, box)))
-    scatter: Array = sum(each.shard.gather(each.whole, each.units) for each in volumes)
-    over_replicas: Array = sum(each.replicate.reduce(each.whole / each.shard.ranks, each.units) for each in volumes)
+    scatter: Array = sum(each.shard.gather(each.whole * sent, each.units) for each in volumes)
+    share: Array = scatter if sent == 1 else sum(each.shard.gather(each.whole, each.units) for each in volumes)
+    over_replicas: Array = sum(each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes)
     fetched_alone: Array = sum(each.shard.gather(each.lone) for each in volumes)
-    last: Array = sum(np.where(zero == 0, each.replicate.reduce(each.last), each.shard.gather(each.last)) for each in volumes)
 
-    ahead = scatter - fetched_alone
+    ahead = share - fetched_alone
     at_three = fetched_alone * 2.0 + beside(ahead, forward) + beside(ahead + scatter, backward)
     at_two = beside(scatter, backward)
     each_micro_batch = np.where(zero == 3, at_three, np.where(zero == 2, at_two, 0.0))
     reduce = np.where(zero == 0, over_replicas, np.where(zero == 1, scatter, 0.0))
-    after = np.where(zero == 0, 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), scatter, 0.0)
-    return Traffic(each_micro_batch, beside(reduce, backward) + last + after)
+    if practice.reduce_hidden:
+        last = [np.where(zero == 0, each.replicate.reduce(each.last * sent), each.shard.gather(each.last * sent)) for each in volumes]
+        reduce = beside(reduce, backward) + sum(last)
+    fetched = beside(share, forward) if practice.gather_hidden else share
+    after = np.where(zero == 0, 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), fetched, 0.0)
+    return Traffic(each_micro_batch, reduce + after)
 
 
 def update(setting: Setting, box: Box, states: States) -> Array:

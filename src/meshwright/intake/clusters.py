@@ -22,7 +22,7 @@ _GROUP = re.compile(r"(?:(\d+)x)?(\d+):([A-Za-z0-9_.+-]+)")
 _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*G(?:b|bit|bps|bit/s|b/s)")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB/s|GBps)?")
 _LATENCY = "6 us"
-DEVICE_FIELDS = ("name", "memory", "bandwidth", "peak", "efficiency", "context", "source")
+DEVICE_FIELDS = ("name", "memory", "bandwidth", "peak", "efficiency", "sustained", "attention", "processors", "context", "source")
 
 
 def read_cluster(text: str) -> Cluster:

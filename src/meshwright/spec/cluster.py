@@ -16,6 +16,11 @@ class Device(Noun):
     bandwidth: BytesPerSecond = Field(description="of its memory")
     peak: dict[str, FlopsPerSecond] = Field(description="dense matrix products by precision: fp32, tf32, fp16, bf16, fp8, fp64")
     efficiency: float = Field(default=0.8, gt=0, le=1, description="share of peak that large matrix products reach")
+    sustained: dict[str, float] = Field(
+        default_factory=dict, description="by precision, the part of that which a warm device keeps up for days"
+    )
+    attention: float = Field(default=0.75, gt=0, description="rate of FlashAttention-2 over that of large matrix products")
+    processors: int = Field(default=0, ge=0, description="that share the tiles of a product; 0: products lose nothing to tiles")
     context: Bytes = Field(default=0.0, description="memory that the driver and its libraries take")
     price: float | None = Field(default=None, ge=0, description="per device hour")
     source: str = ""
@@ -29,6 +34,7 @@ class Link(Noun):
     bandwidth: BytesPerSecond = Field(gt=0, description="of one device, one direction")
     latency: Seconds = Field(default=5e-6)
     efficiency: float = Field(default=0.85, gt=0, le=1, description="share of bandwidth that large collectives reach")
+    adding: float = Field(default=1.0, ge=1, description="rate of all-reduces over that of rings, where the switch adds")
 
 
 class NodeGroup(Noun):

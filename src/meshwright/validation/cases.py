@@ -1,0 +1,228 @@
+"""A row of the tables as a job, the plans that it can mean, and what was measured; or the reason why it cannot be predicted.
+
+What the source leaves out (micro-batch, virtual stages, recompute) is chosen as its authors would have: the fastest plan that fits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import StrEnum
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from meshwright.base.errors import InputError
+from meshwright.catalog import read as catalog
+from meshwright.cost.practice import Practice
+from meshwright.intake.clusters import parse_cluster, read_link
+from meshwright.intake.sizes import Sizes, catalog_sizes
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import Plan, Recompute, Schedule
+from meshwright.spec.rules import faults
+from meshwright.spec.workload import Optimizer, Workload
+from meshwright.validation.kernels import Kernels, spec_of
+from meshwright.validation.systems import System, system_of
+from meshwright.validation.tables import Row
+
+GIB = 2**30
+
+
+class Meter(StrEnum):
+    """What a source's memory figure means."""
+
+    first = "peak allocated on rank 0"
+    last = "peak allocated on the last rank"
+    fullest = "peak allocated, fullest rank"
+    reserved = "peak reserved, fullest rank"
+    device = "whole device (nvidia-smi)"
+
+
+class Case(NamedTuple):
+    """`plans`: one where the source states all of it. `seconds`, `memory` (bytes): None where not measured."""
+
+    row: Row
+    job: Job
+    practice: Practice
+    plans: tuple[Plan, ...]
+    seconds: float | None
+    meter: Meter | None
+    memory: float | None
+
+    @property
+    def ran(self) -> bool:
+        return self.row.text("status") == "ok"
+
+
+def case_of(row: Row) -> Case | str:
+    """The case, or why there is none."""
+    system = system_of(row)
+    reason = _unfit(row, system)
+    if reason or system is None:
+        return reason or "framework unknown"
+    try:
+        sizes = sizes_of(row, system)
+        cluster = cluster_of(row)
+        job = Job(model=_spec(row.text("model"), sizes, system.kernels), cluster=cluster, workload=workload_of(row))
+        plans = tuple(plan for plan in plans_of(row, system) if not any(faults(job, plan)))
+    except (InputError, ValueError) as error:
+        return f"not a plan of ours: {str(error).splitlines()[0][:90]}"
+    if not plans:
+        return "no plan of ours with these degrees"
+    meter = meter_of(row)
+    memory = row.number("mem_gb")
+    seconds = row.number("step_time_s")
+    if seconds is None and (rate := row.number("tokens_per_s_per_gpu")) is not None:
+        seconds = job.workload.tokens / (rate * cluster.devices)
+    return Case(row, job, system.practice, plans, seconds, meter, memory * GIB if memory and meter else None)
+
+
+def _unfit(row: Row, system: System | None) -> str:
+    """Why `row` is out of the question."""
+    task = row.text("task")
+    if row.text("status") == "analytic":
+        return "a formula, no measurement"
+    if system is None:
+        return "framework unknown"
+    if re.search("lora|layer micro", task):
+        return "adapters or single layers are not modelled"
+    if "8bit" in row.text("optimizer").lower() or row.text("offload") not in ("", "none"):
+        return "offload and 8-bit states are not modelled"
+    if any(not row.states(name) for name in ("layers", "hidden", "heads", "vocab", "seq", "gpus")):
+        return "the source does not state the model"
+    if not row.states("global_batch") and not row.states("micro_batch"):
+        return "the source states no batch"
+    if not row.states("global_batch") and row.states("step_time_s"):
+        return "the source states no batch"
+    if "ragged" in row.text("notes") and not row.states("micro_batch"):
+        return "the source states no batch"
+    return ""
+
+
+def sizes_of(row: Row, system: System) -> Sizes:
+    """The architecture that the columns state; experts from the catalog's row of the same shape."""
+    shape = {name: row.count(name) for name in ("layers", "hidden", "heads", "vocab", "seq")}
+    shape["kv_heads"] = row.count("kv_heads", shape["heads"])
+    experts = row.count("experts", 0)
+    if experts > 1:
+        return _expert_sizes(shape, experts)
+    bert = "bert" in row.text("model").lower()
+    mlp = row.text("mlp_type") or "swiglu"
+    tied = row.text("tied") == "1" and not ("nanotron" in system.name and row.count("pp") > 1)
+    given: dict[str, Any] = {**shape, "ffn": row.count("ffn", 4 * shape["hidden"]), "tied_embeddings": tied}
+    if bert:
+        return Sizes(kind="bert", mlp="gelu", norm="ln", linear_bias=True, pos="learned", types=2, embedding_norm=True, **given)
+    if mlp == "swiglu":
+        return Sizes(kind="decoder", mlp="swiglu", norm="rms", pos="rope", **given)
+    given |= {"mlp": mlp, "linear_bias": system.bias, "pos": "learned" if system.learned else "rope"}
+    return Sizes(kind="decoder", norm="ln", **given)
+
+
+def _expert_sizes(shape: dict[str, int], experts: int) -> Sizes:
+    for known in catalog.models().values():
+        if all(known.get(name) == str(shape[name]) for name in ("layers", "hidden", "heads")) and known.get("experts") == str(experts):
+            return catalog_sizes(known).but(seq=shape["seq"])
+    raise InputError("experts of this shape are not in the catalog")
+
+
+@lru_cache(maxsize=512)
+def _spec(name: str, sizes: Sizes, kernels: Kernels) -> ModelSpec:
+    return spec_of(name, sizes, kernels)
+
+
+def cluster_of(row: Row) -> Cluster:
+    """Nodes of the stated device, with the stated network where it says a rate."""
+    per_node = min(row.count("gpus_per_node", 8), row.count("gpus"))
+    nodes, rest = divmod(row.count("gpus"), per_node)
+    if rest:
+        raise InputError(f"{row.count('gpus')} devices are no whole number of nodes of {per_node}")
+    return _cluster(nodes, per_node, device_name(row), network_of(row))
+
+
+@lru_cache(maxsize=256)
+def _cluster(nodes: int, devices: int, device: str, network: str) -> Cluster:
+    cluster = parse_cluster(f"{nodes}x{devices}:{device}")
+    return cluster.but(network=read_link(network, devices)) if network else cluster
+
+
+def device_name(row: Row) -> str:
+    """`A100` with 80 GB is a100-80gb; parts with one memory size have their plain name."""
+    name, memory = row.text("gpu").lower().replace(" ", "-"), row.text("gpu_mem_gb").split(".")[0]
+    rows = catalog.devices()
+    for word in (f"{name}-{memory}gb", name, name.replace("rtx", "rtx-"), f"rtx-{name}"):
+        if (found := catalog.find(rows, word)) is not None:
+            return str(found["name"])
+    raise InputError(f"device {name} with {memory} GB is not in the catalog")
+
+
+def network_of(row: Row) -> str:
+    """`4x Omni-Path 100Gb/s per node` is 4x100Gb; a rate per node or per device; '' where the source says none."""
+    text = row.text("inter_link")
+    if "EFA" in text:
+        return "efa-p5" if "3200" in text else "efa-p4d"
+    rate = re.search(r"(\d+)\s*Gb(?:/s|ps)", text)
+    if rate is None:
+        return ""
+    ports = re.search(r"(\d+)x", text)
+    if "measured per node" in text or "single NIC" in text or (ports is None and "per GPU" not in text):
+        return f"1x{rate[1]}Gb"
+    return f"{ports[1]}x{rate[1]}Gb" if ports else f"{rate[1]}Gb"
+
+
+def workload_of(row: Row) -> Workload:
+    precision = {"fp8": "bf16"}.get(row.text("prec_class"), row.text("prec_class"))
+    batch = row.count("global_batch", 0) or row.count("micro_batch") * row.count("dp") * max(row.count("pp"), 1)
+    return Workload(sequence=row.count("seq"), batch=batch, precision=precision, optimizer=Optimizer())  # type: ignore[arg-type]
+
+
+def plans_of(row: Row, system: System) -> Iterator[Plan]:
+    """Every plan that the row can mean."""
+    batch = workload_of(row).batch
+    dp, pp, tp = row.count("dp"), row.count("pp"), row.count("tp")
+    micro = [row.count("micro_batch")] if row.states("micro_batch") else [size for size in (1, 2, 4, 8, 16) if batch % (dp * size) == 0]
+    if pp == 1 and not row.states("micro_batch") and system.name != "Megatron-Core":
+        micro = [batch // dp]
+    virtual = [row.count("vpp")] if row.states("vpp") or system.name != "Megatron-Core" else [1, 2, 3, 4, 6, 8]
+    stated = row.text("activation_ckpt")
+    again = [stated] if stated else ["none", "selective", "full"]
+    for size, stages, ckpt in product(micro, virtual, again):
+        yield plan_of(row, system, (dp, pp, tp), (size, stages if pp > 1 else 1, ckpt))
+
+
+def plan_of(row: Row, system: System, degrees: tuple[int, int, int], choices: tuple[int, int, str]) -> Plan:
+    (dp, pp, tp), (micro_batch, virtual, ckpt) = degrees, choices
+    zero = row.count("zero_stage", 0)
+    shard = min(row.count("hsdp", dp), dp) if zero else 1
+    recompute = {"full": Recompute.layer, "selective": Recompute.selective if system.selective == "core" else Recompute.none}
+    return Plan(
+        dp_replicate=dp // shard,
+        dp_shard=shard,
+        tp=tp,
+        sequence_parallel=tp > 1 and row.text("sp") == "1",
+        pp=pp,
+        cp=row.count("cp"),
+        ep=row.count("ep"),
+        zero=zero,
+        micro_batch=micro_batch,
+        schedule=Schedule.interleaved if virtual > 1 else Schedule.one_f_one_b,
+        virtual_stages=virtual,
+        recompute=recompute.get(ckpt, Recompute.none),
+    )
+
+
+def meter_of(row: Row) -> Meter | None:
+    """What the figure in `mem_gb` means."""
+    kind = row.text("mem_kind").lower()
+    if not kind or "analytic" in kind or "formula" in kind:
+        return None
+    if "last rank" in kind:
+        return Meter.last
+    if "rank-0" in kind or "rank 0" in kind:
+        return Meter.first
+    if "reserved" in kind:
+        return Meter.reserved
+    if "nvidia-smi" in kind:
+        return Meter.device
+    return Meter.fullest

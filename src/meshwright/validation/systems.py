@@ -1,0 +1,186 @@
+"""What the framework behind a row does: facts of its code, stated here once with their source; no number is fitted to a row.
+
+The first entry whose pattern is found in the row's `system` counts. What the row itself says (attention kernel, recompute, compiled or not,
+sequence parallelism) beats the entry.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from meshwright.cost.practice import Practice
+from meshwright.validation.kernels import Kernels
+from meshwright.validation.tables import Row
+
+
+class System(NamedTuple):
+    """A framework. `bias`, `positions`: of models that only it names; `shape`: biases and learned positions of a plain GPT."""
+
+    name: str
+    pattern: str
+    source: str
+    practice: Practice
+    kernels: Kernels
+    bias: bool = False
+    learned: bool = False
+    selective: str = "core"
+    """What `selective` recompute means: the attention core, every second product and the operations around (`op`), gelu alone (`gelu`)."""
+    searches: tuple[str, ...] = ()
+    """What its tables leave out and its authors tuned: the planner chooses among what fits."""
+
+
+FIRST_FLASH = 0.55
+"""Rate of the first FlashAttention over that of the second (arXiv 2307.08691: about twice as fast). `flash-attn` without a number is the first."""
+
+EAGER = Kernels(norm=False, rotation=False, product=False, residual=False, loss=7.0)
+MEGATRON = Practice(gradient=4, reduced=4, reduce_hidden=False)
+CORE = Practice(gradient=4, reduced=4, gather_hidden=True, attention=1.0)
+
+SYSTEMS = (
+    System(
+        "Megatron-Core",
+        r"Megatron-(Core|Bridge)|NeMo",
+        "Megatron-LM README and NeMo performance recipes: distributed optimizer with overlapped reduction and gather, Transformer Engine, "
+        "cuDNN attention, tensor traffic overlapped in pieces, float32 main gradients",
+        Practice(gradient=4, reduced=4, gather_hidden=True, attention=2.0, tensor_hidden=0.5),
+        Kernels(),
+        learned=True,
+        bias=True,
+    ),
+    System(
+        "Megatron-DeepSpeed",
+        r"Megatron-DeepSpeed",
+        "BigScience chronicles: float16 with float32 main gradients, fused softmax, gradients reduced after backward",
+        Practice(reduce_hidden=False),
+        Kernels(flash=False, dropout=True),
+        bias=True,
+        learned=True,
+    ),
+    System(
+        "Megatron-LM",
+        r"Megatron-LM",
+        "arXiv 2104.04473 and 2205.05198, code of the time: fused softmax, bias-gelu and bias-dropout-add, dropout 0.1, unfused attention, "
+        "float32 main gradients (18 bytes a parameter), one all-reduce after backward",
+        MEGATRON,
+        Kernels(flash=False, dropout=True),
+        bias=True,
+        learned=True,
+    ),
+    System(
+        "nanotron",
+        r"nanotron",
+        "nanotron 0.5: flash-attention 2, fused norm and rotation, silu and product apart, float32 gradient accumulation, logits cut by "
+        "vocabulary; reduction beside the last backward, ZeRO-1 gathers after the update",
+        Practice(gradient=4, reduced=4),
+        Kernels(product=False),
+    ),
+    System(
+        "FSDP",
+        r"llm-foundry|Composer",
+        "llm-foundry: FSDP1 with flash attention, low-precision LayerNorm, eager gelu, no biases, learned positions, no dropout; gradients "
+        "reduced in bf16 (PURE) or float32 (DEFAULT, the H100 tables)",
+        Practice(),
+        Kernels(product=False, residual=False, loss=7.0),
+        learned=True,
+        searches=(),
+    ),
+    System(
+        "torchtitan",
+        r"torchtitan",
+        "torchtitan: FSDP2 with float32 shards, bf16 gather, float32 reduction; SDPA; compiled block by block where stated; selective "
+        "recompute by operation, every second product again",
+        Practice(reduced=4),
+        EAGER,
+        selective="op",
+    ),
+    System(
+        "Lightning FSDP",
+        r"Lightning|TinyLlama",
+        "TinyLlama README: FSDP, flash-attention 2, fused norm, swiglu, rotation and cross-entropy",
+        Practice(),
+        Kernels(loss=3.0),
+    ),
+    System(
+        "InternEvo",
+        r"InternEvo",
+        "InternEvo training performance page: flash attention, fused norm, hybrid ZeRO-1 with reduction and gather overlapped, bf16 gradients",
+        Practice(gather_hidden=True),
+        Kernels(),
+    ),
+    System(
+        "torchtune",
+        r"torchtune",
+        "torchtune README: pure bf16, weights, gradients and states; eager modules of torch",
+        Practice(master=0),
+        EAGER,
+    ),
+    System(
+        "Hugging Face",
+        r"HF Trainer",
+        "transformers modules, operation by operation; DeepSpeed with bf16 gradients",
+        Practice(),
+        EAGER,
+    ),
+    System(
+        "llm.c",
+        r"llm\.c",
+        "llm.c: CUDA without a framework, cuDNN attention, fused classifier, gelu made again, ZeRO-1 after backward",
+        Practice(reduce_hidden=False, launch=0.1),
+        Kernels(loss=3.0),
+        bias=True,
+        learned=True,
+        selective="gelu",
+    ),
+    System(
+        "OneFlow",
+        r"OneFlow",
+        "OneFlow-GPT of DLPerf: a compiled graph, fused softmax, dropout, gradients reduced beside backward",
+        Practice(launch=0.3),
+        Kernels(flash=False, dropout=True),
+        bias=True,
+        learned=True,
+    ),
+    System(
+        "DDP",
+        r"DDP|DeepSpeed transformer",
+        "NVIDIA DeepLearningExamples BERT: DDP, half precision by AMP, unfused attention, dropout, head on masked places (20 of 128, 80 of 512)",
+        Practice(),
+        Kernels(flash=False, dropout=True, residual=False, product=True, labelled=0.156),
+        bias=True,
+        learned=True,
+    ),
+    System(
+        "Alpa",
+        r"Alpa",
+        "Alpa: XLA fuses element-wise operations and makes attention from products; the whole step is one compiled program",
+        Practice(launch=0.3),
+        Kernels(flash=False),
+        bias=True,
+        learned=True,
+    ),
+)
+
+
+def system_of(row: Row) -> System | None:
+    """The framework of `row`, with what the row says of its kernels."""
+    word = row.text("system")
+    found = next((system for system in SYSTEMS if re.search(system.pattern, word)), None)
+    if found is None:
+        return None
+    kernels, practice = found.kernels, found.practice
+    stated = row.text("attn_impl").lower()
+    if stated == "flash-attn":
+        practice = practice._replace(attention=FIRST_FLASH)
+    if stated:
+        kernels = kernels._replace(flash="flash" in stated or "sdpa" in stated)
+    if row.text("compile") == "1":
+        kernels = kernels._replace(norm=True, rotation=True, product=True, residual=True, loss=5.0)
+        practice = practice._replace(launch=0.3)
+    if row.text("prec_class") == "fp8":
+        practice = practice._replace(products="fp8")
+    if "DEFAULT (" in row.text("notes") or "mixed_precision=DEFAULT" in row.text("notes"):
+        practice = practice._replace(reduced=4)
+    if row.text("activation_ckpt") == "selective" and found.selective == "op":
+        practice = practice._replace(repeated_products=0.5, repeated_rest=1.0)
+    return found._replace(kernels=kernels, practice=practice)
