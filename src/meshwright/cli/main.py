@@ -20,6 +20,8 @@ COMMANDS = (
     ("train", "plan, launch and train; go on where a run stopped"),
     ("plan", "rank the plans for a job and say why the others lost"),
     ("estimate", "memory and time of one plan, item by item, stage by stage"),
+    ("simulate", "play a step action by action, or months of a fleet that fails"),
+    ("fit", "the largest model that fits, the smallest cluster for a model"),
     ("verify", "compare a plan with one device: loss, every gradient, counts"),
     ("report", "a run, or several, as text"),
     ("checkpoint", "list, verify, export and import checkpoints"),
@@ -27,7 +29,7 @@ COMMANDS = (
     ("doctor", "check this machine: devices, backends, bandwidth, versions"),
     ("schema", "the JSON Schema of a job file, for editors"),
 )
-QUICK = (["plan"], ["estimate"], ["catalog"], ["schema"])
+QUICK = (["plan"], ["estimate"], ["simulate"], ["fit"], ["catalog"], ["schema"])
 HELP = """Any PyTorch model, any cluster: plan it, prove it, run it, keep it running.
 
 "meshwright train" alone trains a small model on this machine. "meshwright COMMAND --help" shows options and an example.

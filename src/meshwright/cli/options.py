@@ -29,7 +29,7 @@ def _option(text: str) -> Parameter:
 class Shared:
     """What is planned. An option beats the same entry of the job file."""
 
-    model: Annotated[str | None, _option("catalog name, folder with config.json, architecture file, or package.module:function")] = None
+    model: Annotated[str | None, _option("catalog name, size (200b), folder with config.json, architecture file, or package.module:function")] = None
     cluster: Annotated[str | None, _option("local, a file, or NODESxDEVICES:device[@LINK] joined by +, such as 8x8:a100-80gb")] = None
     batch: Annotated[int | None, _option("sequences per optimizer step, over all devices")] = None
     seq: Annotated[int | None, _option("tokens per sequence")] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -26,6 +26,7 @@ class Shown:
     why_not: Annotated[str | None, Parameter(help="a plan, or pins such as tp=8,pp=8: the limit that it breaks or the time it loses")] = (
         None
     )
+    advice: Annotated[bool, Parameter(negative="", help="six questions answered for this job, and what an improvement would bring")] = False
     save: Annotated[Path | None, Parameter(help="write the best plan to this file, for --plan")] = None
     lang: Language = None
 
@@ -64,9 +65,7 @@ def plan(
     if shown.why_not is not None:
         _why_not(question, answer, shown.why_not, language, json)
     elif json:
-        from meshwright.report.plans import answer_data
-
-        say_json(answer_data(question, answer))
+        say_json(_data(question, answer, language, shown))
     else:
         _answer(question, answer, language, shown)
     if shown.save is not None:
@@ -81,11 +80,34 @@ def _answer(question: Job, answer: Answer, language: str, shown: Shown) -> None:
     from meshwright.search.explain import explain
 
     say(answer_text(question, answer, explain(question, answer), language))
+    if shown.advice:
+        from meshwright.report.plans import told
+        from meshwright.search.advice import advise
+
+        say("\n" + told(advise(question, answer), language))
     if shown.why:
         from meshwright.report.why import families_text
         from meshwright.search.why_not import families_against
 
         say("\n" + families_text(answer, families_against(question, answer), language))
+
+
+def _data(question: Job, answer: Answer, language: str, shown: Shown) -> dict[str, Any]:
+    """The same as data: what was asked beside the plans has a key of its own."""
+    from meshwright.report.plans import answer_data
+
+    data = answer_data(question, answer)
+    if shown.why:
+        from meshwright.report.why import lost_data
+        from meshwright.search.why_not import families_against
+
+        data["families"] = [lost_data(found) for found in families_against(question, answer)]
+    if shown.advice:
+        from meshwright.search.advice import advise
+        from meshwright.words.say import say as said
+
+        data["advice"] = [said(sentence, language) for sentence in advise(question, answer)]
+    return data
 
 
 def _why_not(question: Job, answer: Answer, asked: str, language: str, json: bool) -> None:

@@ -18,6 +18,7 @@ from meshwright.base.errors import InputError
 from meshwright.catalog import read as catalog
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.clusters import cluster_of, read_cluster
+from meshwright.intake.generic import title
 from meshwright.intake.models import read_sizes
 from meshwright.intake.plans import pins_of, read_pins, read_plan
 from meshwright.intake.sizes import Sizes
@@ -131,7 +132,7 @@ def resolve(file: JobFile) -> Job:
     workload = fill(file.workload, sizes, cluster)
     check_precision(workload, cluster)
     pins = pins_from(file)
-    return Job(model=model_spec(file.model.source, sizes), cluster=cluster, workload=workload, pins=pins)
+    return Job(model=model_spec(title(file.model.source), sizes), cluster=cluster, workload=workload, pins=pins)
 
 
 def load(path: str | Path) -> Job:

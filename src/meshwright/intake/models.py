@@ -1,4 +1,4 @@
-"""`--model`: a catalog name, a folder with a Hugging Face `config.json`, or an architecture file, to sizes and to `ModelSpec`.
+"""`--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a size such as `200b`, to sizes and to `ModelSpec`.
 
 `package.module:function` names live code, which this wing does not run: what runs models reads it and fills the same `ModelSpec`.
 """
@@ -13,6 +13,7 @@ from meshwright.base.codec import build, parse, read_text
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.catalog import read as catalog
 from meshwright.intake.architecture import model_spec
+from meshwright.intake.generic import generic_sizes, size_of
 from meshwright.intake.huggingface import config_sizes, read_config
 from meshwright.intake.sizes import Sizes, catalog_sizes
 from meshwright.spec.model import ModelSpec
@@ -38,6 +39,9 @@ def read_sizes(name: str) -> Sizes:
         return read_architecture(path)
     if is_module(name):
         raise InputError(f"model {name!r} is live code: planning it needs its sizes; give an architecture file, or train it with `train`")
+    parameters = size_of(name)
+    if parameters is not None:
+        return generic_sizes(parameters)
     known = catalog.names(rows)
     hint = did_you_mean(name.lower(), known) or "; `meshwright catalog models` lists the known ones"
     raise InputError(f"model {name!r} is neither in the catalog nor a folder with config.json nor a file{hint}")

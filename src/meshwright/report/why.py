@@ -104,15 +104,18 @@ def families_text(answer: Answer, families: Sequence[Against], language: str = "
     return columns(rows)
 
 
-def against_data(answer: Answer, found: Against) -> dict[str, Any]:
-    """The answer of `plan --why-not --json`. `terms` sum to `gap`."""
-    entry = entry_data(found.plan, found.estimate) if found.plan is not None and found.estimate is not None else None
+def lost_data(found: Against) -> dict[str, Any]:
+    """A plan that was not chosen. `terms` sum to `gap`."""
     return {
         "asked": found.asked,
         "outcome": str(found.outcome),
-        "chosen": entry_data(answer.chosen.plan, answer.chosen.estimate),
-        "entry": entry,
+        "entry": entry_data(found.plan, found.estimate) if found.plan is not None and found.estimate is not None else None,
         "gap": found.gap,
         "terms": [{"name": term.name, "seconds": term.seconds} for term in found.terms],
         "faults": list(found.faults),
     }
+
+
+def against_data(answer: Answer, found: Against) -> dict[str, Any]:
+    """The answer of `plan --why-not --json`."""
+    return {"chosen": entry_data(answer.chosen.plan, answer.chosen.estimate), **lost_data(found)}

@@ -22,7 +22,7 @@ WORTH = 0.005
 
 def explain(job: Job, answer: Answer) -> list[Sentence]:
     """What a screen says under the ranked plans."""
-    said = [_chosen(answer), *_passed(answer), _where(answer)]
+    said = [_chosen(answer), *_passed(job, answer), _where(answer)]
     others = [family for family in answer.families if family.plan != answer.chosen.plan]
     slower = [family for family in others if family.fits and family.seconds >= answer.chosen.estimate.time.step]
     unfit = [family for family in others if not family.fits]
@@ -54,14 +54,15 @@ def _chosen(answer: Answer) -> Sentence:
     )
 
 
-def _passed(answer: Answer) -> list[Sentence]:
+def _passed(job: Job, answer: Answer) -> list[Sentence]:
     """The fastest tight plan that the chosen one was put before."""
     step = answer.chosen.estimate.time.step
-    faster = [entry for entry in answer.plans if entry.estimate.verdict == Fits.tight and entry.estimate.time.step < step]
+    faster = [family for family in answer.families if family.fits and family.seconds < step]
     if not faster or answer.chosen.estimate.verdict == Fits.tight:
         return []
-    best = min(faster, key=lambda entry: entry.estimate.time.step)
-    return [tell("why.passed", plan=best.name, share=step / best.estimate.time.step - 1.0, verdict=verdict(best.estimate), gain=TIGHT_GAIN)]
+    best = min(faster, key=lambda family: family.seconds)
+    priced = estimate(job, best.plan)
+    return [tell("why.passed", plan=best.plan.name, share=step / best.seconds - 1.0, verdict=verdict(priced), gain=TIGHT_GAIN)]
 
 
 def _where(answer: Answer) -> Sentence:

@@ -1,0 +1,166 @@
+"""What fits: the largest model for a number of devices under each strategy, and the smallest cluster for a model.
+
+Memory is the whole question here, so plans are those that need least of it: one sequence a pass and a device, layers recomputed. A model fits
+when it fits with a margin, not only tightly. Sizes are those of `intake.generic`, searched to one percent: a larger model needs more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from meshwright.base.codec import Noun
+from meshwright.base.errors import InputError
+from meshwright.intake.architecture import model_spec
+from meshwright.intake.generic import SMALLEST, Patterns, generic_sizes, patterns
+from meshwright.search.survey import survey
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.precision import recipe
+from meshwright.spec.workload import Workload
+
+ANY = "any plan"
+STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "DDP": {"tp": 1, "pp": 1, "zero": 0},
+    "ZeRO-1": {"tp": 1, "pp": 1, "zero": 1},
+    "ZeRO-2": {"tp": 1, "pp": 1, "zero": 2},
+    "ZeRO-3": {"tp": 1, "pp": 1, "zero": 3},
+    ANY: {"schedule": "1f1b"},
+}
+LEAST: Mapping[str, Any] = {"micro_batch": 1, "recompute": "layer", "cp": 1, "ep": 1, "offload": ()}
+"""Pins of every strategy: what takes least memory, and nothing in host memory."""
+PRECISE = 1.01
+MOST_NODES = 4096
+
+
+class Largest(Noun):
+    """The largest model of a strategy on so many devices, and the plan that holds it."""
+
+    strategy: str
+    devices: int
+    parameters: int
+    plan: str
+    reserved: float = Field(description="bytes on the fullest rank")
+
+
+class Smallest(Noun):
+    """The fewest devices on which a model fits under a strategy; 0 devices where no number of them is enough."""
+
+    strategy: str
+    devices: int
+    nodes: int
+    plan: str = ""
+    reserved: float = 0.0
+    floor: float = Field(default=0.0, description="bytes that every rank holds, however many there are")
+
+
+def part_of(cluster: Cluster, devices: int) -> Cluster:
+    """So many devices of the first kind of node, as few nodes as they need."""
+    group = cluster.groups[0]
+    nodes, each = (1, devices) if devices <= group.devices else (devices // group.devices, group.devices)
+    return cluster.but(name=f"{nodes}x{each}:{group.device.name}", groups=(group.but(nodes=nodes, devices=each),))
+
+
+def counts(cluster: Cluster) -> list[int]:
+    """Numbers of devices that a chart has: powers of two inside a node, then whole nodes doubled, and the whole of the first group."""
+    group = cluster.groups[0]
+    inside = [1 << power for power in range(group.devices.bit_length()) if 1 << power < group.devices]
+    nodes = [1 << power for power in range(group.nodes.bit_length()) if 1 << power < group.nodes]
+    return [*inside, *(count * group.devices for count in nodes), group.nodes * group.devices]
+
+
+def question(strategy: str, model: ModelSpec, cluster: Cluster, workload: Workload) -> Job:
+    """One sequence for every device, under the pins of the strategy."""
+    pins = {**LEAST, **STRATEGIES[strategy]}
+    return Job(model=model, cluster=cluster, workload=workload.but(batch=cluster.devices), pins=pins)
+
+
+def holds(job: Job) -> Largest | None:
+    """The plan of `job` that fits with a margin; None where none does."""
+    try:
+        best = survey(job, 1).ranking.best
+    except InputError:
+        return None
+    if not best or best[0].tight:
+        return None
+    found = best[0]
+    return Largest(strategy="", devices=job.cluster.devices, parameters=job.model.parameters, plan=found.plan.name, reserved=found.reserved)
+
+
+def bytes_per_parameter(strategy: str, workload: Workload, devices: int) -> float:
+    """What a rank holds for each parameter of the model at least. Source: Rajbhandari et al., ZeRO, section 3.1."""
+    kept = recipe(workload.precision)
+    states = kept.master + workload.optimizer.states * kept.state_size
+    shards = {"DDP": (1, 1, 1), "ZeRO-1": (1, 1, devices), "ZeRO-2": (1, devices, devices)}.get(strategy, (devices,) * 3)
+    return kept.size / shards[0] + kept.size / shards[1] + states / shards[2]
+
+
+def largest(strategy: str, cluster: Cluster, workload: Workload, known: Patterns, least: float = SMALLEST) -> Largest | None:
+    """The largest model of any size that fits, by halving the range of sizes from `least`. None where not even that one does."""
+
+    def at(parameters: float) -> Largest | None:
+        return holds(question(strategy, model_spec("gpt", generic_sizes(parameters, known)), cluster, workload))
+
+    low, high = least, cluster.memory / bytes_per_parameter(strategy, workload, cluster.devices)
+    found = at(low)
+    while found is not None and high / low > PRECISE:
+        middle = math.sqrt(low * high)
+        larger = at(middle)
+        if larger is None:
+            high = middle
+        else:
+            low, found = middle, larger
+    return found and found.but(strategy=strategy)
+
+
+def chart(cluster: Cluster, workload: Workload) -> Iterator[Largest]:
+    """Every strategy on every number of devices, where anything fits. The last strategy, all plans, holds what any before it holds."""
+    known = patterns()
+    held: dict[int, float] = {}
+    for strategy in STRATEGIES:
+        for devices in counts(cluster):
+            part = part_of(cluster, devices)
+            least = held.get(devices, SMALLEST) / PRECISE if strategy == ANY else SMALLEST
+            found = largest(strategy, part, workload, known, max(least, SMALLEST))
+            if found is not None:
+                held[devices] = max(held.get(devices, SMALLEST), found.parameters)
+                yield found
+
+
+def smallest(strategy: str, model: ModelSpec, cluster: Cluster, workload: Workload) -> Smallest:
+    """The fewest devices of this kind of node: the first of a chart's numbers that is enough, then the fewest whole nodes."""
+    each = cluster.groups[0].devices
+    wide = cluster.but(groups=(cluster.groups[0].but(nodes=MOST_NODES),))
+    floor = model.parameters * bytes_per_parameter(strategy, workload, MOST_NODES * each)
+
+    def on(devices: int) -> Largest | None:
+        return holds(question(strategy, model, part_of(wide, devices), workload))
+
+    if floor > cluster.memory:
+        return Smallest(strategy=strategy, devices=0, nodes=0, floor=floor)
+    least = model.parameters * bytes_per_parameter(strategy, workload, 1) / cluster.memory
+    few = 0
+    for devices in counts(wide):
+        if strategy == ANY and devices < least:
+            few = devices
+            continue
+        found = on(devices)
+        if found is None:
+            few = devices
+            continue
+        low, high = few // each, devices // each
+        while devices > each and high - low > 1:
+            middle = (low + high) // 2
+            fewer = on(middle * each)
+            if fewer is None:
+                low = middle
+            else:
+                high, found = middle, fewer
+        return Smallest(
+            strategy=strategy, devices=found.devices, nodes=-(-found.devices // each), plan=found.plan, reserved=found.reserved, floor=floor
+        )
+    return Smallest(strategy=strategy, devices=0, nodes=0, floor=floor)

@@ -1,0 +1,144 @@
+"""What fits: models without a name have the size that was asked for, charts grow with the devices, the two wrong claims are refuted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import cluster, small_job
+
+from meshwright.base.errors import InputError
+from meshwright.cli.main import main
+from meshwright.cost.step import estimate
+from meshwright.intake.clusters import read_cluster
+from meshwright.intake.generic import generic_sizes, size_of, title
+from meshwright.intake.models import read_model, read_sizes
+from meshwright.report.plans import WIDTH
+from meshwright.report.text import columns_of
+from meshwright.search.fit import ANY, STRATEGIES, bytes_per_parameter, chart, counts, part_of, smallest
+from meshwright.search.improve import improvements
+from meshwright.search.rank import search
+from meshwright.spec.estimate import Fits
+from meshwright.spec.job import Job
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.workload import Workload
+
+GB = 1e9
+WORK = Workload(sequence=2048, precision="bf16")
+
+
+@given(st.floats(8.0, 13.5))
+@settings(max_examples=40, deadline=None)
+def test_a_model_of_a_size_has_that_size_within_7_percent_and_its_sizes_divide(exponent: float) -> None:
+    parameters = 10.0**exponent
+    sizes = generic_sizes(parameters)
+    assert read_model(f"{parameters / 1e6:.3f}m").parameters == pytest.approx(parameters, rel=0.07)
+    assert sizes.hidden == sizes.heads * (sizes.hidden // sizes.heads) and sizes.ffn == 4 * sizes.hidden
+    assert sizes.heads % 8 == 0 or sizes.hidden < 4096
+
+
+def test_a_name_of_the_catalog_stands_before_a_size() -> None:
+    assert title("gpt-1t") == "gpt-1t" and read_sizes("gpt-1t").layers == 128
+    assert title("200b") == "gpt-200b (gpt3-175b scaled)"
+    assert size_of("gpt2") is None and size_of("llama2-7b") is None
+
+
+@pytest.mark.parametrize("name", ["1m", "0.5m", "9999999t"])
+def test_a_size_that_no_model_has_is_refused_with_the_range(name: str) -> None:
+    with pytest.raises(InputError, match=r"a size lies between 4\.00 M and 1000\.0 T"):
+        read_sizes(name)
+
+
+def test_the_chart_of_80_gigabytes_is_that_of_the_requirements() -> None:
+    """DDP stops near 3.5 B however many devices; ZeRO-3 on 64 reaches some 175 B."""
+    rows = {(row.strategy, row.devices): row for row in chart(read_cluster("8x8:a100-80gb"), WORK)}
+    ddp = {row.parameters for (strategy, _), row in rows.items() if strategy == "DDP"}
+    assert len(ddp) == 1 and 3.5 * GB < min(ddp) < 4.5 * GB
+    assert 165 * GB < rows["ZeRO-3", 64].parameters < 190 * GB
+    for strategy in STRATEGIES:
+        sizes = [rows[strategy, count].parameters for count in counts(read_cluster("8x8:a100-80gb"))]
+        assert sizes == sorted(sizes)
+    for (_, devices), row in rows.items():
+        assert row.parameters <= rows[ANY, devices].parameters * 1.02
+        assert row.reserved < 80 * 2**30
+
+
+def test_a_tenth_more_than_the_chart_says_does_not_fit_with_a_margin() -> None:
+    wide = read_cluster("1x4:a100-80gb")
+    rows = [row for row in chart(wide, WORK) if row.strategy != ANY]
+    assert len(rows) == 4 * 3
+    for row in rows:
+        model = read_model(f"{row.parameters * 1.1 / 1e6:.3f}m")
+        job = Job(model=model, cluster=part_of(wide, row.devices), workload=WORK.but(batch=row.devices))
+        assert estimate(job, parse_plan(row.plan)).verdict != Fits.fits, row
+
+
+@pytest.mark.parametrize(("strategy", "per_parameter"), [("DDP", 16.0), ("ZeRO-1", 4.75), ("ZeRO-2", 2.875), ("ZeRO-3", 1.0)])
+def test_a_rank_of_16_holds_what_the_paper_says(strategy: str, per_parameter: float) -> None:
+    assert bytes_per_parameter(strategy, WORK, 16) == per_parameter
+
+
+def test_the_smallest_cluster_fits_and_one_node_less_does_not() -> None:
+    model, on = read_model("llama-65b"), read_cluster("1x8:a100-80gb")
+    found = {strategy: smallest(strategy, model, on, WORK) for strategy in STRATEGIES}
+    assert [found[name].devices for name in ("DDP", "ZeRO-1", "ZeRO-2")] == [0, 0, 0]
+    assert found["ZeRO-1"].floor > found["ZeRO-2"].floor > on.memory
+    nodes = found["ZeRO-3"].nodes
+    verdicts = []
+    for count in (nodes, nodes - 1):
+        job = Job(model=model, cluster=part_of(on.but(groups=(on.groups[0].but(nodes=64),)), count * 8), workload=WORK.but(batch=count * 8))
+        verdicts.append(estimate(job, parse_plan(f"dp{count * 8}.z3.rc-layer")).verdict)
+    assert verdicts[0] == Fits.fits and verdicts[1] != Fits.fits
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("asked", [["--cluster", "2x2:a100-80gb"], ["--cluster", "1x8:h100", "--model", "200b"]])
+def test_the_chart_fits_100_columns_in_both_languages(asked: list[str], language: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *asked, "--lang", language]) == 0
+    assert max(map(columns_of, capsys.readouterr().out.splitlines())) <= WIDTH
+    assert main(["fit", *asked, "--json"]) == 0
+    assert {row["strategy"] for row in json.loads(capsys.readouterr().out)["rows"]} == set(STRATEGIES)
+
+
+def test_200b_on_64_devices_as_pp4_tp2_dp8_does_not_fit_without_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["plan", "--model", "200b", "--cluster", "8x8:a100-80gb", "--batch", "512", "--seq", "2048", "--pin"]
+    assert main([*ask, "pp=4,tp=2,dp=8,z=0"]) == 3
+    said = capsys.readouterr().err
+    assert "on rank 0 of 80.0 GiB; optimizer states are 28" in said and "without the pin zero=0 would fit (dp8.tp2.sp.pp4.z3" in said
+    assert main([*ask, "pp=4,tp=2,dp=8", "--why"]) == 0
+    assert "tensor + pipeline + data" in capsys.readouterr().out
+
+
+def test_65b_does_not_fit_on_one_device_whatever_the_zero_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the host's memory: there, offload decides."""
+    for stage in range(4):
+        ask = ["--model", "llama-65b", "--cluster", "1x1:a100-80gb", "--batch", "64", "--seq", "2048"]
+        assert main(["plan", *ask, "--pin", f"z={stage},offload=[]"]) == 3
+        assert "needs 1.0" in capsys.readouterr().err
+
+
+def test_an_improvement_is_measured_in_tokens_per_second() -> None:
+    job = small_job(on=cluster(2, 4), batch=32)
+    step = search(job, 1).chosen.estimate.time.step
+    found = {it.name: it for it in improvements(job, step)}
+    assert found.keys() == {"memory", "compute", "links", "network", "batch"}
+    assert all(it.speed >= 1 - 0.05 for it in found.values())
+    doubled = search(job.but(workload=job.workload.but(batch=64)), 1).chosen.estimate
+    assert found["batch"].speed == pytest.approx(2 * step / doubled.time.step)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize(
+    "asked",
+    [["--model", "llama2-7b", "--cluster", "1x8:a100-80gb", "--batch", "64"], ["--model", "bert-base", "--cluster", "1x1:v100"], []],
+)
+def test_the_six_questions_are_answered_in_order(asked: list[str], language: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *asked, "--advice", "--lang", language]) == 0
+    out = capsys.readouterr().out
+    assert [out.index(f"\n{number}. ") for number in range(1, 7)] == sorted(out.index(f"\n{number}. ") for number in range(1, 7))
+    assert max(map(columns_of, out.splitlines())) <= WIDTH
+    assert main(["plan", *asked, "--advice", "--why", "--lang", language, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["advice"]) == 7 and all(found["outcome"] != "chosen" for found in data["families"])
