@@ -20,7 +20,21 @@ from meshwright.spec.model import Layer, ModelSpec
 
 torch.set_num_threads(1)
 SEQUENCE = 32
-ACCOUNT = ("numel", "repeat", "flops", "attention_flops", "saved_split", "saved_whole", "fixed_split", "fixed_whole", "output", "tied")
+ACCOUNT = (
+    "numel",
+    "repeat",
+    "flops",
+    "attention_flops",
+    "saved_split",
+    "saved_whole",
+    "fixed_split",
+    "fixed_whole",
+    "core_fixed",
+    "query_width",
+    "key_value_width",
+    "output",
+    "tied",
+)
 DROPOUT = ("gpt2", "opt", "bert", "roberta")
 """Hugging Face's configurations with dropout: a mask of a byte each behind attention and feed-forward, which the formulas leave out."""
 

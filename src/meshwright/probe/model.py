@@ -40,15 +40,19 @@ def describe(
     name = name or type(module).__name__
     if next(module.parameters(), None) is None:
         raise InputError(f"model {name!r} has no parameters: nothing to plan")
-    anatomy = read(module)
-    inputs = inputs_of(module, anatomy, sequence, batch)
-    rows = min(max(ENOUGH // inputs.tokens, 2), MOST)
+    tried = ""
     try:
+        anatomy = read(module)
+        inputs = inputs_of(module, anatomy, sequence, batch)
+        tried = f" with {inputs}"
+        rows = min(max(ENOUGH // inputs.tokens, 2), MOST)
         runs = [trace(module, anatomy, inputs, each) for each in (rows, 2 * rows)]
+    except InputError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
         raise InputError(
-            f"model {name!r} cannot be traced with {inputs} ({reason}); give it an attribute dummy_inputs with what it reads, "
+            f"model {name!r} cannot be traced{tried} ({reason}); give it an attribute dummy_inputs with what it reads, "
             "or plan an architecture file with its sizes"
         ) from error
     return specification(name, module, anatomy, inputs.tokens, runs)
@@ -85,7 +89,7 @@ def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, ru
         )
         if found and _alike(found[-1], layer):
             found[-1] = found[-1].but(repeat=found[-1].repeat + 1, transient=max(found[-1].transient, layer.transient))
-        elif layer.parameters or layer.flops or layer.moved:
+        elif layer.parameters or layer.flops or layer.saved_whole or layer.fixed_whole:
             found.append(layer)
     return ModelSpec(
         name=name,
@@ -107,7 +111,7 @@ def _per_token(few: Tally, many: Tally, more: int, tokens: int) -> dict[str, flo
         "attention_flops": added["attention"] / tokens,
         "moved": added["moved"] / COMPUTE.itemsize,
         "transient": added["transient"] / COMPUTE.itemsize,
-        **{name: added[name] for name in ("saved_split", "saved_whole", "fixed_split", "fixed_whole", "output")},
+        **{name: value for name, value in added.items() if name not in ("flops", "attention", "moved", "transient")},
     }
 
 

@@ -6,6 +6,7 @@ Parameters take the compute type, buffers keep theirs, as in the runtime; the mo
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,12 +38,25 @@ class Run:
 
 
 def trace(model: nn.Module, anatomy: Anatomy, inputs: Inputs, rows: int) -> Run:
-    """One step over `rows` rows. Raises whatever the model raises on tensors without values."""
-    with FakeTensorMode(allow_non_fake_inputs=True), as_in_training(model):
+    """One step over `rows` rows. Raises whatever the model raises on tensors without values.
+
+    Hugging Face's models ask whether a batch is packed where they keep no cache, which needs values; with one they take the plain path. Some
+    have no cache that suits training.
+    """
+    try:
+        return _trace(model, anatomy, inputs, rows, cache=True)
+    except Exception:
+        if getattr(getattr(model, "config", None), "use_cache", None) is None:
+            raise
+    return _trace(model, anatomy, inputs, rows, cache=False)
+
+
+def _trace(model: nn.Module, anatomy: Anatomy, inputs: Inputs, rows: int, cache: bool) -> Run:
+    with quiet(), FakeTensorMode(allow_non_fake_inputs=True), as_in_training(model, cache):
         twins = {id(tensor): twin(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
         parameters = {name: twins[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
         state = parameters | {name: twins[id(tensor)] for name, tensor in model.named_buffers(remove_duplicate=False)}
-        watch = Watch(COMPUTE, anatomy.splits, FRONT)
+        watch = Watch(COMPUTE, anatomy.splits, FRONT, rows)
         args, kwargs = inputs.make(rows, COMPUTE)
         watch.own(parameters, (args, kwargs))
         with placed(model, anatomy, watch), watch.watching():
@@ -61,24 +75,32 @@ def twin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def as_in_training(model: nn.Module) -> Iterator[None]:
-    """`model` in training mode; afterwards as it was.
-
-    Hugging Face's models ask whether a batch is packed where they keep no cache, which needs values; with one they take the plain path.
-    """
+def as_in_training(model: nn.Module, cache: bool) -> Iterator[None]:
+    """`model` in training mode, with a cache where its configuration speaks of one; afterwards as it was."""
     modes = [(module, module.training) for module in model.modules()]
     config: Any = getattr(model, "config", None)
     before = getattr(config, "use_cache", None)
     model.train()
-    if before is False:
-        config.use_cache = True
+    if before is not None:
+        config.use_cache = cache
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
-        if before is False:
+        if before is not None:
             config.use_cache = before
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch prints the traceback of what fails on tensors without memory: here it becomes one line."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def rank_of(place: str) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.anatomy import Split
 from meshwright.probe.attention import attention
-from meshwright.probe.work import cost, name_of
+from meshwright.probe.work import FUSED, cost, name_of
 
 STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"})
 STATISTIC = 4
@@ -48,17 +48,24 @@ class Tally:
     saved_whole: float = 0.0
     fixed_split: float = 0.0
     fixed_whole: float = 0.0
+    core_fixed: float = 0.0
+    query_width: float = 0.0
+    key_value_width: float = 0.0
     transient: float = 0.0
     output: float = 0.0
 
 
 class Origin(NamedTuple):
-    """Where a storage comes from: the layer that made it; the weight that it is computed from alone, if so; whether it is a share."""
+    """Where a storage comes from: the layer that made it; the weight that it is computed from alone, if so; whether it is a share.
+
+    A statistic is the mean or 1/std of a norm; core is what fused attention keeps besides its operands and its output.
+    """
 
     place: str
     weight: str | None = None
     is_share: bool = False
     is_statistic: bool = False
+    is_core: bool = False
     from_input: bool = False
 
 
@@ -78,6 +85,7 @@ class Watch:
     compute: torch.dtype
     splits: Mapping[str, Split]
     place: str
+    rows: int
     tallies: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
     looked_up: dict[str, int] = field(default_factory=dict)
     """Tables that were read at places which no input decides, one place a token, such as learned positions; how many places."""
@@ -93,7 +101,7 @@ class Watch:
         for name, tensor in parameters.items():
             self.origins[tensor.untyped_storage()] = Origin("", name)
         for tensor in tree_leaves(inputs):
-            self.origins[tensor.untyped_storage()] = Origin("", from_input=True)
+            self._hold([tensor.untyped_storage()], Origin("", from_input=True))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -138,6 +146,7 @@ class Watch:
             amount = kept.size / kept.dtype.itemsize * (1 if is_element else STATISTIC if origin.is_statistic else kept.dtype.itemsize)
             name = f"{'saved' if is_element else 'fixed'}_{'split' if origin.is_share else 'whole'}"
             setattr(tally, name, getattr(tally, name) + amount)
+            tally.core_fixed += amount if origin.is_core and name == "fixed_split" else 0.0
 
     # --- operations -----------------------------------------------------------------------------------------------------------
 
@@ -158,7 +167,7 @@ class Watch:
         origins = [self.origins.get(storage, Origin(self.place)) for storage in storages]
         weights = [origin.weight for origin in origins if origin.weight is not None]
         name = name_of(operation)
-        if name == "embedding" and weights and not origins[1].from_input and given[1].numel() <= made[0].shape[0] * given[1].shape[-1]:
+        if name == "embedding" and weights and not origins[1].from_input and given[1].shape[:-1] in ((), (1,), (self.rows,)):
             self.looked_up[weights[0]] = given[1].shape[-1]
         price = cost(operation, args, kwargs, given, made, bool(weights))
         tally = self.tallies[self.place]
@@ -167,10 +176,13 @@ class Watch:
             tally.attention += price.attention
             tally.moved += price.moved if name != "embedding" else 2 * made[0].numel() * made[0].element_size()
         self._hold(fresh, self._origin(origins, weights, price.is_product))
-        if name in STATISTICS:
+        if name in FUSED:
+            tally.query_width += given[0].numel()
+            tally.key_value_width += given[1].numel() + given[2].numel()
+        if name in FUSED or name in STATISTICS:
             for tensor in made[1:]:
                 storage = tensor.untyped_storage()
-                self.origins[storage] = self.origins[storage]._replace(is_statistic=True)
+                self.origins[storage] = self.origins[storage]._replace(is_statistic=name in STATISTICS, is_core=name in FUSED)
 
     def _origin(self, origins: list[Origin], weights: list[str], is_product: bool) -> Origin:
         if origins and len(weights) == len(origins):
