@@ -16,19 +16,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meshwright.search.answer import Entry
+    from meshwright.simulate.run import simulate
     from meshwright.spec.estimate import Estimate
+    from meshwright.spec.faults import Faults
     from meshwright.spec.job import Job
     from meshwright.spec.plan import Plan, parse_plan
     from meshwright.train.trainer import parallelize
 
 __version__ = "0.1.0"
-__all__ = ["Job", "Plan", "__version__", "estimate", "load", "parallelize", "parse_plan", "plan"]
+__all__ = ["Faults", "Job", "Plan", "__version__", "estimate", "load", "parallelize", "parse_plan", "plan", "simulate"]
 
 _HOMES = {
+    "Faults": "meshwright.spec.faults",
     "Job": "meshwright.spec.job",
     "Plan": "meshwright.spec.plan",
     "parallelize": "meshwright.train.trainer",
     "parse_plan": "meshwright.spec.plan",
+    "simulate": "meshwright.simulate",
 }
 
 
@@ -57,7 +61,8 @@ def estimate(job: Job, plan: Plan | str) -> Estimate:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    home = import_module(_HOMES[name])
+    return getattr(home, name, home)  # the room `simulate` is the verb itself
 
 
 def __dir__() -> list[str]:

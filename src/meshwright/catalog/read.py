@@ -49,6 +49,11 @@ def clusters() -> dict[str, Row]:
     return {row["name"]: row for row in _entries(_FOLDER / "clusters.json")}
 
 
+def failures() -> dict[str, Row]:
+    """How often devices of known fleets failed."""
+    return {row["name"]: row for row in _entries(_FOLDER / "failures.json")}
+
+
 def find(rows: Mapping[str, Row], name: str) -> Row | None:
     """The row of that name or alias, whatever the case.
 

@@ -1,0 +1,179 @@
+"""`meshwright simulate`: one step of a plan played action by action, or months of a fleet that fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from meshwright.base.errors import InputError
+from meshwright.cli.options import AsJson, JobPath, Shared, note, say, say_json
+
+if TYPE_CHECKING:
+    from meshwright.intake.job import JobFile
+    from meshwright.simulate.fleet import Policy
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Wrong:
+    """What goes wrong in the step."""
+
+    slow: Annotated[
+        tuple[str, ...], Parameter(negative="", show_default=False, help="RANK:FACTOR, a rank that computes so many times as long")
+    ] = ()
+    link: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative="",
+            show_default=False,
+            help="RANK:SHARE[:SECONDS[:START]], a rank with this share of its bandwidth, for good or a while",
+        ),
+    ] = ()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Long:
+    """A fleet over days, and how it guards itself; times such as '90 s', '10 min'."""
+
+    days: Annotated[float | None, Parameter(help="play so many days of the cluster, with failures, instead of one step")] = None
+    failures: Annotated[
+        str | None, Parameter(help="llama3, rsc-1, rsc-2, failures per device hour (2e-5), or the time between two of one device ('5 y')")
+    ] = None
+    save: Annotated[str | None, Parameter(help="how long a save stops training")] = None
+    durable: Annotated[str | None, Parameter(help="how long after that it can be restored from")] = None
+    interval: Annotated[str | None, Parameter(help="training between two saves; else Daly's optimum")] = None
+    detect: Annotated[str | None, Parameter(help="to notice a failure")] = None
+    rebuild: Annotated[str | None, Parameter(help="to start processes and groups again")] = None
+    restore: Annotated[str | None, Parameter(help="to load the state")] = None
+    spares: Annotated[int | None, Parameter(help="nodes in reserve; else there is always one")] = None
+    repair: Annotated[str | None, Parameter(help="until a failed node is in reserve again")] = None
+    fleet_table: Annotated[bool, Parameter(negative="", help="seven policies on 16,384 to 100,000 devices, 54 days each")] = False
+
+
+def simulate(
+    job: JobPath = None,
+    /,
+    *,
+    shared: Shared = Shared(),  # noqa: B008
+    wrong: Wrong = Wrong(),
+    long: Long = Long(),
+    trace: Annotated[Path | None, Parameter(help="write the step to this file, for ui.perfetto.dev")] = None,
+    json: AsJson = False,
+) -> int:
+    """Play one step of a plan action by action, with slow ranks and weak links; or, with --days, months of a cluster whose devices fail.
+
+    Try: meshwright simulate --model gpt3-175b --cluster 128x8:a100-80gb --batch 1536 --seq 2048 --plan dp16.tp8.pp8.z1 --slow 3:1.5
+    Or:  meshwright simulate --cluster 2048x8:h100 --days 90 --failures llama3 --spares 20
+    """
+    if long.fleet_table:
+        return _table(long, json)
+    from meshwright.cli.preparation import read_file
+
+    file = read_file(job, shared)
+    if long.days is None:
+        _refuse(
+            [name for name in Long.__dataclass_fields__ if getattr(long, name) not in (None, False)],
+            "a fleet: say for how long with --days",
+        )
+        return _step(file, wrong, trace, json)
+    step_only = {"trace": trace is not None, "slow": wrong.slow, "link": wrong.link, "plan": shared.plan}
+    _refuse([name for name, given in step_only.items() if given], "one step: leave out --days")
+    return _fleet(file, long, json)
+
+
+def _refuse(names: list[str], what: str) -> None:
+    if names:
+        raise InputError(f"--{names[0].replace('_', '-')} is about {what}")
+
+
+def _step(file: JobFile, wrong: Wrong, trace: Path | None, json: bool) -> int:
+    from meshwright.intake.job import resolve
+    from meshwright.report.simulation import simulation_data, simulation_text
+    from meshwright.simulate.run import simulate as play
+    from meshwright.spec.faults import Faults, Slow, SlowLink, parse_faults
+
+    question = resolve(file)
+    faults = Faults(slow=parse_faults(Slow, wrong.slow, "--slow"), link=parse_faults(SlowLink, wrong.link, "--link"))
+    plan = file.given_plan()
+    if plan is None:
+        from meshwright.search.rank import search
+
+        plan = search(question, 1).chosen.plan
+    played = play(question, plan, faults)
+    if trace is not None:
+        from meshwright.report.trace import write_trace
+
+        write_trace(played, trace)
+        note(f"the step is in {trace}; open it in https://ui.perfetto.dev")
+    if json:
+        say_json(simulation_data(played))
+    else:
+        say(simulation_text(played))
+    return 0
+
+
+def _fleet(file: JobFile, long: Long, json: bool) -> int:
+    from meshwright.intake.job import cluster_from
+    from meshwright.report.simulation import outcome_data, outcome_text
+    from meshwright.simulate.failures import USUAL, read_failures
+    from meshwright.simulate.fleet import Fleet, simulate_fleet
+
+    assert long.days is not None
+    if not 0 < long.days < 36525:
+        raise InputError(f"--days {long.days:g}: must be above 0 and below 36,525, a hundred years")
+    cluster = cluster_from(file.cluster)
+    rate = read_failures(long.failures or (f"{cluster.failures_per_device_hour:g}" if cluster.failures_per_device_hour else USUAL))
+    repair = {"repair": _seconds(long, "repair")} if long.repair is not None else {}
+    if long.spares is not None and long.spares < 0:
+        raise InputError(f"--spares {long.spares}: must be at least 0")
+    fleet = Fleet(
+        devices=cluster.devices,
+        devices_per_node=cluster.devices_per_node,
+        failures_per_device_hour=rate.per_device_hour,
+        spares=long.spares,
+        **repair,
+    )
+    outcome = simulate_fleet(fleet, _policy(long), long.days * 86400.0)
+    if json:
+        say_json(outcome_data(outcome, rate.words))
+    else:
+        say(outcome_text(outcome, rate.words))
+    return 0
+
+
+def _policy(long: Long) -> Policy:
+    from meshwright.simulate.fleet import Policy
+
+    given = {name: _seconds(long, name) for name in Policy.model_fields if getattr(long, name) is not None}
+    return Policy(**given)
+
+
+def _seconds(long: Long, name: str) -> float:
+    from meshwright.base.units import parse_quantity
+
+    text = getattr(long, name)
+    try:
+        seconds = parse_quantity(float(text) if text.replace(".", "", 1).isdigit() else text, "s")
+    except ValueError as error:
+        raise InputError(f"--{name} {text!r}: {error}") from None
+    if not 0.0 <= seconds < float("inf"):
+        raise InputError(f"--{name} {text!r}: a time must be at least 0")
+    return seconds
+
+
+def _table(long: Long, json: bool) -> int:
+    from meshwright.report.simulation import table_data, table_text
+    from meshwright.simulate.failures import USUAL, read_failures
+    from meshwright.simulate.fleet import TABLE_DAYS, fleet_table
+
+    rate = read_failures(long.failures or USUAL)
+    cells = list(fleet_table(rate.per_device_hour, TABLE_DAYS if long.days is None else long.days))
+    if json:
+        say_json(table_data(cells))
+    else:
+        say(f"failures are {rate.words}\n\n" + table_text(cells))
+    return 0

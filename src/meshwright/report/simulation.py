@@ -1,0 +1,226 @@
+"""A played step and a played fleet as text that fits 100 columns, and as JSON. Numbers are the simulation's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from meshwright.base.units import show_seconds
+from meshwright.report.plans import question_text
+from meshwright.report.text import columns, folded
+from meshwright.simulate.fleet import Cell, Outcome, Shares, spares_for
+from meshwright.simulate.run import RankTime, Simulation
+from meshwright.simulate.step import REASONS
+
+ROWS = 12
+SHORT = dict(zip(REASONS, ("before", "behind", "weights", "sums", "others", "host", "end"), strict=True))
+"""Heads of columns."""
+DAY = 86400.0
+
+
+def simulation_text(simulation: Simulation) -> str:
+    """The step beside its estimate, then what the ranks do and wait for."""
+    plan, work = simulation.plan, simulation.job.workload
+    micro_batches = plan.micro_batches(work.batch)
+    lines = [
+        question_text(simulation.job),
+        f"plan     {plan.name}: {count(plan.pp, 'pipeline rank')}, {count(micro_batches, 'micro-batch', 'micro-batches')}, {plan.schedule}",
+        *(f"fault    {words}" for words in fault_words(simulation)),
+        "",
+        folded(f"step     {show_seconds(simulation.seconds)} played, {beside(simulation)}; {simulation.tokens_per_second:,.0f} tokens/s"),
+        folded(f"waiting  {waiting_words(simulation)}"),
+        "",
+        rank_table(simulation),
+        *(f"note: {text}" for text in simulation.estimate.notes),
+    ]
+    return "\n".join(lines)
+
+
+def count(number: int, one: str, several: str = "") -> str:
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def fault_words(simulation: Simulation) -> Iterable[str]:
+    for slow in simulation.faults.slow:
+        yield f"rank {slow.rank} computes {slow.factor:g} times as long"
+    for link in simulation.faults.link:
+        when = "" if link.seconds is None else f" for {show_seconds(link.seconds)} from {show_seconds(link.start)}"
+        yield f"rank {link.rank} has {link.share:.0%} of its bandwidth left{when}" if link.share else f"rank {link.rank} has no link{when}"
+
+
+def beside(simulation: Simulation) -> str:
+    estimate = simulation.estimate.time.step
+    words = f"{show_seconds(estimate)} by the estimate ({simulation.healthy / estimate - 1.0:+.1%})"
+    if simulation.faults.ranks:
+        healthy = show_seconds(simulation.healthy)
+        return f"{simulation.seconds / simulation.healthy - 1.0:+.1%} by the faults; without them {healthy}, {words}"
+    return words
+
+
+def waiting_words(simulation: Simulation) -> str:
+    """Shares of all device time, the largest first."""
+    total = sum(time.replicas for time in simulation.ranks) * simulation.seconds
+    shares = {reason: sum(time.replicas * time.waiting.get(reason, 0.0) for time in simulation.ranks) / total for reason in REASONS}
+    idle = sum(shares.values())
+    if idle < 0.0005:
+        return "none to speak of: ranks compute all the time"
+    worst = sorted(((share, reason) for reason, share in shares.items() if share >= 0.0005), reverse=True)
+    return f"{idle:.1%} of all device time: " + ", ".join(f"{share:.1%} for {reason}" for share, reason in worst)
+
+
+def rank_table(simulation: Simulation) -> str:
+    """One pipeline rank of one lane a line; lanes with faults first."""
+    shown = shown_ranks(simulation.ranks)
+    reasons = [reason for reason in REASONS if any(time.waiting.get(reason, 0.0) > 0.0 for time in simulation.ranks)]
+    rows = [("rank", "of", "like it", "computes", *(SHORT[reason] for reason in reasons), "idle")]
+    for time in shown:
+        rows.append(
+            (
+                f"{time.rank}{' *' if time.faulty else ''}",
+                f"pp {time.pipeline_rank}",
+                f"{time.replicas:,}",
+                show_seconds(time.compute + time.update),
+                *(show_seconds(time.waiting[reason]) if time.waiting.get(reason) else "-" for reason in reasons),
+                f"{time.idle / simulation.seconds:.1%}",
+            )
+        )
+    left_out = len(simulation.ranks) - len(shown)
+    lines = [columns(rows)]
+    if any(time.faulty for time in shown):
+        lines.append("* has a fault")
+    if left_out:
+        lines.append(f"({left_out} other kinds of ranks are left out; --json has them all)")
+    return "\n".join(lines)
+
+
+def shown_ranks(ranks: Sequence[RankTime]) -> list[RankTime]:
+    """At most ROWS: those with faults, then the first ones and the last."""
+    if len(ranks) <= ROWS:
+        return list(ranks)
+    first = [time for time in ranks if time.faulty][: ROWS // 2]
+    others = [time for time in ranks if time not in first]
+    return [*first, *others[: ROWS - len(first) - 1], others[-1]]
+
+
+def simulation_data(simulation: Simulation) -> dict[str, Any]:
+    """`simulate --json`. Seconds."""
+    return {
+        "job": simulation.job.model_dump(mode="json"),
+        "name": simulation.plan.name,
+        "plan": simulation.plan.model_dump(mode="json"),
+        "faults": simulation.faults.model_dump(mode="json"),
+        "step": simulation.seconds,
+        "healthy": simulation.healthy,
+        "tokens_per_second": simulation.tokens_per_second,
+        "estimate": simulation.estimate.model_dump(mode="json"),
+        "ranks": [
+            {
+                "rank": time.rank,
+                "pipeline_rank": time.pipeline_rank,
+                "replicas": time.replicas,
+                "faulty": time.faulty,
+                "compute": time.compute,
+                "update": time.update,
+                "waiting": time.waiting,
+                "idle": time.idle / simulation.seconds,
+            }
+            for time in simulation.ranks
+        ],
+    }
+
+
+# --- fleets -----------------------------------------------------------------------------------------------------------------------
+
+WORDS = {
+    "progress": "progress",
+    "save": "saving",
+    "rework": "work done again",
+    "detect": "noticing failures",
+    "rebuild": "building up again",
+    "restore": "loading the state",
+    "waiting": "waiting for nodes",
+}
+
+
+def outcome_text(outcome: Outcome, whose: str) -> str:
+    """A fleet over its days: every part of the wall time, played and by formula."""
+    fleet, policy = outcome.fleet, outcome.policy
+    nodes = -(-fleet.devices // fleet.devices_per_node)
+    mean = fleet.mean_between_failures
+    chosen = "as given" if policy.interval is not None else "Daly's optimum"
+    reserve = "always a spare node" if fleet.spares is None else count(fleet.spares, "spare node")
+    parts = [f"{show_seconds(seconds)} to {what}" for what, seconds in recovery_parts(outcome) if seconds]
+    lines = [
+        f"fleet    {count(fleet.devices, 'device')} in {count(nodes, 'node')}, a failure every {show_seconds(mean)}",
+        folded(f"rate     {fleet.failures_per_device_hour:.3g} failures a device hour, {whose}"),
+        folded(
+            f"saves    every {show_seconds(outcome.interval)} of training ({chosen}), each stops it for {show_seconds(policy.save)} "
+            f"and can be restored {show_seconds(policy.durable)} later"
+        ),
+        f"recovery {', '.join(parts) or 'at once'}",
+        f"reserve  {reserve}, {show_seconds(fleet.repair)} to repair a node; {count(spares_for(fleet), 'spare')} would do 99.9% of the time",
+        f"time     {outcome.seconds / DAY:g} days, {outcome.failures:,.0f} failures, mean of {count(outcome.runs, 'play')}",
+        "",
+        share_table(outcome),
+    ]
+    return "\n".join(lines)
+
+
+def recovery_parts(outcome: Outcome) -> list[tuple[str, float]]:
+    policy = outcome.policy
+    return [("notice", policy.detect), ("build up", policy.rebuild), ("load", policy.restore)]
+
+
+def share_table(outcome: Outcome) -> str:
+    rows = [("of the wall time", "played", "by formula", "days played")]
+    for field in Shares._fields:
+        played, formula = getattr(outcome.shares, field), getattr(outcome.expected, field)
+        if played or formula:
+            spread = f" +-{100 * outcome.deviation:.1f}" if field == "progress" else ""
+            rows.append((WORDS[field], f"{played:.2%}{spread}", f"{formula:.2%}", f"{played * outcome.seconds / DAY:.2f}"))
+    return columns(rows)
+
+
+def outcome_data(outcome: Outcome, whose: str) -> dict[str, Any]:
+    """`simulate --days --json`. Shares of the wall time; seconds."""
+    return {
+        "fleet": outcome.fleet.model_dump(mode="json"),
+        "policy": outcome.policy.model_dump(mode="json"),
+        "failures_are": whose,
+        "seconds": outcome.seconds,
+        "interval": outcome.interval,
+        "mean_between_failures": outcome.fleet.mean_between_failures,
+        "spares_for_999": spares_for(outcome.fleet),
+        "runs": outcome.runs,
+        "failures": outcome.failures,
+        "goodput": outcome.shares.progress,
+        "deviation": outcome.deviation,
+        "shares": outcome.shares._asdict(),
+        "formula": outcome.expected._asdict(),
+    }
+
+
+def table_text(cells: Sequence[Cell]) -> str:
+    """Progress in percent of the wall time, played and (by formula), by policy and devices."""
+    policies, sizes = list(dict.fromkeys(cell.policy for cell in cells)), list(dict.fromkeys(cell.devices for cell in cells))
+    found = {(cell.policy, cell.devices): cell.outcome for cell in cells}
+    rows: list[Sequence[str]] = [("progress, % of the wall time (by formula)", *(f"{size:,}" for size in sizes))]
+    for policy in policies:
+        outcomes = [found[policy, size] for size in sizes]
+        rows.append((policy, *(f"{100 * one.shares.progress:.1f} ({100 * one.expected.progress:.1f})" for one in outcomes)))
+    return columns(rows)
+
+
+def table_data(cells: Sequence[Cell]) -> dict[str, Any]:
+    return {
+        "cells": [
+            {
+                "policy": cell.policy,
+                "devices": cell.devices,
+                "interval": cell.outcome.interval,
+                "goodput": cell.outcome.shares.progress,
+                "formula": cell.outcome.expected.progress,
+            }
+            for cell in cells
+        ]
+    }

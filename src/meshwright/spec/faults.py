@@ -1,0 +1,121 @@
+"""What goes wrong, as data: the same nouns for the simulator and for real ranks.
+
+    Faults(kill=[(3, 20)], slow=[(5, 1.5)], link=[(0, 0.25)])
+
+says that rank 3 dies in step 20, rank 5 computes half as long again, and rank 0 has a quarter of its bandwidth left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from meshwright.base.codec import Noun, build
+from meshwright.base.errors import InputError
+from meshwright.base.units import Seconds
+
+
+class _Fault(Noun):
+    """One fault; a tuple of its values in order, or their text with colons between, reads as one."""
+
+    rank: int = Field(ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_values(cls, data: Any) -> Any:
+        if isinstance(data, list | tuple):
+            if len(data) > len(cls.model_fields):
+                raise ValueError(f"{cls.form()} has at most {len(cls.model_fields)} values, got {len(data)}")
+            return dict(zip(cls.model_fields, data))
+        return data
+
+    @classmethod
+    def form(cls) -> str:
+        """How it is written.
+
+        >>> Slow.form()
+        'RANK:FACTOR'
+        """
+        return ":".join(name.upper() for name in cls.model_fields)
+
+
+class Slow(_Fault):
+    """A rank that computes `factor` times as long as it should."""
+
+    factor: float = Field(gt=0, allow_inf_nan=False)
+
+
+class Kill(_Fault):
+    """A rank that dies in the middle of a step; steps count from 1."""
+
+    step: int = Field(ge=1)
+
+
+class SlowLink(_Fault):
+    """A rank's link to the others with `share` of its bandwidth left, for good or from `start` for `seconds` of a step."""
+
+    share: float = Field(ge=0, le=1, description="of its bandwidth that is left; 0: down")
+    seconds: Seconds | None = None
+    start: Seconds = 0.0
+
+
+class Faults(Noun):
+    """Everything that goes wrong in one run. None of it changes the result, only the time."""
+
+    kill: tuple[Kill, ...] = ()
+    slow: tuple[Slow, ...] = ()
+    link: tuple[SlowLink, ...] = ()
+
+    @property
+    def ranks(self) -> set[int]:
+        """Ranks that something is wrong with for more than a moment."""
+        return {fault.rank for fault in (*self.slow, *self.link)}
+
+    def check(self, world: int) -> Self:
+        """Itself. Raises InputError for a rank that is not there or is named twice, and for a link that is down for good."""
+        for name in Faults.model_fields:
+            faults = getattr(self, name)
+            for fault in faults:
+                if fault.rank >= world:
+                    raise InputError(f"{name}: rank {fault.rank} is not one of the {world} ranks, 0 to {world - 1}")
+            twice = [fault.rank for at, fault in enumerate(faults) if name != "kill" and fault.rank in [one.rank for one in faults[:at]]]
+            if twice:
+                raise InputError(f"{name}: rank {twice[0]} is named twice")
+        for fault in self.link:
+            if fault.share == 0 and fault.seconds is None:
+                raise InputError(
+                    f"link: rank {fault.rank} has no bandwidth left for good, so no step ends; "
+                    f"say for how long, such as {fault.rank}:0:2s, or kill the rank"
+                )
+        return self
+
+
+FaultType = TypeVar("FaultType", bound=_Fault)
+
+
+def parse_faults(kind: type[FaultType], texts: Sequence[str], where: str) -> tuple[FaultType, ...]:
+    """What options say, several in one joined by commas.
+
+    >>> parse_faults(Slow, ["3:1.5,4:2"], "--slow")[1].factor
+    2.0
+    """
+    return tuple(_parse(kind, part.strip(), where) for text in texts for part in text.split(","))
+
+
+def _parse(kind: type[FaultType], text: str, where: str) -> FaultType:
+    values: list[Any] = list(text.split(":"))
+    needed = sum(field.is_required() for field in kind.model_fields.values())
+    if not needed <= len(values) <= len(kind.model_fields):
+        raise InputError(f"{where} {text!r} is not {kind.form()}; write it like {where} {_EXAMPLES[kind.__name__]}")
+    for at, (value, field) in enumerate(zip(values, kind.model_fields.values())):
+        if field.annotation in (int, float):
+            try:
+                values[at] = field.annotation(value)
+            except ValueError:
+                raise InputError(f"{where} {text!r}: {value!r} is not a number; write it like {where} {_EXAMPLES[kind.__name__]}") from None
+    return build(kind, values, f"{where} {text!r}")
+
+
+_EXAMPLES = {"Slow": "3:1.5", "Kill": "3:20", "SlowLink": "3:0.25"}
