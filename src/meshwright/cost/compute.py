@@ -3,7 +3,7 @@
     matrix product    max(FLOPs / (peak * efficiency * sustained), bytes / bandwidth) + ramp, each weight by itself
     attention         FLOPs / (the same rate * attention share)
     everything else   bytes / bandwidth
-    floor             what the host needs to launch the kernels; on a host device, which launches and computes, added
+    floor             what the host needs to launch kernels and collectives; on a host device, which launches and computes, added
 
 Tensor parallelism divides a layer's FLOPs by its split weights; its element-wise work by the share of what it keeps that is split.
 Source of the form: Calculon (SC23), autoparallel's roofline; constants have theirs.
@@ -74,6 +74,11 @@ def work(setting: Setting, cut: Cut, stride: int, tokens: Array, sequence_parall
             continue
         *computing, attention = _compute(setting, entry.layer, cut, tokens, sequence_parallel)
         exchange = _exchange(setting, entry.layer, (cut.tp, stride), tokens, sequence_parallel)
+        launching = _launching(setting, entry.layer, cut, sequence_parallel)
+        if setting.on_host:
+            computing = [seconds + host for seconds, host in zip(computing, launching, strict=True)]
+        else:
+            computing = [np.maximum(each, host - wait) for each, host, wait in zip(computing, launching, exchange, strict=True)]
         rows.append(np.stack([*computing, *exchange, attention]))
     return Work(*np.stack(rows, axis=1))
 
@@ -98,10 +103,19 @@ def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_p
     if layer.name == BLOCK:
         backward = backward + practice.repeated_products * forward_products[:, None] + practice.repeated_rest * rest
     core = np.broadcast_to((attention + scores)[:, None], forward.shape)
-    kernels = (1 + parts.products.sum()) * constants.KERNELS_PER_MATRIX * constants.LAUNCH * practice.launch
+    return forward, backward, core
+
+
+def _launching(setting: Setting, layer: Layer, cut: Cut, sequence_parallel: Array) -> tuple[Array, Array]:
+    """Seconds that the host needs to launch a layer's kernels and collectives, forward and backward (s)."""
+    count = 1 + matrices(layer, cut).products.sum()
     if setting.on_host:
-        return forward + kernels, backward + constants.BACKWARD * kernels, core
-    return np.maximum(forward, kernels), np.maximum(backward, constants.BACKWARD * kernels), core
+        kernels = count * constants.HOST_KERNELS_PER_MATRIX * constants.HOST_LAUNCH + 0.0 * sequence_parallel
+        return kernels, constants.BACKWARD * kernels
+    kernels = count * constants.KERNELS_PER_MATRIX * constants.LAUNCH + 0.0 * sequence_parallel
+    calls = constants.TENSOR_PAIRS * constants.COLLECTIVE_LAUNCH * float(cut.tp > 1 and layer.name == BLOCK)
+    forward, backward = (kernels + calls * np.where(sequence_parallel, turns, 1.0) for turns in (2.0, 3.0))
+    return setting.practice.launch * forward, setting.practice.launch * (backward + (constants.BACKWARD - 1.0) * kernels)
 
 
 def local_share(layer: Layer, size: int, tp: int, sequence_parallel: Array) -> Array:

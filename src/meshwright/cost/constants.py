@@ -37,11 +37,18 @@ TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
 SPLIT_SHARE = 0.7
 """Of a turn, for products with fewer tiles than processors: cutting the inner dimension fills the rest but for the sum of the parts."""
 
-LAUNCH = 5e-6
-"""Seconds of the host to launch one kernel: below this the device waits for the host (7 us in autoparallel's docs, measured 4 to 7)."""
+LAUNCH = 10e-6
+"""Seconds of the host for one kernel of eager PyTorch with autograd: below this the device waits for the host (7 us without autograd in
+autoparallel's docs; a micro-batch of nanotron takes 4.5 ms a layer on H100 however small it is, Ultra-Scale playbook)."""
 
-KERNELS_PER_MATRIX = 3
-"""Kernels of a forward pass for each weight matrix, the element-wise ones between them included: 21 for the 7 of a Llama block."""
+HOST_LAUNCH = 5e-6
+"""The same where the host itself computes: no driver."""
+
+KERNELS_PER_MATRIX = 5
+"""Kernels of a forward pass for each weight matrix, the element-wise ones between them included: 36 for the 7 of a Llama block."""
+
+HOST_KERNELS_PER_MATRIX = 3
+"""The same on a host device, where views cost nothing."""
 
 ATTENTION_SHARE = 0.75
 """Of the matrix efficiency that fused attention reaches: FlashAttention-2 (arXiv 2307.08691, figure 4) 190 to 225 of 312 TFLOP/s on an A100,
@@ -58,6 +65,9 @@ ACCUMULATION_PASSES = 2
 
 CAST_PASSES = 2.0
 """Elements of the compute type that move for each operand of an 8-bit product: read for the largest, read, written, written transposed at half size."""
+
+COLLECTIVE_LAUNCH = 300e-6
+"""Seconds of the host for one collective of tensor ranks, called through autograd, and the operations around it (the rest of those 4.5 ms)."""
 
 TENSOR_PAIRS = 2
 """Sums over the tensor ranks in one block and direction, attention and feed-forward (Megatron-LM, arXiv 1909.08053, figure 4). Sequence

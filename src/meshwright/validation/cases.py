@@ -6,7 +6,6 @@ What the source leaves out (micro-batch, virtual stages, recompute) is chosen as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from enum import StrEnum
 from functools import lru_cache
 from itertools import product
@@ -90,6 +89,8 @@ def _unfit(row: Row, system: System | None) -> str:
         return "adapters or single layers are not modelled"
     if "8bit" in row.text("optimizer").lower() or row.text("offload") not in ("", "none"):
         return "offload and 8-bit states are not modelled"
+    if "ddp" in system.name.lower() and row.count("seq") > 128 and "bert" in row.text("model").lower():
+        return "sequences are binned by length: tokens are not stated"
     if any(not row.states(name) for name in ("layers", "hidden", "heads", "vocab", "seq", "gpus")):
         return "the source does not state the model"
     if not row.states("global_batch") and not row.states("micro_batch"):
@@ -114,9 +115,9 @@ def sizes_of(row: Row, system: System) -> Sizes:
     given: dict[str, Any] = {**shape, "ffn": row.count("ffn", 4 * shape["hidden"]), "tied_embeddings": tied}
     if bert:
         return Sizes(kind="bert", mlp="gelu", norm="ln", linear_bias=True, pos="learned", types=2, embedding_norm=True, **given)
-    if mlp == "swiglu":
+    if mlp == "swiglu" and not system.bias:
         return Sizes(kind="decoder", mlp="swiglu", norm="rms", pos="rope", **given)
-    given |= {"mlp": mlp, "linear_bias": system.bias, "pos": "learned" if system.learned else "rope"}
+    given |= {"mlp": mlp, "linear_bias": system.bias, "qkv_bias": system.bias, "pos": "learned" if system.learned else "rope"}
     return Sizes(kind="decoder", norm="ln", **given)
 
 
@@ -177,18 +178,22 @@ def workload_of(row: Row) -> Workload:
     return Workload(sequence=row.count("seq"), batch=batch, precision=precision, optimizer=Optimizer())  # type: ignore[arg-type]
 
 
-def plans_of(row: Row, system: System) -> Iterator[Plan]:
+def plans_of(row: Row, system: System) -> list[Plan]:
     """Every plan that the row can mean."""
     batch = workload_of(row).batch
     dp, pp, tp = row.count("dp"), row.count("pp"), row.count("tp")
     micro = [row.count("micro_batch")] if row.states("micro_batch") else [size for size in (1, 2, 4, 8, 16) if batch % (dp * size) == 0]
     if pp == 1 and not row.states("micro_batch") and system.name != "Megatron-Core":
         micro = [batch // dp]
+    if (each := row.flags.get("num-layers-per-virtual-pipeline-stage")) is not None:
+        virtual = [row.count("layers") // pp // int(each)]
+        return [plan_of(row, system, (dp, pp, tp), (size, stages, row.text("activation_ckpt"))) for size in micro for stages in virtual]
     virtual = [row.count("vpp")] if row.states("vpp") or system.name != "Megatron-Core" else [1, 2, 3, 4, 6, 8]
     stated = row.text("activation_ckpt")
     again = [stated] if stated else ["none", "selective", "full"]
-    for size, stages, ckpt in product(micro, virtual, again):
-        yield plan_of(row, system, (dp, pp, tp), (size, stages if pp > 1 else 1, ckpt))
+    return [
+        plan_of(row, system, (dp, pp, tp), (size, stages if pp > 1 else 1, ckpt)) for size, stages, ckpt in product(micro, virtual, again)
+    ]
 
 
 def plan_of(row: Row, system: System, degrees: tuple[int, int, int], choices: tuple[int, int, str]) -> Plan:
@@ -208,8 +213,34 @@ def plan_of(row: Row, system: System, degrees: tuple[int, int, int], choices: tu
         micro_batch=micro_batch,
         schedule=Schedule.interleaved if virtual > 1 else Schedule.one_f_one_b,
         virtual_stages=virtual,
+        layers_per_stage=balanced(row, pp) if system.balanced and pp > 1 else (),
         recompute=recompute.get(ckpt, Recompute.none),
     )
+
+
+def balanced(row: Row, pp: int) -> tuple[int, ...]:
+    """Blocks of each stage by nanotron's rule: a stage ends with the layer at which the running sum of costs passes its share.
+
+    Costs are those of its Llama: products of a block, the vocabulary for the head, nothing for the embedding.
+    """
+    layers, hidden = row.count("layers"), row.count("hidden")
+    block = hidden * (4 * hidden + 3 * row.count("ffn"))
+    total = layers * block + hidden * row.count("vocab")
+    found, stage, passed = [0] * pp, 0, 0.0
+    for _ in range(layers):
+        found[stage] += 1
+        passed += block
+        if passed > total * (stage + 1) / pp:
+            stage = min(stage + 1, pp - 1)
+    return tuple(found) if min(found) else whole(found)
+
+
+def whole(found: list[int]) -> tuple[int, ...]:
+    """Our stages hold a block each: an empty last one takes it from the stage before."""
+    for stage in range(len(found) - 1, 0, -1):
+        if not found[stage]:
+            found[stage], found[stage - 1] = 1, found[stage - 1] - 1
+    return tuple(found) if min(found) > 0 else ()
 
 
 def meter_of(row: Row) -> Meter | None:

@@ -33,6 +33,8 @@ class Kernels(NamedTuple):
     flash: bool = True
     dropout: bool = False
     loss: float = 8.0
+    operand: float = 1.0
+    """What an operand of an 8-bit product keeps, over the compute type: Transformer Engine keeps its 8-bit copy, others the original."""
     labelled: float = 1.0
     """Part of the tokens whose logits are computed (masked language models with a head on masked places only)."""
 
@@ -70,18 +72,19 @@ def _block(layer: Layer, sizes: Sizes, kernels: Kernels) -> Layer:
     experts = layer.routed > 0
     f = float(sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) if experts else sizes.ffn)
     eager_norm = sizes.norm == "rms" and not kernels.norm
-    whole = 2.0 * h + (sizes.norms * h)
+    whole = (sizes.norms + 2.0 * kernels.operand) * h
     fixed_whole = 8.0 * sizes.norms + (sizes.norms * (2.0 * h) if eager_norm else 0.0)
     moved = sizes.norms * h * (12.0 if eager_norm else 2.0) + 2 * 3.0 * h
     split = 2.0 * q + 2.0 * k
+    product = kernels.operand * f
     if sizes.pos == "rope":
         moved += (2.0 if kernels.rotation else 10.0) * (q + k)
     moved += 2.0 * (q + 2 * k)
     if sizes.gated:
-        split += (3.0 if kernels.product else 4.0) * f
+        split += (2.0 if kernels.product else 3.0) * f + product
         moved += (3.0 if kernels.product else 5.0) * f
     else:
-        split += 2.0 * f
+        split += f + product
         moved += (2.0 if kernels.product else 4.0) * f
     if kernels.dropout:
         fixed_whole += 2.0 * h

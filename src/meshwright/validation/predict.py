@@ -53,7 +53,7 @@ class Prediction(NamedTuple):
 
 
 def predict(case: Case) -> Prediction | str:
-    """The fastest plan of `case` that fits (where none does: the smallest), or why it cannot be priced."""
+    """The fastest plan of `case` whose allocated bytes fit (where none do: the smallest), or why it cannot be priced."""
     pricer = Pricer(case.job, case.practice)
     found = []
     for plan in case.plans:
@@ -61,5 +61,6 @@ def predict(case: Case) -> Prediction | str:
             found.append(Prediction(case, plan, estimate_of(pricer, box_of(plan, case.job.workload.batch, case.job.model.blocks))))
         except InputError as error:
             return str(error)[:90]
-    fitting = [each for each in found if each.fits]
+    device = case.job.cluster.groups[0].device
+    fitting = [each for each in found if each.estimate.memory.total + device.context <= device.memory]
     return min(fitting, key=lambda each: each.seconds) if fitting else min(found, key=lambda each: each.estimate.memory.reserved)

@@ -7,7 +7,7 @@ sequence parallelism) beats the entry.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.cost.practice import Practice
 from meshwright.validation.kernels import Kernels
@@ -24,18 +24,20 @@ class System(NamedTuple):
     kernels: Kernels
     bias: bool = False
     learned: bool = False
+    balanced: bool = False
+    """Stages cut by FLOPs, the head counted in; else by blocks."""
     selective: str = "core"
     """What `selective` recompute means: the attention core, every second product and the operations around (`op`), gelu alone (`gelu`)."""
-    searches: tuple[str, ...] = ()
-    """What its tables leave out and its authors tuned: the planner chooses among what fits."""
 
+
+CUDNN = 1.5
+"""Rate of cuDNN's attention on Hopper over that of FlashAttention-2 (arXiv 2407.08608, figure 5: 500 to 550 over 350 TFLOP/s forward)."""
 
 FIRST_FLASH = 0.55
 """Rate of the first FlashAttention over that of the second (arXiv 2307.08691: about twice as fast). `flash-attn` without a number is the first."""
 
 EAGER = Kernels(norm=False, rotation=False, product=False, residual=False, loss=7.0)
 MEGATRON = Practice(gradient=4, reduced=4, reduce_hidden=False)
-CORE = Practice(gradient=4, reduced=4, gather_hidden=True, attention=1.0)
 
 SYSTEMS = (
     System(
@@ -43,7 +45,7 @@ SYSTEMS = (
         r"Megatron-(Core|Bridge)|NeMo",
         "Megatron-LM README and NeMo performance recipes: distributed optimizer with overlapped reduction and gather, Transformer Engine, "
         "cuDNN attention, tensor traffic overlapped in pieces, float32 main gradients",
-        Practice(gradient=4, reduced=4, gather_hidden=True, attention=2.0, tensor_hidden=0.5),
+        Practice(gradient=4, reduced=4, gather_hidden=True, attention=CUDNN, tensor_hidden=0.5),
         Kernels(),
         learned=True,
         bias=True,
@@ -73,7 +75,8 @@ SYSTEMS = (
         "nanotron 0.5: flash-attention 2, fused norm and rotation, silu and product apart, float32 gradient accumulation, logits cut by "
         "vocabulary; reduction beside the last backward, ZeRO-1 gathers after the update",
         Practice(gradient=4, reduced=4),
-        Kernels(product=False),
+        Kernels(product=False, loss=10.0),
+        balanced=True,
     ),
     System(
         "FSDP",
@@ -83,7 +86,6 @@ SYSTEMS = (
         Practice(),
         Kernels(product=False, residual=False, loss=7.0),
         learned=True,
-        searches=(),
     ),
     System(
         "torchtitan",
@@ -162,12 +164,33 @@ SYSTEMS = (
 )
 
 
+def _engine(flags: dict[str, Any]) -> System:
+    """Megatron-LM on Transformer Engine, by its command line; what it leaves out has Megatron's defaults (dropout 0.1, biases, no overlap)."""
+    return System(
+        "Megatron-Core",
+        "",
+        "Megatron-LM tests/functional_tests: model_config.yaml",
+        Practice(
+            gradient=4,
+            reduced=4,
+            reduce_hidden=bool(flags.get("overlap-grad-reduce")),
+            gather_hidden=bool(flags.get("overlap-param-gather")),
+            attention=CUDNN,
+        ),
+        Kernels(flash=flags.get("attention-backend") != "unfused", dropout=flags.get("hidden-dropout") != 0.0),
+        bias=not flags.get("disable-bias-linear"),
+        learned=flags.get("position-embedding-type", "learned_absolute") == "learned_absolute",
+    )
+
+
 def system_of(row: Row) -> System | None:
     """The framework of `row`, with what the row says of its kernels."""
     word = row.text("system")
     found = next((system for system in SYSTEMS if re.search(system.pattern, word)), None)
     if found is None:
         return None
+    if (flags := row.flags).get("transformer-impl") == "transformer_engine":
+        found = _engine(flags)
     kernels, practice = found.kernels, found.practice
     stated = row.text("attn_impl").lower()
     if stated == "flash-attn":
@@ -179,6 +202,7 @@ def system_of(row: Row) -> System | None:
         practice = practice._replace(launch=0.3)
     if row.text("prec_class") == "fp8":
         practice = practice._replace(products="fp8")
+        kernels = kernels._replace(operand=0.5 if found.name == "Megatron-Core" else 1.0)
     if "DEFAULT (" in row.text("notes") or "mixed_precision=DEFAULT" in row.text("notes"):
         practice = practice._replace(reduced=4)
     if row.text("activation_ckpt") == "selective" and found.selective == "op":

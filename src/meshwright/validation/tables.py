@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from meshwright.base.errors import InputError
 
@@ -35,6 +38,16 @@ class Row:
     def count(self, name: str, default: int = 1) -> int:
         number = self.number(name)
         return default if number is None else round(number)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Options of the command line that the notes quote: `flags {...}`."""
+        found = re.search(r"flags (\{.*?\})", self.text("notes"))
+        try:
+            given = json.loads(found[1]) if found else {}
+        except json.JSONDecodeError:
+            return {}
+        return dict(given)
 
     def states(self, name: str) -> bool:
         return self.text(name) != ""
