@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.anatomy import Anatomy, read
 from meshwright.models.registry import build
 from meshwright.train.trainer import parallelize
 
@@ -70,9 +72,15 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
 
 
+@functools.cache
+def anatomy_of(name: str) -> Anatomy:
+    """Read once on each rank: it takes longer than the steps."""
+    return read(make_model(name))
+
+
 def train(name: str, plan: str, precision: str, steps: int, clip: float | None = 1.0) -> dict[str, Any]:
     """On every rank: losses and norms of `steps` steps, the first full gradients and the last weights (rank 0)."""
-    trainer = parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=clip)
+    trainer = parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=clip, anatomy=anatomy_of(name))
     loss, tokens, gradients = trainer.gradients(make_batch(name, 0))
     records = [trainer.step(make_batch(name, step)) for step in range(steps)]
     return {

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from everyone import everyone
 from pool import Pool
 from torch import nn
 from torch.nn import functional as F
@@ -18,6 +19,7 @@ from meshwright.base.errors import InputError
 from meshwright.models.registry import build
 from meshwright.parallel import collectives
 from meshwright.parallel.columns import Column, Crossing, Entry
+from meshwright.parallel.group import Group
 from meshwright.parallel.loss import count_labels, sum_loss
 from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
 
@@ -112,7 +114,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 def cut_sequence(model: nn.Module, found: Anatomy) -> None:
     """What the pipeline's gates do: enter before the first block, leave behind the last one."""
-    region = SequenceRegion(dist.group.WORLD)
+    region = SequenceRegion(everyone())
     blocks = list(model.get_submodule(str(found.blocks)))
     blocks[0].register_forward_pre_hook(lambda module, args: (region.enter(args[0]), *args[1:]))
     blocks[-1].register_forward_hook(
@@ -158,10 +160,10 @@ def compare(name: str, dtype: torch.dtype, sequence_parallel: bool) -> tuple[flo
     shapes = {n: p.shape for n, p in model.named_parameters()}
     model.zero_grad()
     found = anatomy.read(model)
-    shard_model(model, found, dist.group.WORLD, sequence_parallel)
+    shard_model(model, found, everyone(), sequence_parallel)
     if sequence_parallel:
         cut_sequence(model, found)
-    loss = sum_loss(logits_of(model(tokens)), labels, shift_of(model), dist.group.WORLD)
+    loss = sum_loss(logits_of(model(tokens)), labels, shift_of(model), everyone())
     loss.backward()
     got = whole_gradients(model, found, shapes, sequence_parallel)
     assert got.keys() == wanted.keys()
@@ -199,13 +201,13 @@ def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int
     for layers in (1, 3):
         torch.manual_seed(1)
         model = small(name, layers=layers)
-        found = anatomy.read(model)
-        shard_model(model, found, dist.group.WORLD, sequence_parallel)
+        found, group = anatomy.read(model), everyone(shared=False)
+        shard_model(model, found, group, sequence_parallel)
         if sequence_parallel:
             cut_sequence(model, found)
         tokens, labels = batch(model.shift_labels)
         with Collectives() as forward:
-            loss = sum_loss(model(tokens).logits, labels, model.shift_labels, dist.group.WORLD)
+            loss = sum_loss(model(tokens).logits, labels, model.shift_labels, group)
         with Collectives() as backward:
             loss.backward()
         counts.append((forward.count, backward.count))
@@ -230,7 +232,7 @@ def largest_kept(sequence_parallel: bool) -> int:
     """Elements of the largest tensor that a block keeps for backward."""
     model = small("llama")
     found = anatomy.read(model)
-    shard_model(model, found, dist.group.WORLD, sequence_parallel)
+    shard_model(model, found, everyone(), sequence_parallel)
     if sequence_parallel:
         cut_sequence(model, found)
     kept: list[int] = []
@@ -262,14 +264,14 @@ def recompute_differs(name: str, sequence_parallel: bool) -> float:
         torch.manual_seed(1)
         model = MODELS[name]()
         found = anatomy.read(model)
-        shard_model(model, found, dist.group.WORLD, sequence_parallel)
+        shard_model(model, found, everyone(), sequence_parallel)
         if sequence_parallel:
             cut_sequence(model, found)
         if recompute:
             for block in model.get_submodule(str(found.blocks)):
                 block.forward = again(block.forward)
         tokens, labels = batch(shift_of(model))
-        sum_loss(logits_of(model(tokens)), labels, shift_of(model), dist.group.WORLD).backward()
+        sum_loss(logits_of(model(tokens)), labels, shift_of(model), everyone()).backward()
         gradients.append([p.grad for p in model.parameters()])
     return max((a - b).abs().max().item() for a, b in zip(*gradients))
 
@@ -284,8 +286,8 @@ def test_a_recomputed_layer_gives_the_same_gradients_bit_for_bit(ranks: Pool, na
     assert ranks.run(2, recompute_differs, name, sequence_parallel) == [0.0, 0.0]
 
 
-def cross(sequence_parallel: bool) -> Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]:
-    def entered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def cross(sequence_parallel: bool) -> Callable[[torch.Tensor, Group], torch.Tensor]:
+    def entered(x: torch.Tensor, group: Group) -> torch.Tensor:
         result = Crossing(x, group, sequence_parallel, readers=1).entered
         assert result is not None
         return result
@@ -313,7 +315,7 @@ def transposes() -> dict[str, float]:
         if same_input:
             dist.broadcast(x, 0)
         x.requires_grad_()
-        out = function(x * 1, dist.group.WORLD)
+        out = function(x * 1, everyone())
         y = torch.randn(out.shape, dtype=torch.float64, generator=generator)
         if same_output:
             dist.broadcast(y, 0)
@@ -341,7 +343,7 @@ def test_without_a_group_collectives_hand_their_input_on() -> None:
 
 def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bool) -> float:
     """A region of two column layers, of which those `used` reach the loss, and perhaps another reader: against plain autograd."""
-    group, ranks = dist.group.WORLD, dist.get_world_size()
+    group, ranks = everyone(), dist.get_world_size()
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     weights = [torch.randn(ranks * 5, 3, dtype=torch.float64, generator=generator) for _ in range(2)]
@@ -384,7 +386,7 @@ def vocabulary_loss(width: int, dtype: torch.dtype, spread: float) -> tuple[floa
     chunk, rank = -(-width // dist.get_world_size()), dist.get_rank()
     mine = slice(rank * chunk, (rank + 1) * chunk)
     local = logits[..., mine].clone().requires_grad_()
-    loss = sum_loss(local, labels, False, dist.group.WORLD)
+    loss = sum_loss(local, labels, False, everyone())
     (loss * 0.5).backward()
     assert local.grad is not None and whole.grad is not None and local.grad.dtype == dtype
     gradient = (local.grad - whole.grad[..., mine]).abs().max() / whole.grad.abs().max()
@@ -441,7 +443,7 @@ def refusal(model: str, sequence_parallel: bool, length: int = 8, **sizes: objec
     before = [tuple(p.shape) for p in plain.parameters()]
     found = anatomy.read(plain)
     try:
-        shard_model(plain, found, dist.group.WORLD, sequence_parallel)
+        shard_model(plain, found, everyone(), sequence_parallel)
         if sequence_parallel:
             cut_sequence(plain, found)
         plain(torch.zeros(2, length, dtype=torch.long))
@@ -481,7 +483,7 @@ def test_a_sequence_that_does_not_divide_is_refused_on_every_rank_before_a_colle
 
 def bytes_of_logits() -> list[int]:
     model = small("llama")
-    shard_model(model, anatomy.read(model), dist.group.WORLD, False)
+    shard_model(model, anatomy.read(model), everyone(), False)
     return list(model(batch(True)[0]).logits.shape)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from everyone import everyone
 from pool import Pool
 from torch import nn
 
@@ -42,7 +43,7 @@ def agree_on_ranks() -> tuple[StepRecord, bool]:
         memory={"parameters": 10.0 * (rank == 0), "resident": float(rank)},
         exposed={"data": 0.5, "pipeline": rank / 4},
     )
-    return agree(mine, rank == 1, dist.group.WORLD)
+    return agree(mine, rank == 1, everyone())
 
 
 def test_a_record_has_the_slowest_and_the_fullest_rank_and_one_wish_to_stop_is_everyones(ranks: Pool) -> None:

@@ -82,14 +82,18 @@ class Parallel:
         return self.objective.sum(output, batch)
 
 
-def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, loss: LossFunction | None = None) -> Parallel:
-    """Shard `model` in place. Its parameters must be whole and the same on every rank.
+def parallelize_model(
+    model: nn.Module, mesh: Mesh, recipe: Recipe, loss: LossFunction | None = None, anatomy: Anatomy | None = None
+) -> Parallel:
+    """Shard `model` in place. Its parameters must be whole and the same on every rank. `anatomy`: what `read` finds, where it is known.
 
     Raises InputError before anything is changed when a size does not divide.
     """
     plan = mesh.plan
-    anatomy = read(model)
+    anatomy = anatomy or read(model)
     _check(anatomy, mesh)
+    if hasattr(config := getattr(model, "config", None), "use_cache"):
+        config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice
     model.to(mesh.device)
     if recipe.compute == "float64":
         model.double()

@@ -17,35 +17,34 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from meshwright.parallel import exchange
-from meshwright.parallel.mesh import Group
+from meshwright.parallel.group import Group
 
 
-def leave(x: torch.Tensor, group: Group) -> torch.Tensor:
+def leave(x: torch.Tensor, group: Group | None) -> torch.Tensor:
     """Out of a region whose weights are cut by rows: the sum over ranks. `x` is overwritten: nothing else may hold it."""
     return x if group is None else _Leave.apply(x, group)
 
 
-def leave_scattered(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
+def leave_scattered(x: torch.Tensor, group: Group | None, dim: int = 1) -> torch.Tensor:
     """`leave` under sequence parallelism: this rank's slice along `dim` of the sum."""
     return x if group is None else _LeaveScattered.apply(x, group, dim)
 
 
-def scatter_sequence(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
+def scatter_sequence(x: torch.Tensor, group: Group | None, dim: int = 1) -> torch.Tensor:
     """This rank's slice along `dim` of an `x` that every rank has."""
     return x if group is None else _ScatterSequence.apply(x, group, dim)
 
 
-def gather_whole(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
+def gather_whole(x: torch.Tensor, group: Group | None, dim: int = 1) -> torch.Tensor:
     """All slices along `dim`, for something that every rank then computes alike (so its gradient is the same everywhere)."""
     return x if group is None else _GatherWhole.apply(x, group, dim)
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         return sum_over(x, group).data  # not a view for autograd: what follows may add to it in place
 
     @staticmethod
@@ -55,7 +54,7 @@ class _Leave(torch.autograd.Function):
 
 class _LeaveScattered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
         return sum_and_cut(x, group, dim)
 
@@ -66,7 +65,7 @@ class _LeaveScattered(torch.autograd.Function):
 
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
         return own_slice(x, group, dim)
 
@@ -77,7 +76,7 @@ class _ScatterSequence(torch.autograd.Function):
 
 class _GatherWhole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
         return join(x, group, dim)
 
@@ -86,29 +85,29 @@ class _GatherWhole(torch.autograd.Function):
         return own_slice(gradient, ctx.group, ctx.dim), None, None
 
 
-def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def sum_over(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of `x` over `group`, in the memory of `x` where that is contiguous."""
     x = x.contiguous()
     exchange.all_reduce(x, group).wait()
     return x
 
 
-def join(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+def join(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """The slices of all ranks along `dim`, in order of rank."""
-    ranks = dist.get_world_size(group)
+    ranks = group.size
     full = torch.empty(ranks, *x.shape, dtype=x.dtype, device=x.device)
     exchange.all_gather(full.view(-1), x.contiguous().view(-1), group).wait()
     shape = (*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
     return full.movedim(0, dim).reshape(shape)
 
 
-def stacked(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+def stacked(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """`x` cut along `dim` into one slice a rank, the slices one after the other: (ranks, ...)."""
-    ranks = dist.get_world_size(group)
+    ranks = group.size
     return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
 
 
-def sum_and_cut(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+def sum_and_cut(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's slice along `dim` of the sum of `x` over `group`."""
     full = stacked(x, group, dim)
     out = torch.empty_like(full[0])
@@ -116,7 +115,7 @@ def sum_and_cut(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Te
     return out
 
 
-def own_slice(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+def own_slice(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """A copy of this rank's slice of `x` along `dim`."""
-    each = x.shape[dim] // dist.get_world_size(group)
-    return x.narrow(dim, dist.get_rank(group) * each, each).contiguous()
+    each = x.shape[dim] // group.size
+    return x.narrow(dim, group.index * each, each).contiguous()

@@ -15,19 +15,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.parallel import collectives, exchange
 from meshwright.parallel.exchange import Pending
+from meshwright.parallel.group import Group
 
 
 class Crossing:
     """One forward pass into a region, and the way back."""
 
-    def __init__(self, hidden: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool, readers: int) -> None:
+    def __init__(self, hidden: torch.Tensor, group: Group, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
         self.readers = self.unread = readers
         self.hidden: torch.Tensor | None = hidden
@@ -97,7 +97,7 @@ class Crossing:
 class Entry:
     """A forward pre-hook: the hidden state that a module is given crosses into the region, once for all modules given the same tensor."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool, readers: int) -> None:
+    def __init__(self, group: Group, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
         self.crossing: Crossing | None = None
 

@@ -1,7 +1,8 @@
 """Collectives on flat buffers, started now and finished later.
 
 On gloo (16 MiB, 2 ranks) an all-reduce took 14 ms, its reduce-scatter 40 ms and its all-gather 77 ms, but one all-to-all 8 ms: both are
-written as an all-to-all there, the reduction with a sum in fixed order (bench/exchange.py). NCCL has good ones of its own.
+written as an all-to-all there, the reduction with a sum in fixed order (bench/exchange.py). NCCL has good ones of its own. Ranks of one
+host without accelerators read each other's memory (lanes.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.mesh import Group
+from meshwright.parallel.group import Group
 
 
 class Pending:
@@ -32,21 +33,26 @@ class Pending:
 DONE = Pending(None)
 
 
-def all_reduce(flat: torch.Tensor, group: Group) -> Pending:
-    """Sum `flat` over `group`, in place."""
+def all_reduce(flat: torch.Tensor, group: Group | None, largest: bool = False) -> Pending:
+    """Sum the contiguous `flat` over `group`, in place; with `largest` the largest of each element."""
     if group is None:
         return DONE
-    return Pending(dist.all_reduce(flat, group=group, async_op=True))
+    if group.lanes is not None:
+        return Pending(None, group.lanes.all_reduce(flat.view(-1), largest))
+    operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    return Pending(dist.all_reduce(flat, operation, group=group.process, async_op=True))
 
 
-def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group) -> Pending:
+def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group | None) -> Pending:
     """`out` (n / ranks elements; it may lie inside `full`) becomes this rank's slice of the sum of `full` (n) over `group`."""
     if group is None:
         return Pending(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
-    if dist.get_backend(group) == "nccl":
-        return Pending(_native("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group, async_op=True))
+    if group.lanes is not None:
+        return Pending(None, group.lanes.reduce_scatter(full, out))
+    if group.native:
+        return Pending(_native("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group.process, async_op=True))
     received = torch.empty_like(full)
-    work = dist.all_to_all_single(received, full, group=group, async_op=True)
+    work = dist.all_to_all_single(received, full, group=group.process, async_op=True)
     return Pending(work, lambda: _sum_into(out, received))
 
 
@@ -58,14 +64,16 @@ def _sum_into(out: torch.Tensor, received: torch.Tensor) -> None:
     torch.sum(received.view(-1, out.numel()), dim=0, out=out)
 
 
-def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group) -> Pending:
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None) -> Pending:
     """`full` becomes the shards of all ranks of `group` in order; `shard` may be this rank's slice of `full`."""
     if group is None:
         return Pending(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
-    if dist.get_backend(group) == "nccl":
-        return Pending(_native("all_gather_single", "all_gather_into_tensor")(full, shard, group=group, async_op=True))
-    repeated = shard.repeat(dist.get_world_size(group))
-    work = dist.all_to_all_single(full, repeated, group=group, async_op=True)
+    if group.lanes is not None:
+        return Pending(None, group.lanes.all_gather(full, shard))
+    if group.native:
+        return Pending(_native("all_gather_single", "all_gather_into_tensor")(full, shard, group=group.process, async_op=True))
+    repeated = shard.repeat(group.size)
+    work = dist.all_to_all_single(full, repeated, group=group.process, async_op=True)
     return Pending(work, lambda: _keep(repeated))
 
 

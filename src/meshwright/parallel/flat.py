@@ -54,20 +54,27 @@ class FlatUnit:
     # --- construction ---------------------------------------------------------------------------------------------------------
 
     def _lay_weights(self) -> None:
-        self.weights = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.mesh.device)
+        self.weights = self._zeros(self.unit.numel, shared=self.zero in (1, 2))
         for name, parameter in self.parameters.items():
             view = self.view(self.weights, name)
             view.copy_(parameter.detach())
             parameter.data = view
         if self.zero == 3:
-            self.shard = self.weights[self.own].clone()
+            self.shard = self._zeros(self.own.stop - self.own.start, shared=True)
+            self.shard.copy_(self.weights[self.own])
             self.close()
         else:
             self.shard = self.weights[self.own]
 
+    def _zeros(self, numel: int, shared: bool) -> torch.Tensor:
+        """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
+        if shared and self.mesh.host is not None and self.mesh.plan.dp > 1:
+            return self.mesh.host.zeros(numel, self.dtype)
+        return torch.zeros(numel, dtype=self.dtype, device=self.mesh.device)
+
     def _lay_gradients(self) -> None:
         size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
-        self.gradients = torch.zeros(size, dtype=self.dtype, device=self.mesh.device)
+        self.gradients = self._zeros(size, shared=self.zero < 2)
         self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
     def _make_master(self, recipe: Recipe) -> None:

@@ -12,16 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from meshwright.parallel.mesh import Group
+from meshwright.parallel import exchange
+from meshwright.parallel.group import Group
 
 IGNORED = -100
 
 
-def sum_loss(logits: torch.Tensor, labels: torch.Tensor, shift: bool, group: Group = None) -> torch.Tensor:
+def sum_loss(logits: torch.Tensor, labels: torch.Tensor, shift: bool, group: Group | None = None) -> torch.Tensor:
     """Scalar sum over valid labels (those that are not -100), in float32 at least.
 
     `logits` (..., V) or, with `group`, the local ceil(V / ranks) of them, the last ranks having fewer. With `shift` the logits at a place
@@ -44,7 +44,7 @@ class _SumLoss(torch.autograd.Function):
     """logits (N, local V), labels (N). Saved: the local softmax, and of each label its local index, whether it is here, and exp(L - G)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group | None) -> torch.Tensor:
         precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
         softmax = torch.softmax(logits, dim=-1, dtype=precise)
         peak = logits.amax(dim=-1).to(precise)
@@ -76,17 +76,17 @@ def _pick(logits: torch.Tensor, places: torch.Tensor, precise: torch.dtype) -> t
 
 
 def _over_ranks(
-    logits: torch.Tensor, share: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, group: dist.ProcessGroup
+    logits: torch.Tensor, share: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Local index of each label, whether it is here, its loss, and exp(L - G)."""
     count, width = logits.shape
     highest = F.pad(share, (0, 1), value=width)  # rank 0 has the full width: so each rank learns where its vocabulary begins
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    local = labels - dist.get_rank(group) * int(highest[count])
+    exchange.all_reduce(highest, group, largest=True).wait()
+    local = labels - group.index * int(highest[count])
     mine = valid & (local >= 0) & (local < width)
     local = torch.where(mine, local, 0)
     top = highest[:count]
     own = (share - top).exp()
     sums = torch.stack([own, torch.where(mine, _pick(logits, local, share.dtype) - top, 0)])
-    dist.all_reduce(sums, group=group)
+    exchange.all_reduce(sums, group).wait()
     return local, mine, sums[0].log() - sums[1], own / sums[0]

@@ -1,6 +1,7 @@
-"""The mesh: torch's DeviceMesh over the axes of a plan, this rank's place on it, and one process group per axis.
+"""The mesh: torch's DeviceMesh over the axes of a plan, this rank's place on it, and the group of ranks along each axis.
 
-Passed as an argument everywhere, never a global. An axis of one rank has no group: code asks `group is None` and does nothing.
+Passed as an argument everywhere, never a global. An axis of one rank has no group: code asks `group is None` and does nothing. Ranks that
+share memory (shared.py) form groups without process groups, which cost threads and sockets; the device mesh is made where some do not.
 """
 
 from __future__ import annotations
@@ -13,37 +14,45 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.group import Group, of_lanes, of_process
+from meshwright.parallel.lanes import LANE_WORDS, Lanes
+from meshwright.parallel.shared import Host, meet
 from meshwright.spec.grid import AXES, Grid, Place
 from meshwright.spec.plan import Plan
 
-Group = dist.ProcessGroup | None
+NAMES = ("world", *AXES, "tie")
+"""Groups that a rank can be in; each has its lanes."""
+
+WIRES = len(NAMES) * LANE_WORDS
+"""The first word behind all lanes: messages between pipeline ranks begin there."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands. Only axes of more than one rank are in the device mesh: a group costs threads and sockets."""
+    """Where this rank stands. Only axes of more than one rank are in the device mesh."""
 
     plan: Plan
     grid: Grid
     rank: int
     place: Place
     device: torch.device
-    device_mesh: DeviceMesh | None
-    channels: dict[tuple[int, int], Group] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    device_mesh: DeviceMesh | None = None
+    host: Host | None = None
+    identities: tuple[str, ...] = ()
+    channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
-    def group(self, axis: str) -> Group:
+    def group(self, axis: str) -> Group | None:
         """The ranks along `axis` that share this rank's other coordinates; None when it is alone."""
-        if self.device_mesh is None or getattr(self.grid.sizes, axis) == 1:
-            return None
-        return self.device_mesh.get_group(axis)
+        return self.groups.get(axis)
 
     @property
-    def tp(self) -> Group:
-        return self.group("tp")
+    def tp(self) -> Group | None:
+        return self.groups.get("tp")
 
     @property
-    def world(self) -> Group:
-        return None if self.device_mesh is None else dist.group.WORLD
+    def world(self) -> Group | None:
+        return self.groups.get("world")
 
     @property
     def replica(self) -> int:
@@ -53,6 +62,16 @@ class Mesh:
         """The global rank at pipeline position `pp` beside this one."""
         return self.grid.rank(self.place._replace(pp=pp))
 
+    def shares_memory(self, ranks: list[int]) -> bool:
+        """Whether all of `ranks` are on one host, with or without this one."""
+        names = {self.identities[rank] for rank in ranks} if self.identities else {""}
+        return len(names) == 1 and "" not in names
+
+    def lanes(self, name: str, ranks: list[int]) -> Lanes:
+        """The collectives of `ranks`, this one's host being theirs."""
+        assert self.host is not None
+        return Lanes(self.host, ranks, NAMES.index(name) * LANE_WORDS)
+
 
 def local_device() -> torch.device:
     """The accelerator of this rank (LOCAL_RANK), or the CPU."""
@@ -61,8 +80,8 @@ def local_device() -> torch.device:
     return torch.device("cpu")
 
 
-def make_mesh(plan: Plan, device: torch.device | None = None) -> Mesh:
-    """The mesh of `plan` over the ranks of the default process group.
+def make_mesh(plan: Plan, device: torch.device | None = None, timeout: float = 1800.0) -> Mesh:
+    """The mesh of `plan` over the ranks of the default process group. `timeout`: seconds that a rank waits for another.
 
     Raises InputError when the plan's world is not the number of ranks: nothing is ever silently left out.
     """
@@ -77,58 +96,60 @@ def make_mesh(plan: Plan, device: torch.device | None = None) -> Mesh:
         )
     grid = Grid(plan)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    place = grid.place(rank)
-    if not dist.is_initialized():
-        return Mesh(plan, grid, rank, place, device, None)
+    if ranks == 1:
+        return Mesh(plan, grid, rank, grid.place(rank), device)
+    host, identities = meet(timeout) if device.type == "cpu" else (None, ())
+    mesh = Mesh(plan, grid, rank, grid.place(rank), device, {}, None, host, tuple(identities), {})
+    return _grouped(mesh)
+
+
+def _grouped(bare: Mesh) -> Mesh:
+    """`bare` with its groups; all ranks call it."""
+    grid, everyone = bare.grid, list(range(bare.plan.world))
     axes = [axis for axis in AXES if getattr(grid.sizes, axis) > 1]
+    together = all(bare.shares_memory(grid.along(rank, axis)) for axis in axes for rank in everyone)
     device_mesh = None
-    if axes:
-        sizes = tuple(getattr(grid.sizes, axis) for axis in axes)
-        device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(axes))
-    return Mesh(plan, grid, rank, place, device, device_mesh, _channels(grid, place, device))
+    if not together:
+        device_mesh = init_device_mesh(bare.device.type, tuple(getattr(grid.sizes, axis) for axis in axes), mesh_dim_names=tuple(axes))
+    groups = {}
+    for name in ("world", *axes):
+        ranks = everyone if name == "world" else grid.along(bare.rank, name)
+        process = dist.group.WORLD if name == "world" else device_mesh.get_group(name) if device_mesh is not None else None
+        group = of_lanes(bare.lanes(name, ranks)) if bare.shares_memory(ranks) else of_process(process)
+        if group is not None:
+            groups[name] = group
+    channels = {} if bare.device.type == "cpu" else _channels(bare)
+    return Mesh(bare.plan, grid, bare.rank, bare.place, bare.device, groups, device_mesh, bare.host, bare.identities, channels)
 
 
-def _columns(grid: Grid) -> list[Place]:
-    """The places of pipeline rank 0: one for each column of pipeline ranks."""
-    return [place for rank in range(_size(grid)) if (place := grid.place(rank)).pp == 0]
-
-
-def _size(grid: Grid) -> int:
-    size = 1
-    for count in grid.sizes:
-        size *= count
-    return size
-
-
-def tie_group(mesh: Mesh) -> Group:
+def tie_group(mesh: Mesh) -> Group | None:
     """The first and the last pipeline rank beside this one, which share tied weights; None elsewhere. Every rank calls it."""
-    grid, here = mesh.grid, mesh.place
-    last = grid.sizes.pp - 1
-    mine: Group = None
+    grid, last = mesh.grid, mesh.grid.sizes.pp - 1
     if last == 0:
         return None
-    for column in _columns(grid):
-        group = dist.new_group([grid.rank(column), grid.rank(column._replace(pp=last))])
-        if column == here._replace(pp=0) and here.pp in (0, last):
-            mine = group
+    mine: Group | None = None
+    pairs = [[column[0], column[last]] for rank in range(mesh.plan.world) if (column := grid.along(rank, "pp"))[0] == rank]
+    together = all(map(mesh.shares_memory, pairs))
+    for pair in pairs:
+        process = None if together else dist.new_group(pair)
+        if mesh.rank in pair:
+            mine = of_lanes(mesh.lanes("tie", pair)) if mesh.shares_memory(pair) else of_process(process)
     return mine
 
 
-def _channels(grid: Grid, here: Place, device: torch.device) -> dict[tuple[int, int], Group]:
-    """One group per ordered pair of neighbouring pipeline ranks.
+def _channels(mesh: Mesh) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """One group per ordered pair of neighbouring pipeline ranks, by their pipeline positions.
 
     NCCL runs the messages of a group one after the other: with one group for both directions two ranks that send first would wait for
     each other. gloo matches messages by tag and needs none.
     """
-    mine: dict[tuple[int, int], Group] = {}
-    stages = grid.sizes.pp
-    if stages == 1 or device.type == "cpu":
-        return mine
-    for column in _columns(grid):
-        for source in range(stages):
+    mine: dict[tuple[int, int], dist.ProcessGroup] = {}
+    grid, stages = mesh.grid, mesh.plan.pp
+    for rank in range(mesh.plan.world) if stages > 1 else ():
+        column = grid.along(rank, "pp")
+        for source in range(stages) if column[0] == rank else ():
             for target in {(source + 1) % stages, (source - 1) % stages} - {source}:
-                ranks = [grid.rank(column._replace(pp=source)), grid.rank(column._replace(pp=target))]
-                group = dist.new_group(ranks)
-                if column == here._replace(pp=0):
+                group = dist.new_group([column[source], column[target]])
+                if mesh.rank in column:
                     mine[source, target] = group
     return mine

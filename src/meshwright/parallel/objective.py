@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.group import Group
 from meshwright.parallel.loss import count_labels, sum_loss
-from meshwright.parallel.mesh import Group
 
 Batch = dict[str, Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
@@ -26,7 +26,7 @@ class Objective:
     model's own loss is not computed; -100 is not valid; causal models shift by one); the model's own mean loss.
     """
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, vocabulary_group: Group) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None, vocabulary_group: Group | None) -> None:
         self.loss, self.group = loss, vocabulary_group
         name = type(model).__name__
         self.shift = bool(getattr(model, "shift_labels", name.endswith(("ForCausalLM", "LMHeadModel"))))

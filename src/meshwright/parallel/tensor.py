@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,17 +21,17 @@ from meshwright.anatomy import Anatomy, Region, Split, intervals, is_plain, loca
 from meshwright.base.errors import InputError
 from meshwright.parallel import collectives
 from meshwright.parallel.columns import Column, Entry
-from meshwright.parallel.mesh import Group
+from meshwright.parallel.group import Group
 
 
-def shard_model(model: nn.Module, anatomy: Anatomy, group: Group, sequence_parallel: bool) -> None:
+def shard_model(model: nn.Module, anatomy: Anatomy, group: Group | None, sequence_parallel: bool) -> None:
     """Shard `model` in place over `group`. Its parameters must be whole and the same on every rank; it must be called once.
 
     Raises InputError before anything is changed.
     """
-    if group is None or dist.get_world_size(group) == 1:
+    if group is None:
         return
-    ranks, index = dist.get_world_size(group), dist.get_rank(group)
+    ranks, index = group.size, group.index
     check(model, anatomy, ranks, sequence_parallel)
     _shard_parameters(model, anatomy, index, ranks)
     for number in range(anatomy.count if anatomy.regions else 0):
@@ -109,7 +108,7 @@ def _resize(module: nn.Module) -> None:
             setattr(module, name, size)
 
 
-def _enter_region(block: nn.Module, name: str, region: Region, anatomy: Anatomy, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+def _enter_region(block: nn.Module, name: str, region: Region, anatomy: Anatomy, group: Group, sequence_parallel: bool) -> None:
     entry = Entry(group, sequence_parallel, len(region.columns))
     for path in (region.module,) if region.module else region.columns:
         block.get_submodule(path).register_forward_pre_hook(entry, with_kwargs=True)
@@ -122,7 +121,7 @@ def _by_columns(module: nn.Module, entry: Entry, split: Split) -> None:
         module.forward = Column(module, entry, split.dim == 0)  # type: ignore[method-assign]
 
 
-def _by_rows(module: nn.Module, split: Split, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+def _by_rows(module: nn.Module, split: Split, group: Group, sequence_parallel: bool) -> None:
     leave = collectives.leave_scattered if sequence_parallel else collectives.leave
     if is_plain(module):
         module.forward = Row(module, split.dim == 1, lambda x: leave(x, group))  # type: ignore[method-assign]
@@ -146,7 +145,7 @@ class Row:
 class Vocabulary:
     """Hooks around an embedding that holds the rows `held`: other ids give zeros, and the ranks' outputs are summed."""
 
-    def __init__(self, module: nn.Module, held: tuple[int, int], group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, held: tuple[int, int], group: Group) -> None:
         self.held, self.group = held, group
         self.missing: torch.Tensor | None = None
         padding = getattr(module, "padding_idx", None)
@@ -170,9 +169,9 @@ class Vocabulary:
 class SequenceRegion:
     """Between `enter` (before the first block) and `leave` (after the last one) each tensor rank holds its slice of the sequence."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group | None) -> None:
         self.group = group
-        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.ranks = 1 if group is None else group.size
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, C) to (B, T / ranks, C). Raises InputError before any collective when T does not divide."""

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from meshwright.parallel.exchange import Pending
+from meshwright.parallel.exchange import Pending, all_reduce
 from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.mesh import Group, Mesh
+from meshwright.parallel.group import Group, settle
+from meshwright.parallel.mesh import Mesh
 
 IN_FLIGHT = 2
 """Reductions under way at ZeRO 2 and 3; each holds a whole unit of gradients."""
@@ -37,7 +37,7 @@ class Stage:
 class Zero:
     """All flat units of this rank. `partial` names parameters whose gradients are partial sums over the tensor ranks."""
 
-    def __init__(self, mesh: Mesh, stages: dict[int, list[FlatUnit]], partial: set[str], tied: dict[int, bool], tie: Group) -> None:
+    def __init__(self, mesh: Mesh, stages: dict[int, list[FlatUnit]], partial: set[str], tied: dict[int, bool], tie: Group | None) -> None:
         self.mesh, self.tie = mesh, tie
         self.stages = {stage: Stage(units) for stage, units in stages.items()}
         self.units = [unit for units in stages.values() for unit in units]
@@ -54,6 +54,7 @@ class Zero:
     def begin_step(self, passes: int) -> None:
         """Before the first of `passes` backward passes of each stage."""
         self.exposed = 0.0
+        self.settle()
         for stage in self.stages.values():
             stage.passes = 0
             self._expect(stage)
@@ -92,6 +93,10 @@ class Zero:
             assert not stage.waiting, "a unit was not reduced"
             self._expect(stage)
 
+    def settle(self) -> None:
+        """Before flat buffers are written: no other rank reads them any more (ranks of one host read where a tensor lies)."""
+        settle((self.mesh.group("dp_shard"), self.mesh.group("dp_replicate"), self.tie))
+
     def _wait(self, pending: Pending) -> None:
         began = time.perf_counter()
         pending.wait()
@@ -105,14 +110,14 @@ class Zero:
             self._wait(self._pending.popleft())
         for pending in [unit.reduce_over_replicas() for unit in self.units]:
             self._wait(pending)
+        self.settle()
         if self._partial and self.mesh.tp is not None:
             joined = torch.cat(self._partial)
-            dist.all_reduce(joined, group=self.mesh.tp)
+            all_reduce(joined, self.mesh.tp).wait()
             for run, total in zip(self._partial, joined.split([run.numel() for run in self._partial]), strict=True):
                 run.copy_(total)
         for unit, _ in self.tied:
-            if self.tie is not None:
-                dist.all_reduce(unit.own_gradients, group=self.tie)
+            all_reduce(unit.own_gradients, self.tie).wait()
 
     def square_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each element once."""
@@ -144,6 +149,7 @@ class Zero:
         With master weights the update goes unit by unit: torch's optimizers pass over parameters without a gradient, so only one
         unit's gradients exist in float32 at a time.
         """
+        self.settle()
         plain = [unit for unit in self.units if not unit.has_master]
         for unit in plain:
             if scale != 1.0:

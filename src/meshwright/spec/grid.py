@@ -43,6 +43,11 @@ class Grid:
             rank = rank * size + coordinate
         return rank
 
+    def along(self, rank: int, axis: str) -> list[int]:
+        """The ranks along `axis` through `rank`, in order."""
+        place = self.place(rank)
+        return [self.rank(place._replace(**{axis: at})) for at in range(getattr(self.sizes, axis))]
+
     def replica(self, rank: int) -> int:
         """Which slice of the batch `rank` reads: 0 to dp - 1."""
         place = self.place(rank)

@@ -58,6 +58,7 @@ def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
 def load_trainer(trainer: Trainer, path: Path) -> dict[str, Any]:
     """Fill `trainer` from the checkpoint `path`; what was given as `extra` comes back."""
     engine, optimizer = trainer.engine, trainer.optimizer
+    engine.zero.settle()
     saved = read_manifest(path).state
     with torch.no_grad():
         state.prepare_optimizer(engine, optimizer, saved["optimizer"])

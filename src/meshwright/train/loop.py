@@ -24,6 +24,7 @@ from meshwright.checkpoint.save import SaveFailed
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import Batch, Loader
 from meshwright.models.output import IGNORED
+from meshwright.parallel.group import of_process
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
 from meshwright.train.keep import ranks_of
@@ -64,6 +65,7 @@ class Loop:
         rule, precision = launch.workload.optimizer, launch.workload.precision
         self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=precision, clip=rule.clip, seed=launch.workload.seed)
         self.device = self.trainer.mesh.device
+        self.control = self.trainer.mesh.world if self.device.type == "cpu" else of_process(self.connection.control)
         self.saved = -1
         self.stopping = False
 
@@ -123,7 +125,7 @@ class Loop:
                     memory |= cuda_memory(self.device)
                 seconds = time.perf_counter() - start
                 record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds})
-                record, self.stopping = agree(record, bool(self.channel.stop), self.connection.control)
+                record, self.stopping = agree(record, bool(self.channel.stop), self.control)
                 yield record
 
     def _report(self, records: Records | None, record: StepRecord) -> None:

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from meshwright.parallel.exchange import all_reduce
+from meshwright.parallel.group import Group
 from meshwright.spec.record import StepRecord
 
 Say = Callable[[str], None]
 
 
-def agree(record: StepRecord, stop: bool, group: Any) -> tuple[StepRecord, bool]:
+def agree(record: StepRecord, stop: bool, group: Group | None) -> tuple[StepRecord, bool]:
     """`record` with the largest of each time and size over the ranks, and whether any rank wants to stop. All ranks call it."""
     if group is not None:
         memory, exposed = sorted(record.memory), sorted(record.exposed)
@@ -28,7 +29,7 @@ def agree(record: StepRecord, stop: bool, group: Any) -> tuple[StepRecord, bool]
         largest = torch.tensor(
             mine + [record.memory[kind] for kind in memory] + [record.exposed[kind] for kind in exposed], dtype=torch.float64
         )
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        all_reduce(largest, group, largest=True).wait()
         seconds, data_seconds, stopping, *rest = largest.tolist()
         stop = stopping > 0
         record = record.model_copy(

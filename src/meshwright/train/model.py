@@ -20,15 +20,15 @@ from meshwright.models.registry import build
 from meshwright.spec.launch import ModelSource
 
 
-def build_model(source: ModelSource, seed: int) -> nn.Module:
-    """The whole model, on the host, in float32."""
+def build_model(source: ModelSource, seed: int, weights: bool = True) -> nn.Module:
+    """The whole model, on the host, in float32; without `weights` as it is initialized, whatever its folder holds."""
     torch.manual_seed(seed)
     if source.sizes:
         return build(source.sizes)
-    return _from_folder(Path(source.folder)) if source.folder else _from_module(source.module)
+    return _from_folder(Path(source.folder), weights) if source.folder else _from_module(source.module)
 
 
-def _from_folder(folder: Path) -> nn.Module:
+def _from_folder(folder: Path, weights: bool) -> nn.Module:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
@@ -39,7 +39,7 @@ def _from_folder(folder: Path) -> nn.Module:
     kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
     if kind is None:
         raise InputError(f"{folder / 'config.json'}: transformers {transformers.__version__} has no architecture {names[0]!r}")
-    if any(folder.glob("*.safetensors")):
+    if weights and any(folder.glob("*.safetensors")):
         return kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     return kind.from_config(config) if kind is transformers.AutoModelForCausalLM else kind(config)
 

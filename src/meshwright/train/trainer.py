@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from meshwright.anatomy import Anatomy
 from meshwright.parallel import state
 from meshwright.parallel.apply import Parallel, parallelize_model
+from meshwright.parallel.exchange import all_reduce
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.spec.plan import Plan, parse_plan
@@ -46,17 +47,19 @@ def parallelize(
     clip: float | None = None,
     seed: int = 1,
     loss: LossFunction | None = None,
+    anatomy: Anatomy | None = None,
 ) -> Trainer:
     """Shard `model` over the ranks of the default process group as `plan` says, and return what trains it.
 
     `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters: it is given flat
     float tensors, so its rule must be elementwise (AdamW, SGD, ...). `clip` is the largest norm of the whole gradient. `loss(output, batch)`
-    is needed only where the model returns no logits; it gives a mean over the rows of the batch.
+    is needed only where the model returns no logits; it gives a mean over the rows of the batch. `anatomy` says how the model is built
+    where that is known, from `meshwright.anatomy.read` or written by hand; else it is found out.
     Raises InputError when the world is not the plan's or a size does not divide.
     """
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     mesh = make_mesh(plan)
-    engine = parallelize_model(model, mesh, recipe(precision), loss)
+    engine = parallelize_model(model, mesh, recipe(precision), loss, anatomy)
     torch.manual_seed(seed * 1_000_003 + mesh.replica * plan.pp + mesh.place.pp)
     return Trainer(engine, optimizer(engine.zero.masters()), clip, seed)
 
@@ -113,8 +116,7 @@ class Trainer:
         self.engine.zero.finish_gradients()
         tp_copies = self.plan.tp * self.plan.cp
         sums = torch.stack([total / tp_copies, self.engine.zero.square_norm()])
-        if self.mesh.world is not None:
-            dist.all_reduce(sums)
+        all_reduce(sums, self.mesh.world).wait()
         loss, square = sums.tolist()
         return loss / max(tokens, 1), tokens, square
 
@@ -127,8 +129,7 @@ class Trainer:
             self._rows = sum(map(rows_of, batches)) * self.plan.dp
             if tokens is None:
                 valid = torch.tensor(float(sum(map(objective.count, batches))), dtype=torch.float64, device=self.mesh.device)
-                if self.mesh.world is not None:
-                    dist.all_reduce(valid)
+                all_reduce(valid, self.mesh.world).wait()
                 tokens = round(float(valid) / (self.plan.pp * self.plan.tp * self.plan.cp))
         else:
             tokens = objective.count(batch)
@@ -161,8 +162,7 @@ class Trainer:
         self.engine.model.eval()
         batches, tokens = self._share(batch)
         total = self.engine.forward_backward(batches, None) / (self.plan.tp * self.plan.cp)
-        if self.mesh.world is not None:
-            dist.all_reduce(total)
+        all_reduce(total, self.mesh.world).wait()
         self.engine.model.train(training)
         return float(total) / max(tokens, 1)
 

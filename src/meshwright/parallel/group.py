@@ -1,0 +1,51 @@
+"""A group: the ranks along one axis of the mesh, and how they exchange tensors. An axis of one rank has none: `group is None`.
+
+Ranks of one host without accelerators go through shared memory (lanes.py), all others through a process group of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from meshwright.parallel.lanes import Lanes
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """`ranks` are global numbers, this rank's place among them is `index`. One of `process` and `lanes` is there."""
+
+    ranks: tuple[int, ...]
+    index: int
+    process: dist.ProcessGroup | None = None
+    lanes: Lanes | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def native(self) -> bool:
+        """NCCL, whose own flat collectives are good."""
+        return self.process is not None and dist.get_backend(self.process) == "nccl"
+
+
+def of_process(process: dist.ProcessGroup | None) -> Group | None:
+    """The group of a process group of torch; None for one rank."""
+    if process is None or dist.get_world_size(process) == 1:
+        return None
+    return Group(tuple(dist.get_process_group_ranks(process)), dist.get_rank(process), process)
+
+
+def of_lanes(lanes: Lanes) -> Group:
+    """The group of ranks that share memory."""
+    return Group(lanes.ranks, lanes.index, lanes=lanes)
+
+
+def settle(groups: Sequence[Group | None]) -> None:
+    """Wait until no rank of `groups` reads this rank's shared memory, so that it may be written."""
+    for group in groups:
+        if group is not None and group.lanes is not None:
+            group.lanes.settle()
