@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from meshwright.cli.options import AsJson, JobPath, Language, Shared, note, say, say_json
 
 if TYPE_CHECKING:
+    from meshwright.intake.job import ClusterChoice
     from meshwright.search.answer import Answer
     from meshwright.spec.job import Job
 
@@ -28,6 +29,10 @@ class Shown:
     )
     advice: Annotated[bool, Parameter(negative="", help="six questions answered for this job, and what an improvement would bring")] = False
     save: Annotated[Path | None, Parameter(help="write the best plan to this file, for --plan")] = None
+    page: Annotated[
+        Path | None,
+        Parameter(help="write an HTML page to this file: the plans here and for more or fewer devices, batch, sequence, memory"),
+    ] = None
     lang: Language = None
 
 
@@ -55,7 +60,8 @@ def plan(
     if shown.top < 1:
         raise InputError(f"--top {shown.top}: must be at least 1")
     language = language_of(shown.lang, os.environ)
-    question = resolve(read_file(job, shared))
+    file = read_file(job, shared)
+    question = resolve(file)
     if pin:
         question = question.but(pins={**question.pins, **parse_pins(pin)})
     try:
@@ -71,7 +77,32 @@ def plan(
     if shown.save is not None:
         shown.save.write_text(answer.plans[0].plan.to_json() + "\n", encoding="utf-8")
         note(f"{answer.plans[0].plan.name} is in {shown.save}; `--plan {shown.save}` uses it")
+    if shown.page is not None:
+        _page(question, answer, file.cluster, [*_asked(job, shared), *(["--pin", pin] if pin else [])], shown.page, language)
     return 0
+
+
+def _asked(job: Path | None, shared: Shared) -> list[str]:
+    """The command line without what a page changes."""
+    options = {"--model": shared.model, "--precision": shared.precision, "--optimizer": shared.optimizer, "--plan": shared.plan}
+    given = [word for name, value in options.items() if value is not None for word in (name, value)]
+    return ["meshwright", "plan", *([str(job)] if job else []), *given, *(word for text in shared.set for word in ("--set", text))]
+
+
+def _page(question: Job, answer: Answer, choice: ClusterChoice, asked: list[str], path: Path, language: str) -> None:
+    """The page of this question and its neighbours."""
+    from meshwright.base.units import show_bytes
+    from meshwright.report.page import axes_of, grid, page_text, shape_for
+
+    workers = min(os.cpu_count() or 1, 8)
+    axes = axes_of(question, shape_for(answer.seconds / workers))
+    settings = len(axes.clusters) * len(axes.batches) * len(axes.sequences)
+    note(f"page: {settings} settings of devices, batch and sequence, {len(axes.memories)} sizes of memory each")
+    found = grid(question, axes, workers if settings * answer.seconds > 1.0 else 1)
+    cluster = choice.name if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0) else None
+    text = page_text(found, asked, cluster, language)
+    path.write_text(text, encoding="utf-8")
+    note(f"page: {path}, {show_bytes(len(text.encode()))}")
 
 
 def _answer(question: Job, answer: Answer, language: str, shown: Shown) -> None:

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from meshwright.base.codec import Noun, build, parse, read_text
 from meshwright.base.errors import InputError
+from meshwright.base.units import Bytes
 from meshwright.catalog import read as catalog
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.clusters import cluster_of, read_cluster
@@ -60,6 +61,7 @@ class ClusterChoice(Noun):
     path: str = ""
     groups: tuple[dict[str, Any], ...] = ()
     network: dict[str, Any] | None = None
+    memory: Bytes | None = Field(default=None, description="of every device, instead of what it has")
     failures_per_device_hour: float = Field(default=0.0, ge=0)
 
 
@@ -148,8 +150,10 @@ def sizes_of(choice: ModelChoice) -> Sizes:
 
 def cluster_from(choice: ClusterChoice) -> Cluster:
     if choice.groups:
-        return cluster_of(choice.model_dump(exclude={"path"}), "$.cluster")
-    cluster = read_cluster(choice.path or choice.name)
+        cluster = cluster_of(choice.model_dump(exclude={"path", "memory"}), "$.cluster")
+    else:
+        cluster = read_cluster(choice.path or choice.name)
+    cluster = cluster.with_memory(choice.memory) if choice.memory else cluster
     return cluster.but(failures_per_device_hour=choice.failures_per_device_hour) if choice.failures_per_device_hour else cluster
 
 

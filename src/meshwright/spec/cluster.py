@@ -66,6 +66,10 @@ class Cluster(Noun):
         """Bytes of the smallest device: what every rank of an even plan must fit in."""
         return min(group.device.memory for group in self.groups)
 
+    def with_memory(self, memory: float) -> Cluster:
+        """The same with so many bytes on every device."""
+        return self.but(groups=tuple(group.but(device=group.device.but(memory=memory)) for group in self.groups))
+
     @property
     def devices_per_node(self) -> int:
         return min(group.devices for group in self.groups)

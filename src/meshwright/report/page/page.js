@@ -1,0 +1,254 @@
+// The state is four stops, a plan, an order, a language and a theme; all of it stands in the address. A change of the address draws the page anew.
+const DATA = JSON.parse(document.getElementById("data").textContent)
+const SLIDERS = ["devices", "batch", "sequence", "memory"]
+const TIME = DATA.keys.time, MEMORY = DATA.keys.memory
+const ITEMS = TIME.filter(kind => kind !== "step"), KINDS = MEMORY.filter(kind => kind !== "total" && kind !== "reserved")
+const WAITING = ["tensor", "data", "pipeline", "context", "expert"]
+const at = (entry, kind) => entry.time[TIME.indexOf(kind)]
+const size = (entry, kind, row = entry.fullest) => entry.memory[row][MEMORY.indexOf(kind)]
+const exposed = entry => WAITING.reduce((sum, kind) => sum + at(entry, kind), 0)
+
+// Columns of the table of plans: what they sort by; where that is missing they cannot.
+const COLUMNS = {
+  plan: row => row.entry.name, step: row => at(row.entry, "step"), timeShares: undefined, speed: row => -row.entry.speed, mfu: row => -row.entry.mfu,
+  reserved: row => size(row.entry, "reserved"), memoryShares: undefined, verdict: undefined, spare: row => size(row.entry, "reserved"),
+  bubble: row => at(row.entry, "bubble") / at(row.entry, "step"), exposed: row => exposed(row.entry) / at(row.entry, "step"),
+}
+
+let state, say
+
+// --- the address ------------------------------------------------------------------------------------------------------------------
+
+function read() {
+  const given = new URLSearchParams(location.hash.slice(1))
+  const stops = SLIDERS.map((name, axis) => {
+    const found = DATA.axes[name].findIndex(stop => String(stop) === given.get(name))
+    return found < 0 ? DATA.here[axis] : found
+  })
+  const language = given.get("lang") in WORDS ? given.get("lang") : DATA.language
+  return { stops, plan: given.get("plan"), sort: given.get("sort") || "", language, theme: given.get("theme") || "auto" }
+}
+
+function write(changes) {
+  Object.assign(state, changes)
+  const told = new URLSearchParams()
+  SLIDERS.forEach((name, axis) => { if (state.stops[axis] !== DATA.here[axis]) told.set(name, DATA.axes[name][state.stops[axis]]) })
+  if (state.plan) told.set("plan", state.plan)
+  if (state.sort) told.set("sort", state.sort)
+  if (state.language !== DATA.language) told.set("lang", state.language)
+  if (state.theme !== "auto") told.set("theme", state.theme)
+  const address = `#${told}`
+  if (address !== (location.hash || "#")) history.replaceState(null, "", address)
+  draw()
+}
+
+// --- what the state points at -----------------------------------------------------------------------------------------------------
+
+function look() {
+  const [devices, batch, sequence, memory] = state.stops
+  const place = (devices * DATA.axes.batch.length + batch) * DATA.axes.sequence.length + sequence
+  const point = DATA.points[place]
+  const standing = point.standings[memory]
+  const rows = (standing ? standing.ranked : []).map(([index, verdict]) => ({ entry: point.plans[index], verdict }))
+  const by = COLUMNS[state.sort.replace("-", "")], way = state.sort.startsWith("-") ? -1 : 1
+  const sorted = by ? [...rows].sort((one, other) => (by(one) < by(other) ? -1 : by(one) > by(other) ? 1 : 0) * way) : rows
+  const kin = (standing ? standing.families : []).map(([family, index, verdict]) => ({ family: DATA.families[family], entry: point.plans[index], verdict }))
+  const selected = [...rows, ...kin].find(row => row.entry.name === state.plan) || rows[0] || kin[0]
+  return { place, point, standing, rows, sorted, kin, selected, cluster: DATA.clusters[devices] }
+}
+
+// What a shell takes as it is stays; all else is quoted.
+const quoted = word => /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`
+
+function command(view) {
+  const [, batch, sequence, memory] = SLIDERS.map((name, axis) => DATA.axes[name][state.stops[axis]])
+  const words = [...DATA.command]
+  const own = state.stops[3] === DATA.here[3]
+  if (view.cluster !== null) words.push(...(own ? ["--cluster", view.cluster] : ["--set", `cluster.name=${view.cluster}`]))
+  if (!own) words.push("--set", `cluster.memory=${memory}`)
+  return [...words, "--batch", String(batch), "--seq", String(sequence)].map(quoted).join(" ")
+}
+
+// --- drawing ----------------------------------------------------------------------------------------------------------------------
+
+function draw() {
+  say = WORDS[state.language]
+  document.documentElement.lang = state.language
+  const dark = state.theme === "dark" || (state.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches && !matchMedia("print").matches)
+  document.documentElement.dataset.theme = dark ? "dark" : "light"
+  for (const element of document.querySelectorAll("[data-say]")) {
+    if (element.dataset.say === "keys") element.innerHTML = say.keys
+    else element.textContent = say[element.dataset.say]
+  }
+  document.getElementById("language").textContent = say.other
+  document.getElementById("theme").textContent = say[state.theme]
+  document.getElementById("copy").textContent = say.copy
+  const view = look()
+  fill("title", `${DATA.model.name} \u00b7 ${view.cluster || `${DATA.axes.devices[state.stops[0]]} ${say.devices}`}`)
+  fill("subtitle", say.subtitle({ ...DATA.model, parameters: parameters(DATA.model.parameters) }, DATA.precision, DATA.optimizer))
+  drawSliders()
+  drawChosen(view)
+  drawPlans(view)
+  for (const element of document.querySelectorAll(".selected")) element.textContent = view.selected ? view.selected.entry.name : ""
+  drawMemory(view)
+  drawTime(view)
+  drawPipeline(view)
+  drawFamilies(view)
+  drawRejected(view)
+  fill("words", command(view))
+  fill("made", say.made(DATA.version, grouped(view.point.considered)))
+}
+
+function drawSliders() {
+  const form = document.getElementById("sliders")
+  if (!form.children.length) {
+    form.append(...SLIDERS.map((name, axis) => make("div", {},
+      make("label", { for: `slider-${name}` }, make("span", {}), make("output", { for: `slider-${name}` })),
+      make("input", { type: "range", id: `slider-${name}`, min: 0, max: Math.max(DATA.axes[name].length - 1, 1), step: 1, disabled: DATA.axes[name].length < 2 && "",
+        oninput: event => write({ stops: state.stops.map((stop, other) => other === axis ? Number(event.target.value) : stop) }) }),
+      make("div", { class: "stops", "aria-hidden": "true" }))))
+  }
+  SLIDERS.forEach((name, axis) => {
+    const show = name === "memory" ? round : grouped
+    const [label, input, stops] = form.children[axis].children
+    label.children[0].textContent = name === "memory" ? say.memorySlider : say[name]
+    label.children[1].textContent = show(DATA.axes[name][state.stops[axis]])
+    input.value = state.stops[axis]
+    input.setAttribute("aria-valuetext", show(DATA.axes[name][state.stops[axis]]))
+    stops.replaceChildren(...DATA.axes[name].map((stop, index) => make(index === DATA.here[axis] ? "b" : "span", {}, name === "memory" ? round(stop).replace(" GiB", "") : grouped(stop))))
+  })
+}
+
+function drawChosen(view) {
+  const fact = (label, value, kind = "") => make("div", { class: kind }, make("small", {}, label), make("strong", {}, value))
+  if (!view.rows.length) {
+    const kin = view.kin[0]
+    const why = view.point.error || (kin ? say.nearest(kin.entry.name, bytes(size(kin.entry, "reserved")), bytes(view.standing.limit)) : "")
+    return fill("chosen", make("p", {}, make("b", { class: "no" }, say.none), ` ${why}`))
+  }
+  const { entry, verdict } = view.rows[0]
+  return fill("chosen", fact(say.chosen, entry.name, "name"), fact(say.step, seconds(at(entry, "step"))), fact(say.speed, grouped(entry.speed)),
+    fact(say.mfu, `${(100 * entry.mfu).toFixed(1)}%`), fact(say.reserved, `${bytes(size(entry, "reserved"))} ${say.of} ${bytes(view.standing.limit)}`), fact("\u00a0", say[verdict], verdict))
+}
+
+function drawPlans(view) {
+  const cell = (...inside) => make("td", {}, ...inside)
+  const heads = Object.entries(COLUMNS).map(([name, by]) => {
+    const sorted = state.sort.replace("-", "") === name && by ? (state.sort.startsWith("-") ? "descending" : "ascending") : undefined
+    const next = sorted === "ascending" ? `-${name}` : sorted === "descending" ? "" : name
+    return make("th", { scope: "col", "aria-sort": sorted, class: by || name === "verdict" ? "" : "bars" }, by ? make("button", { type: "button", onclick: () => write({ sort: next }) }, say[name]) : say[name])
+  })
+  const slowest = Math.max(...view.rows.map(row => at(row.entry, "step")))
+  const rows = view.sorted.map(row => {
+    const { entry, verdict } = row, step = at(entry, "step"), limit = view.standing.limit
+    const chosen = entry === view.selected.entry
+    return make("tr", { tabindex: chosen ? 0 : -1, "aria-selected": String(chosen), "data-plan": entry.name, onclick: () => write({ plan: entry.name }) },
+      cell(...planOf(entry)), cell(seconds(step)), make("td", { class: "bars" }, timeBar(entry, slowest)), cell(grouped(entry.speed)), cell(`${(100 * entry.mfu).toFixed(1)}%`),
+      cell(bytes(size(entry, "reserved"))), make("td", { class: "bars" }, memoryBar(entry, entry.fullest, limit)), make("td", { class: verdict }, say[verdict]),
+      cell(percent((limit - size(entry, "reserved")) / limit)), cell(percent(at(entry, "bubble") / step)), cell(percent(exposed(entry) / step)))
+  })
+  fill("ranked", make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows))
+}
+
+const planOf = entry => [make("code", {}, entry.name), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, say.planned)] : [])]
+const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${kindOf("time", kind)} ${seconds(at(entry, kind))}`]), whole)
+const memoryBar = (entry, row, limit, whole = limit) => bar(KINDS.map(kind => [kind, size(entry, kind, row), `${kindOf("memory", kind)} ${bytes(size(entry, kind, row))}`]), whole, limit)
+const kindOf = (group, kind) => DATA.words[state.language][group][kind]
+
+function drawMemory(view) {
+  if (!view.selected) { fill("memoryBars"); return fill("rankBars") }
+  const { entry } = view.selected, limit = view.standing.limit
+  const kinds = KINDS.flatMap(kind => [make("span", {}, kindOf("memory", kind)), bar([[kind, size(entry, kind), ""]], limit), make("span", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
+  const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, kindOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.fullest, limit, Math.max(limit, size(entry, "total"))) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
+  fill("memoryBars", make("div", { class: "rows" }, ...kinds, make("div", { class: "rule" }), ...sums))
+  const whole = Math.max(limit, ...entry.ranks.map((_, row) => size(entry, "total", row))) * 1.005
+  const stages = entry.ranks.flatMap((rank, row) => [make("span", { class: "quiet" }, `${say.rank} ${rank}`), memoryBar(entry, row, limit, whole), make("span", { class: "end" }, bytes(size(entry, "total", row)))])
+  const key = legend(KINDS, kind => kindOf("memory", kind))
+  key.append(make("span", { class: "limit" }, `${say.limit}: ${bytes(limit)}`))
+  return fill("rankBars", make("div", { class: "rows stages" }, ...stages), key, make("p", { class: "note" }, say.ranksNote(entry.ranks.length, entry.of)))
+}
+
+function drawTime(view) {
+  if (!view.selected) return fill("timeBars")
+  const { entry } = view.selected, step = at(entry, "step")
+  const items = ITEMS.filter(kind => at(entry, kind) > 0)
+  const rows = items.flatMap(kind => [make("span", {}, kindOf("time", kind)), bar([[kind, at(entry, kind), ""]], step), make("span", { class: "end" }, seconds(at(entry, kind))), make("span", { class: "end quiet" }, percent(at(entry, kind) / step))])
+  const sum = [make("b", {}, kindOf("time", "step")), timeBar(entry, step), make("b", { class: "end" }, seconds(step)), make("span", { class: "end quiet" }, "100%")]
+  return fill("timeBars", make("div", { class: "rows" }, ...rows, make("div", { class: "rule" }), ...sum))
+}
+
+function drawPipeline(view) {
+  const chart = view.selected && DATA.charts[`${view.place} ${view.selected.entry.name}`]
+  if (!chart) return fill("chart", make("p", { class: "note" }, view.selected ? say.noChart : ""))
+  const caption = say.chartCaption(chart.count, chart.of, seconds(chart.seconds)) + say.chartRanks(chart.ranks.length, view.selected.entry.of)
+  const kinds = ["F", "B", "W"].filter((_, kind) => chart.rows.some(row => row.some((number, i) => i % 5 === 0 && number === kind)))
+  const key = legend(kinds, kind => say[kind])
+  key.append(make("span", { class: "idle" }, say.idle))
+  return fill("chart", gantt(chart, { ...say, title: caption }), key, make("p", { class: "note" }, caption))
+}
+
+function drawFamilies(view) {
+  if (!view.standing) return fill("kin")
+  const best = view.rows[0]?.entry
+  const head = ["family", "bestPlan", "step", "loss", "most", "reserved", "verdict"].map((name, index) => make("th", { scope: "col", class: index < 2 ? "left" : "" }, say[name]))
+  const rows = view.kin.filter(row => row.entry !== best).map(({ family, entry, verdict }) => {
+    const lost = best ? ITEMS.map(kind => [kind, at(entry, kind) - at(best, kind)]).sort((one, other) => other[1] - one[1])[0] : ["", 0]
+    const fits = verdict !== "no"
+    return make("tr", { onclick: () => write({ plan: entry.name }), "aria-selected": String(view.selected.entry === entry) },
+      make("td", {}, DATA.words[state.language].family[family]), make("td", { class: "left" }, ...planOf(entry)), make("td", {}, seconds(at(entry, "step"))),
+      make("td", {}, fits && best ? percent(at(entry, "step") / at(best, "step") - 1, true) : "\u2013"),
+      make("td", {}, fits && lost[1] > 0 ? `${kindOf("time", lost[0])} +${seconds(lost[1])}` : "\u2013"),
+      make("td", {}, bytes(size(entry, "reserved"))), make("td", { class: verdict }, say[verdict]))
+  })
+  return fill("kin", make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))
+}
+
+function drawRejected(view) {
+  const rows = view.point.rejected.map(([reason, count, example]) => make("tr", {}, make("td", {}, DATA.words[state.language].reason[DATA.reasons[reason]]), make("td", {}, grouped(count)), make("td", { class: "left text" }, example)))
+  const head = ["reason", "count", "example"].map((name, index) => make("th", { scope: "col", class: index === 2 ? "left" : "" }, say[name]))
+  fill("refused", make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))
+  fill("notes", view.selected ? (view.selected.entry.notes || []).join(" ") : "")
+}
+
+// --- hands ------------------------------------------------------------------------------------------------------------------------
+
+async function copy() {
+  const text = document.getElementById("words").textContent, button = document.getElementById("copy")
+  try { await navigator.clipboard.writeText(text) } catch {
+    getSelection().selectAllChildren(document.getElementById("words"))
+    document.execCommand("copy")
+  }
+  button.textContent = say.copied
+  setTimeout(() => { button.textContent = say.copy }, 1200)
+}
+
+const turnTheme = () => write({ theme: { auto: "dark", dark: "light", light: "auto" }[state.theme] })
+const turnLanguage = () => write({ language: state.language === "en" ? "zh" : "en" })
+
+function move(by) {
+  const view = look()
+  const now = view.sorted.findIndex(row => row.entry === view.selected?.entry)
+  const next = view.sorted[Math.min(Math.max(now + by, 0), view.sorted.length - 1)]
+  if (!next) return
+  write({ plan: next.entry.name })
+  document.querySelector("#ranked [aria-selected=true]").focus({ preventScroll: false })
+}
+
+addEventListener("keydown", event => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return
+  const sliding = event.target.matches("input")
+  const deeds = { ArrowDown: () => move(1), ArrowUp: () => move(-1), 0: () => write({ stops: [...DATA.here], plan: null, sort: "" }), c: copy, l: turnLanguage, t: turnTheme }
+  if (!(event.key in deeds) || (sliding && event.key.startsWith("Arrow"))) return
+  event.preventDefault()
+  deeds[event.key]()
+})
+addEventListener("hashchange", () => { state = read(); draw() })
+addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light" })
+addEventListener("afterprint", draw)
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw)
+document.getElementById("language").addEventListener("click", turnLanguage)
+document.getElementById("theme").addEventListener("click", turnTheme)
+document.getElementById("copy").addEventListener("click", copy)
+document.getElementById("sliders").addEventListener("submit", event => event.preventDefault())
+state = read()
+draw()

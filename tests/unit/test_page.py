@@ -1,0 +1,211 @@
+"""The page: every number in it is the planner's, every setting's plans are those of a search, nothing in it leads out, commands lead back to it."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from jobs import cluster, decoder, named_job, small_job
+from test_search import small_jobs
+
+from meshwright.base.errors import MeshwrightError
+from meshwright.cli.main import main
+from meshwright.cost.price import Pricer
+from meshwright.cost.step import estimate
+from meshwright.report.page import Grid, axes_of, grid, page_text
+from meshwright.report.page.axes import Shape, resized
+from meshwright.report.page.file import PARTS, part
+from meshwright.report.page.grid import SHOWN, Found
+from meshwright.report.page.pipeline import UNITS, chart, played
+from meshwright.search.rank import search
+from meshwright.spec.job import Job
+from meshwright.spec.plan import parse_plan
+
+SMALL: Shape = (1, 2, 1, 3)
+
+
+def embedded(text: str) -> dict[str, Any]:
+    """The data of a page."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def page_of(job: Job, shape: Shape = SMALL) -> tuple[Grid, dict[str, Any]]:
+    found = grid(job, axes_of(job, shape))
+    return found, embedded(page_text(found, ["meshwright", "plan"], job.cluster.name))
+
+
+def settings_of(found: Grid, data: dict[str, Any]) -> list[tuple[Job, dict[str, Any], dict[str, Any]]]:
+    """The job of every setting of the sliders, with its point and its standing in the data."""
+    return [
+        (known.job.but(cluster=known.job.cluster.with_memory(memory)), shown, standing)
+        for known, shown in zip(found.points, data["points"], strict=True)
+        for memory, standing in zip(data["axes"]["memory"], shown["standings"], strict=False)
+    ]
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(small_jobs())
+def test_every_setting_shows_the_plans_of_a_search_and_every_number_of_the_estimate(job: Job) -> None:
+    found, data = page_of(job)
+    memory, time = data["keys"]["memory"], data["keys"]["time"]
+    for asked, shown, standing in settings_of(found, data):
+        try:
+            expected = [entry.plan.name for entry in search(asked, SHOWN).plans]
+        except MeshwrightError:
+            expected = []
+        assert [shown["plans"][at]["name"] for at, _ in standing["ranked"]] == expected
+        for at, verdict in [*standing["ranked"], *(row[1:] for row in standing["families"])]:
+            entry = shown["plans"][at]
+            priced = estimate(asked, parse_plan(entry["name"]))
+            assert verdict == priced.verdict
+            assert standing["limit"] == pytest.approx(priced.limit, rel=1e-9)
+            assert entry["time"] == pytest.approx([getattr(priced.time, kind) for kind in time], rel=1e-9)
+            assert (entry["speed"], entry["mfu"]) == pytest.approx((priced.tokens_per_second, priced.mfu), rel=1e-9)
+            assert entry["of"] == len(priced.per_stage)
+            for rank, sizes in zip(entry["ranks"], entry["memory"], strict=True):
+                assert sizes == pytest.approx([getattr(priced.per_stage[rank], kind) for kind in memory], rel=1e-9)
+            assert entry["memory"][entry["fullest"]] == pytest.approx([getattr(priced.memory, kind) for kind in memory], rel=1e-9)
+
+
+@pytest.mark.parametrize("job", [small_job(batch=16), named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)], ids=["small", "llama2-7b"])
+def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(job: Job) -> None:
+    found, data = page_of(job, (1, 1, 1, 3))
+    answer = search(job, SHOWN)
+    shown = data["points"][0]
+    standing = shown["standings"][data["here"][3]]
+    assert [(data["families"][family], shown["plans"][at]["name"]) for family, at, _ in standing["families"]] == [
+        (family.name, family.plan.name) for family in answer.families
+    ]
+    assert [(data["reasons"][reason], count, example) for reason, count, example in shown["rejected"]] == [
+        (entry.reason, entry.count, entry.example) for entry in answer.rejected
+    ]
+    assert shown["considered"] == answer.considered
+    assert found.base.job == job
+
+
+def test_a_search_is_made_only_where_less_memory_changes_the_plans() -> None:
+    job = small_job(on=cluster(1, 2, 2.0**30))
+    found = Found(job)
+    standings = [found.standing(memory) for memory in (found.search(2.0**34) and 2.0**34, 2.0**30, 2.0**29, 8e6)]
+    assert set(found.surveys) == {2.0**34, 8e6}
+    assert standings[0].ranked == standings[2].ranked != standings[3].ranked
+    asked = job.but(cluster=job.cluster.with_memory(8e6))
+    assert [priced.plan for priced in standings[3].ranked] == [entry.plan for entry in search(asked, SHOWN).plans]
+
+
+def test_nothing_of_the_page_leads_out_of_it() -> None:
+    job = small_job()
+    text = page_text(grid(job, axes_of(job, (1, 1, 1, 1))), ["meshwright", "plan"], None)
+    assert "default-src 'none'" in text and "connect-src" not in text
+    addresses = set(re.findall(r"[a-z]+://[^\s\"'<]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a vocabulary, nothing else"
+    assert not re.search(r"@import|url\(|<link(?! rel=\"icon\" href=\"data:,\")|<iframe|<script src|fetch\(|XMLHttpRequest|import\(", text)
+    assert "{{" not in text.replace("{{DATA}}", "")
+
+
+def test_what_a_person_wrote_cannot_end_the_data_or_become_markup() -> None:
+    job = small_job().but(model=decoder().but(name="</script><b>x"))
+    text = page_text(grid(job, axes_of(job, (1, 1, 1, 1))), ["meshwright", "plan", "--set", "model.name=</script>"], None)
+    assert text.count("</script>") == 2 and "<b>x" not in text
+    assert embedded(text)["model"]["name"] == "</script><b>x"
+
+
+def test_a_page_of_many_settings_and_ranks_stays_under_a_megabyte() -> None:
+    job = small_job(decoder(((48, 128),)), cluster(2, 8), 64)
+    text = page_text(grid(job, axes_of(job, (1, 3, 1, 5))), ["meshwright", "plan"], job.cluster.name)
+    once = len(text.encode()) - sum(len(part(name).encode()) for name in PARTS) - len(json.dumps(embedded(text)["charts"]))
+    settings = len(embedded(text)["points"])
+    assert settings == 3
+    assert once * 45 / settings + 300_000 + 60_000 < 1e6
+
+
+def test_both_languages_have_the_same_labels() -> None:
+    text = part("words.js")
+    english, chinese = text.split("\n  zh: {")
+    labels = [re.findall(r"(?:^|, )\s*(\w+): (?=[\"(])", half, re.MULTILINE) for half in (english, chinese)]
+    assert labels[0] == labels[1] and len(labels[0]) > 40
+    assert set(re.findall(r'data-say="(\w+)"', part("template.html"))) <= set(labels[0])
+    assert set(re.findall(r"\bsay\.(\w+)", part("page.js"))) <= set(labels[0])
+
+
+@pytest.mark.parametrize("name", ["dp2.pp4", "dp4.pp2.gpipe.rc-layer", "pp4.tp2.interleaved2", "dp8"])
+def test_the_chart_is_the_play_of_the_plans_own_order(name: str) -> None:
+    job, plan = small_job(decoder(((8, 128),)), cluster(1, 8), 64), parse_plan(name)
+    drawn = chart(Pricer(job), plan)
+    assert drawn["ranks"] == list(range(plan.pp)) and drawn["count"] <= drawn["of"] == plan.micro_batches(64)
+    found = played(Pricer(job), plan, drawn["count"])
+    for spans, row in zip(found.spans, drawn["rows"], strict=True):
+        assert len(row) == 5 * len(spans)
+        now = 0
+        for at, ((kind, stage, micro_batch), start, end) in enumerate(spans):
+            which, turn, number, idle, taken = row[5 * at : 5 * at + 5]
+            assert ("FBW"[which], turn * plan.pp + stage % plan.pp, number) == (kind, stage, micro_batch)
+            assert (now + idle) / UNITS == pytest.approx(start / found.makespan, abs=1 / UNITS)
+            now += idle + taken
+            assert now / UNITS == pytest.approx(end / found.makespan, abs=1 / UNITS)
+
+
+@pytest.mark.parametrize("name", ["dp2.pp4.gpipe", "dp2.pp4", "dp8.mb2"])
+def test_a_whole_step_as_played_is_the_steps_estimate_before_its_sums_and_update(name: str) -> None:
+    """Without a gradient to sum in a step nothing but the update is left."""
+    job, plan = small_job(decoder(((8, 512),), hidden=256), cluster(1, 8), 64), parse_plan(name)
+    priced = estimate(job, plan).time
+    found = played(Pricer(job), plan, plan.micro_batches(64))
+    assert found.makespan <= priced.step - priced.data
+    assert found.makespan == pytest.approx(priced.compute + priced.bubble + priced.pipeline, rel=0.15)
+
+
+def test_devices_double_and_halve_as_the_name_of_the_cluster_says() -> None:
+    asked = {
+        name: named_job("llama2-7b", name, 64, 2048).cluster for name in ("1x8:a100-80gb", "2x8:h100@ib-ndr", "2x8:a100-80gb+4x8:v100-32gb")
+    }
+    assert [other.name for step in (-1, 1) for other in resized(asked["1x8:a100-80gb"], step)] == ["1x4:a100-80gb", "2x8:a100-80gb"]
+    assert [other.name for step in (-1, 1) for other in resized(asked["2x8:h100@ib-ndr"], step)] == ["1x8:h100@ib-ndr", "4x8:h100@ib-ndr"]
+    assert [other.name for other in resized(asked["2x8:a100-80gb+4x8:v100-32gb"], 1)] == ["4x8:a100-80gb+8x8:v100-32gb"]
+    assert not list(resized(cluster(1, 8), 1)), "a cluster that no name describes"
+
+
+def test_sequences_end_where_the_positions_of_the_model_do() -> None:
+    job = small_job(decoder().but(context=256), batch=7)
+    axes = axes_of(job, (3, 3, 3, 5))
+    assert axes.sequences == (64, 128, 256) and axes.batches == (7, 14) and axes.here == (0, 0, 1, 2)
+
+
+def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.html"
+    asked = ["plan", "--model", "gpt2-xl", "--cluster", "1x2:v100-32gb", "--batch", "8", "--seq", "1024", "--pin", "tp=1"]
+    assert main([*asked, "--page", str(path), "--lang", "zh"]) == 0
+    said = capsys.readouterr()
+    assert f"page: {path}" in said.err and path.stat().st_size < 1e6
+    data = embedded(path.read_text(encoding="utf-8"))
+    assert data["language"] == "zh" and data["command"] == ["meshwright", "plan", "--model", "gpt2-xl", "--pin", "tp=1"]
+    axes = data["axes"]
+    places = [(0, 0, 0, 1), (len(axes["devices"]) - 1, 1, 0, 3)]
+    for devices, batch, sequence, memory in places:
+        cluster = ["--set", f"cluster.name={data['clusters'][devices]}", "--set", f"cluster.memory={axes['memory'][memory]}"]
+        words = [*data["command"][1:], *cluster, "--batch", str(axes["batch"][batch]), "--seq", str(axes["sequence"][sequence])]
+        code = main([*words, "--json", "--top", str(SHOWN)])
+        answer = json.loads(capsys.readouterr().out) if code == 0 else {"plans": []}
+        shown = data["points"][(devices * len(axes["batch"]) + batch) * len(axes["sequence"]) + sequence]
+        ranked = shown["standings"][memory]["ranked"]
+        assert [shown["plans"][at]["name"] for at, _ in ranked] == [entry["name"] for entry in answer["plans"]]
+        assert [shown["plans"][at]["time"][-1] for at, _ in ranked] == pytest.approx(
+            [entry["estimate"]["time"]["step"] for entry in answer["plans"]], rel=1e-9
+        )
+
+
+def test_an_installation_brings_every_part_of_the_page() -> None:
+    root = Path(__file__).parents[2]
+    globs = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["meshwright"]
+    brought = {path for glob in globs for path in (root / "src" / "meshwright").glob(glob)}
+    assert {root / "src" / "meshwright" / "report" / "page" / name for name in (*PARTS, "template.html")} <= brought
