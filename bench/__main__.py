@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from bench import labels, peers, start
+from bench import labels, peers, simulate, start
 
-KNOWN = {"start": start, "labels": labels, "peers": peers}
+KNOWN = {"start": start, "simulate": simulate, "labels": labels, "peers": peers}
 
 
 def main(arguments: list[str]) -> None:
