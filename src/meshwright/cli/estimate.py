@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from cyclopts import Parameter
+
 from meshwright.cli.options import AsJson, JobPath, Shared, say, say_json
 
 
@@ -10,6 +14,7 @@ def estimate(
     /,
     *,
     shared: Shared = Shared(),  # noqa: B008
+    layers: Annotated[bool, Parameter(negative="", help="what the model was found to be, layer by layer, instead of a plan")] = False,
     json: AsJson = False,
 ) -> int:
     """Memory and time of one plan, item by item and stage by stage. Without --plan it is the planner's first choice.
@@ -23,6 +28,14 @@ def estimate(
 
     file = read_file(job, shared)
     question = resolve(file)
+    if layers:
+        from meshwright.report.layers import layers_text
+
+        if json:
+            say_json(question.model.model_dump(mode="json"))
+        else:
+            say(layers_text(question.model, question.workload.precision, question.workload.sequence))
+        return 0
     plan = file.given_plan()
     if plan is None:
         from meshwright.search.rank import search

@@ -29,7 +29,9 @@ def _option(text: str) -> Parameter:
 class Shared:
     """What is planned. An option beats the same entry of the job file."""
 
-    model: Annotated[str | None, _option("catalog name, size (200b), folder with config.json, architecture file, or package.module:function")] = None
+    model: Annotated[
+        str | None, _option("catalog name, size (200b), folder with config.json, architecture file, or package.module:function")
+    ] = None
     cluster: Annotated[str | None, _option("local, a file, or NODESxDEVICES:device[@LINK] joined by +, such as 8x8:a100-80gb")] = None
     batch: Annotated[int | None, _option("sequences per optimizer step, over all devices")] = None
     seq: Annotated[int | None, _option("tokens per sequence")] = None
@@ -58,9 +60,10 @@ class Shared:
 
     def job_file(self, path: Path | None) -> JobFile:
         """The job file at `path` with these options over it."""
+        from meshwright.cli.description import described
         from meshwright.intake.job import read_job
 
-        return read_job(path, self.set, self.overrides())
+        return described(read_job(path, self.set, self.overrides()))
 
 
 def say(text: str) -> None:

@@ -24,7 +24,7 @@ LANGUAGE = ("llama-tiny", "gpt2-tiny", "bert-tiny")
 
 
 class Choice(NamedTuple):
-    """A plan, its price, and why it. `question` and `estimate` are None for live code, which the planner cannot read."""
+    """A plan, its price, and why it. `question` and `estimate` are None for a model that cannot be run without memory."""
 
     question: Job | None
     plan: Plan
@@ -80,8 +80,8 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
     if world is not None and file.cluster.name == "local" and not file.cluster.path and not file.cluster.groups:
         here = int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", world)))
         file = file.but(cluster={"name": f"local:{here}"})
-    if file.model.module:
-        return _live_code(file, world)
+    if isinstance(file.described, str):
+        return _unpriced(file, file.described, world)
     question = resolve(file)
     if world is not None:
         question = _over(question, world)
@@ -93,7 +93,7 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
         estimate = price(question, plan)
         why = [f"plan {plan.name}, {'as asked' if given else 'as the run began'}: {_expected(estimate)}"]
     else:
-        answer = search(question, 1)
+        answer = search(question, 1, runnable=True)
         plan, estimate = answer.chosen.plan, answer.chosen.estimate
         first, *rest = map(say, explain(question, answer))
         why = [f"plan {first}", *(f"  {line}" for line in rest)]
@@ -148,8 +148,8 @@ def _over(question: Job, world: int) -> Job:
     return question
 
 
-def _live_code(file: JobFile, world: int | None) -> Choice:
-    """A module that only running it can size: the plan must be given, or it is data parallel."""
+def _unpriced(file: JobFile, reason: str, world: int | None) -> Choice:
+    """A model that only a real run can size: the plan must be given, or it is data parallel."""
     from meshwright.base.errors import InputError
     from meshwright.intake.job import cluster_from
     from meshwright.spec.plan import Plan
@@ -158,7 +158,7 @@ def _live_code(file: JobFile, world: int | None) -> Choice:
     plan = file.given_plan() or Plan(dp_replicate=devices)
     if plan.world != devices:
         raise InputError(f"plan {plan.name} is for {plan.world} ranks but there are {devices} devices")
-    return Choice(None, plan, None, [f"plan {plan.name} for {file.model.module}: live code is not priced; another plan by --plan"])
+    return Choice(None, plan, None, [f"plan {plan.name} is not priced, another by --plan: {reason}"])
 
 
 def launch_of(file: JobFile, source: ModelSource, folder: Path, choice: Choice) -> Launch:

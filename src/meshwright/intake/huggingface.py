@@ -81,6 +81,17 @@ def read_config(folder: Path) -> Sizes:
     return config_sizes(config, str(path))
 
 
+def has_formulas(folder: Path) -> bool:
+    """Whether the family of the model in `folder` is one of those read here. A folder that cannot be read says so when it is."""
+    try:
+        config = parse(read_text(folder / "config.json"), str(folder))
+    except InputError:
+        return True
+    if isinstance(config, dict) and isinstance(config.get("text_config"), Mapping):
+        config = {"model_type": config.get("model_type"), **config["text_config"]}
+    return not isinstance(config, dict) or "model_type" not in config or config["model_type"] in FAMILIES
+
+
 def config_sizes(config: Mapping[str, Any], where: str) -> Sizes:
     """`config` as `Sizes`. A composite model's text part is meant.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from meshwright.base.codec import Noun, build, parse, read_text
 from meshwright.base.errors import InputError
@@ -26,6 +27,7 @@ from meshwright.intake.sizes import Sizes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.data import Data
 from meshwright.spec.job import Job
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Run
 from meshwright.spec.workload import Workload
@@ -74,6 +76,9 @@ class JobFile(Noun):
     cluster: ClusterChoice = ClusterChoice()
     plan: dict[str, Any] = Field(default_factory=dict, description="fields of the plan that are fixed, or its name")
     run: Run = Run()
+    described: SkipJsonSchema[ModelSpec | str | None] = Field(
+        default=None, exclude=True, description="not written: what the model was found to be where no formula says it, or why nothing was"
+    )
 
     def given_plan(self) -> Plan | None:
         """The plan that the file names in full, if it does."""
@@ -129,12 +134,14 @@ def put(data: dict[str, Any], name: str, value: Any) -> None:
 
 def resolve(file: JobFile) -> Job:
     """The question in full: the model's layers, the cluster's devices, a workload without gaps, the pins."""
-    sizes = sizes_of(file.model)
+    model = file.described or model_spec(title(file.model.source), sizes_of(file.model))
+    if isinstance(model, str):
+        raise InputError(model)
     cluster = cluster_from(file.cluster)
-    workload = fill(file.workload, sizes, cluster)
+    workload = fill(file.workload, model, cluster)
     check_precision(workload, cluster)
     pins = pins_from(file)
-    return Job(model=model_spec(title(file.model.source), sizes), cluster=cluster, workload=workload, pins=pins)
+    return Job(model=model, cluster=cluster, workload=workload, pins=pins)
 
 
 def load(path: str | Path) -> Job:
@@ -165,12 +172,12 @@ def pins_from(file: JobFile) -> dict[str, Any]:
     return pins_of(plan) if plan is not None else read_pins(others, "$.plan")
 
 
-def fill(workload: Workload, sizes: Sizes, cluster: Cluster) -> Workload:
+def fill(workload: Workload, model: ModelSpec, cluster: Cluster) -> Workload:
     """`workload` with what was left open: precision by the devices, sequence by the model."""
     changes: dict[str, Any] = {}
     if "precision" not in workload.model_fields_set:
         changes["precision"] = usual_precision(cluster)
-    longest = 1 if sizes.kind == "convnet" else sizes.seq if sizes.pos == "learned" else 0
+    longest = model.context
     if longest and workload.sequence > longest:
         if "sequence" in workload.model_fields_set:
             raise InputError(f"sequence {workload.sequence} is longer than the {longest} positions that the model has")

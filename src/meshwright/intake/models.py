@@ -1,6 +1,7 @@
 """`--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a size such as `200b`, to sizes and to `ModelSpec`.
 
-`package.module:function` names live code, which this wing does not run: what runs models reads it and fills the same `ModelSpec`.
+`package.module:function` names live code, which this wing does not run: what runs models reads it, and folders of other families, and fills
+the same `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from meshwright.base.errors import InputError, did_you_mean
 from meshwright.catalog import read as catalog
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.generic import generic_sizes, size_of
-from meshwright.intake.huggingface import config_sizes, read_config
+from meshwright.intake.huggingface import config_sizes, has_formulas, read_config
 from meshwright.intake.sizes import Sizes, catalog_sizes
 from meshwright.spec.model import ModelSpec
 
@@ -24,6 +25,14 @@ MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 def is_module(name: str) -> bool:
     """Whether `name` is live code, `package.module:function`."""
     return MODULE.fullmatch(name) is not None
+
+
+def needs_running(name: str) -> bool:
+    """Whether only a run shows what the model is: live code, or a folder of a Hugging Face family without formulas."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return not has_formulas(path) and catalog.find(catalog.models(), name) is None
+    return is_module(name) and not path.is_file()
 
 
 def read_sizes(name: str) -> Sizes:
@@ -38,7 +47,9 @@ def read_sizes(name: str) -> Sizes:
     if path.is_file():
         return read_architecture(path)
     if is_module(name):
-        raise InputError(f"model {name!r} is live code: planning it needs its sizes; give an architecture file, or train it with `train`")
+        raise InputError(
+            f"model {name!r} is live code, which planning from Python does not run: meshwright.probe.describe reads it, or give an architecture file"
+        )
     parameters = size_of(name)
     if parameters is not None:
         return generic_sizes(parameters)

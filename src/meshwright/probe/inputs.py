@@ -1,7 +1,7 @@
 """What a model is called with to be traced: the batch that is given, or one made from what the model says of itself.
 
 Rule: a batch given by the caller; else what the model's `dummy_inputs` holds (a dict of tensors, rows first), where it is the person's own; else
-token ids where the model reads them, images where it begins with a convolution. Where a model reads token ids, a token is a token; anywhere
+token ids where the model reads them or its first layer is an embedding, images where it is a convolution. Where a model reads token ids, a token is a token; anywhere
 else a row of the batch is one token, and `Workload.sequence` is 1: parameters, FLOPs and kept bytes are those of a sample.
 """
 
@@ -55,12 +55,13 @@ def inputs_of(model: nn.Module, anatomy: Anatomy, sequence: int, batch: Mapping[
         }
         return Inputs(shapes, next((shape[0] for shape, dtype in shapes.values() if dtype == torch.long and len(shape) == 1), 1))
     ids: tuple[tuple[int, ...], torch.dtype] = ((sequence,), torch.long)
-    if main == "input_ids" or (main is None and anatomy.embedding is not None):
+    first = next((module for module in model.modules() if isinstance(module, nn.Embedding | nn.Conv2d)), None)
+    reads_ids = anatomy.embedding is not None or isinstance(first, nn.Embedding)
+    if main == "input_ids" or (main is None and reads_ids):
         if getattr(config, "is_encoder_decoder", False):
             return Inputs({"input_ids": ids, "decoder_input_ids": ids}, sequence)
         return Inputs({"input_ids" if main else "": ids}, sequence)
-    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is not None and main in (None, "pixel_values"):
+    if isinstance(first, nn.Conv2d) and main in (None, "pixel_values"):
         side = getattr(config, "image_size", None) or IMAGE
         sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
         return Inputs({"pixel_values" if main else "": ((first.in_channels, *sides), torch.float32)}, 1)

@@ -36,7 +36,7 @@ def describe(
 
     `batch` is an example of what the model is called with, where it does not say so itself. Raises InputError when it cannot be traced.
     """
-    module = model if isinstance(model, nn.Module) else build(model)
+    module = model if isinstance(model, nn.Module) else build(model, name)
     name = name or type(module).__name__
     if next(module.parameters(), None) is None:
         raise InputError(f"model {name!r} has no parameters: nothing to plan")
@@ -50,23 +50,33 @@ def describe(
     except InputError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
         raise InputError(
-            f"model {name!r} cannot be traced{tried} ({reason}); give it an attribute dummy_inputs with what it reads, "
+            f"model {name!r} cannot be traced{tried} ({_line(error)}); give it an attribute dummy_inputs with what it reads, "
             "or plan an architecture file with its sizes"
         ) from error
     return specification(name, module, anatomy, inputs.tokens, runs)
 
 
-def build(make: Callable[[], nn.Module]) -> nn.Module:
+def build(make: Callable[[], nn.Module], name: str) -> nn.Module:
     """What `make` builds, on the meta device where it can be built there."""
     try:
-        with torch.device("meta"):
+        try:
+            with torch.device("meta"):
+                return make()
+        except InputError:
+            raise
+        except Exception:
             return make()
     except InputError:
         raise
-    except Exception:
-        return make()
+    except Exception as error:
+        raise InputError(f"model {name!r} cannot be built ({_line(error)}): run its function by itself to see where") from error
+
+
+def _line(error: Exception) -> str:
+    if "DataDependent" in type(error).__name__:
+        return f"its forward asks for the values of a tensor, {error}"[:160]
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
 
 
 def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, runs: list[Run]) -> ModelSpec:

@@ -137,6 +137,8 @@ def placed(model: nn.Module, anatomy: Anatomy, watch: Watch) -> Iterator[None]:
             outside = stack.pop()
             made = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), None)
             watch.tallies[place].output = float(made.numel()) if made is not None else 0.0
+            if anatomy.blocks is None:
+                return  # what follows a child goes with it
             watch.place = BACK if outside == FRONT and place not in (EMBEDDING, HEAD) else outside
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))

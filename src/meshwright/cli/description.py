@@ -1,0 +1,79 @@
+"""Models that no closed formula covers, live code and Hugging Face folders of other families: run once without memory, as the planner sees them.
+
+Promise: torch is imported only where such a model is asked for. What a folder is found to be is kept in the user's cache under a digest of its
+configuration, of the sequence, and of the code and libraries that read it; live code is read each time, for nobody can tell when it changed.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.base.errors import InputError
+
+if TYPE_CHECKING:
+    from meshwright.intake.job import JobFile
+    from meshwright.spec.launch import ModelSource
+    from meshwright.spec.model import ModelSpec
+
+SPEC = "spec.json"
+READERS = ("anatomy", "probe")
+"""Rooms whose code decides what a model is found to be."""
+
+
+def described(file: JobFile) -> JobFile:
+    """`file` with what its model is found to be, or with the reason why nothing was found, where no formula says it."""
+    from meshwright.intake.models import needs_running
+    from meshwright.spec.launch import ModelSource
+
+    name = file.model.source
+    if not file.model.module and not needs_running(name):
+        return file
+    if file.model.sizes:
+        first = next(iter(file.model.sizes))
+        raise InputError(f"$.model.sizes: {first!r} cannot be changed in {name!r}, which has no sizes but what it builds; change it there")
+    sequence = file.workload.sequence
+    folder = Path(name).expanduser().resolve()
+    try:
+        if folder.is_dir():
+            found = _kept(ModelSource(name=name, folder=str(folder)), sequence)
+        else:
+            found = _describe(ModelSource(name=name, module=name), sequence)
+    except InputError as error:
+        return file.but(described=str(error))
+    return file.but(described=found)
+
+
+def _describe(source: ModelSource, sequence: int) -> ModelSpec:
+    from meshwright.probe import describe
+    from meshwright.train.model import build_model
+
+    return describe(lambda: build_model(source, 0, weights=False), sequence, name=source.name)
+
+
+def _kept(source: ModelSource, sequence: int) -> ModelSpec:
+    """The same from the cache, where it has been asked before."""
+    from meshwright.base.codec import read
+    from meshwright.data.cache import kept
+    from meshwright.spec.model import ModelSpec
+
+    def make(folder: Path) -> None:
+        (folder / SPEC).write_text(_describe(source, sequence).to_json(), encoding="utf-8")
+
+    name = f"model-{_digest(Path(source.folder) / 'config.json', sequence)}"
+    return read(ModelSpec, kept(name, make, lambda folder: (folder / SPEC).is_file()) / SPEC).but(name=source.name)
+
+
+def _digest(config: Path, sequence: int) -> str:
+    digest = sha256(config.read_bytes() + f"{sequence}".encode())
+    for library in ("torch", "transformers"):
+        try:
+            digest.update(version(library).encode())
+        except PackageNotFoundError:
+            digest.update(b"none")
+    for room in READERS:
+        for path in sorted((Path(__file__).parents[1] / room).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
