@@ -20,7 +20,7 @@ from meshwright.cost.step import estimate
 from meshwright.report.page import Grid, axes_of, grid, page_text
 from meshwright.report.page.axes import Shape, resized
 from meshwright.report.page.file import PARTS, part
-from meshwright.report.page.grid import SHOWN, Found
+from meshwright.report.page.grid import SHOWN
 from meshwright.report.page.pipeline import UNITS, chart, played
 from meshwright.search.rank import search
 from meshwright.spec.job import Job
@@ -89,16 +89,6 @@ def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(
     ]
     assert shown["considered"] == answer.considered
     assert found.base.job == job
-
-
-def test_a_search_is_made_only_where_less_memory_changes_the_plans() -> None:
-    job = small_job(on=cluster(1, 2, 2.0**30))
-    found = Found(job)
-    standings = [found.standing(memory) for memory in (found.search(2.0**34) and 2.0**34, 2.0**30, 2.0**29, 8e6)]
-    assert set(found.surveys) == {2.0**34, 8e6}
-    assert standings[0].ranked == standings[2].ranked != standings[3].ranked
-    asked = job.but(cluster=job.cluster.with_memory(8e6))
-    assert [priced.plan for priced in standings[3].ranked] == [entry.plan for entry in search(asked, SHOWN).plans]
 
 
 def test_nothing_of_the_page_leads_out_of_it() -> None:
@@ -183,14 +173,15 @@ def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.html"
-    asked = ["plan", "--model", "gpt2-xl", "--cluster", "1x2:v100-32gb", "--batch", "8", "--seq", "1024", "--pin", "tp=1"]
+    asked = ["plan", "--model", "gpt2-xl", "--cluster", "1x2:v100-32gb", "--batch", "8", "--seq", "1024", "--pin", "tp=1,pp=1"]
     assert main([*asked, "--page", str(path), "--lang", "zh"]) == 0
     said = capsys.readouterr()
     assert f"page: {path}" in said.err and path.stat().st_size < 1e6
     data = embedded(path.read_text(encoding="utf-8"))
-    assert data["language"] == "zh" and data["command"] == ["meshwright", "plan", "--model", "gpt2-xl", "--pin", "tp=1"]
+    assert data["language"] == "zh" and data["command"] == ["meshwright", "plan", "--model", "gpt2-xl", "--pin", "tp=1,pp=1"]
     axes = data["axes"]
-    places = [(0, 0, 0, 1), (len(axes["devices"]) - 1, 1, 0, 3)]
+    last = [len(stops) - 1 for stops in axes.values()]
+    places = [(0, 0, 0, 0), (last[0], last[1], 0, last[3])]
     for devices, batch, sequence, memory in places:
         cluster = ["--set", f"cluster.name={data['clusters'][devices]}", "--set", f"cluster.memory={axes['memory'][memory]}"]
         words = [*data["command"][1:], *cluster, "--batch", str(axes["batch"][batch]), "--seq", str(axes["sequence"][sequence])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from meshwright.intake.job import ClusterChoice
     from meshwright.search.answer import Answer
     from meshwright.spec.job import Job
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Wanted:
+    """Which plans are looked for."""
+
+    pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=4")] = None
+    objective: Annotated[
+        Literal["fastest", "fewest", "cheapest", "headroom"],
+        Parameter(help="the least time, the fewest devices, the least money (the cluster file has prices), or the least memory"),
+    ] = "fastest"
+    runnable: Annotated[bool, Parameter(negative="", help="only plans that this version runs; others are planned, not run")] = False
 
 
 @Parameter(name="*")
@@ -41,7 +54,7 @@ def plan(
     /,
     *,
     shared: Shared = Shared(),  # noqa: B008
-    pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=4")] = None,
+    wanted: Wanted = Wanted(),
     shown: Shown = Shown(),
     json: AsJson = False,
 ) -> int:
@@ -53,8 +66,9 @@ def plan(
     from meshwright.cli.preparation import read_file
     from meshwright.intake.job import resolve
     from meshwright.intake.plans import parse_pins
+    from meshwright.search.answer import Objective
     from meshwright.search.near import NoPlanFits
-    from meshwright.search.rank import search
+    from meshwright.search.rank import narrowed, search
     from meshwright.words.say import language_of
 
     if shown.top < 1:
@@ -62,12 +76,13 @@ def plan(
     language = language_of(shown.lang, os.environ)
     file = read_file(job, shared)
     question = resolve(file)
-    if pin:
-        question = question.but(pins={**question.pins, **parse_pins(pin)})
+    if wanted.pin:
+        question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
     try:
-        answer = search(question, shown.top)
+        answer = search(question, shown.top, Objective(wanted.objective), wanted.runnable)
     except NoPlanFits as error:
         raise error.said(language) from None
+    question = narrowed(question, answer)
     if shown.why_not is not None:
         _why_not(question, answer, shown.why_not, language, json)
     elif json:
@@ -96,9 +111,8 @@ def _page(question: Job, answer: Answer, choice: ClusterChoice, asked: list[str]
 
     workers = min(os.cpu_count() or 1, 8)
     axes = axes_of(question, shape_for(answer.seconds / workers))
-    settings = len(axes.clusters) * len(axes.batches) * len(axes.sequences)
-    note(f"page: {settings} settings of devices, batch and sequence, {len(axes.memories)} sizes of memory each")
-    found = grid(question, axes, workers if settings * answer.seconds > 1.0 else 1)
+    note(f"page: a search for each of {axes.size} settings of devices, batch, sequence and memory")
+    found = grid(question, axes, workers if axes.size * answer.seconds > 2.0 else 1)
     cluster = choice.name if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0) else None
     text = page_text(found, asked, cluster, language)
     path.write_text(text, encoding="utf-8")

@@ -20,10 +20,8 @@ GIB = 2.0**30
 SOLD = tuple(GIB * size for size in (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 192, 256))
 """Memory of a device."""
 
-SHAPES = ((5, 3, 3, 5), (3, 3, 3, 5), (3, 3, 2, 5), (3, 2, 2, 3), (2, 2, 2, 3), (2, 2, 1, 3))
+SHAPES = ((5, 3, 3, 5), (3, 3, 3, 5), (3, 3, 2, 5), (3, 3, 2, 3), (3, 2, 2, 3), (2, 2, 2, 3), (2, 2, 1, 3))
 """Stops of devices, batch, sequence and memory, the finest grid first."""
-SEARCHED = 0.7
-"""Of the settings, how many need a search."""
 BUDGET = 4.0
 """Seconds that a grid should take."""
 
@@ -38,6 +36,11 @@ class Axes(NamedTuple):
     sequences: tuple[int, ...]
     memories: tuple[float, ...]
     here: tuple[int, int, int, int]
+
+    @property
+    def size(self) -> int:
+        """Settings of all sliders."""
+        return math.prod(map(len, self[:4]))
 
 
 def axes_of(question: Job, shape: Shape) -> Axes:
@@ -56,9 +59,9 @@ def shape_for(seconds: float) -> Shape:
 
 
     >>> shape_for(0.04), shape_for(0.2), shape_for(9.0)
-    ((3, 3, 3, 5), (2, 2, 2, 3), (2, 2, 1, 3))
+    ((3, 3, 2, 5), (2, 2, 1, 3), (2, 2, 1, 3))
     """
-    return next((shape for shape in SHAPES if math.prod(shape) * SEARCHED * seconds <= BUDGET), SHAPES[-1])
+    return next((shape for shape in SHAPES if math.prod(shape) * seconds <= BUDGET), SHAPES[-1])
 
 
 def halves_and_doubles(value: int, count: int) -> tuple[int, ...]:

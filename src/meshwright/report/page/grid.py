@@ -1,15 +1,8 @@
-"""Answers for every setting of a page, exact: for each the plans that `search` would rank first.
-
-A search is asked for the job's own memory and for the largest. Where all plans found under one memory fit with a margin in less, a search for less
-would find the same (what it tries besides are other forms of faster plans that do not fit, and there is none): then none is made.
-"""
+"""Answers for every setting of a page: each is a search of its own, so that the page shows what `plan` prints for the same setting."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import product, repeat
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -18,7 +11,6 @@ import numpy as np
 
 from meshwright.base.errors import InputError
 from meshwright.cost.memory import reserved, usable
-from meshwright.cost.setting import setting
 from meshwright.cost.step import estimate_of
 from meshwright.report.page.axes import Axes
 from meshwright.search.survey import Candidate, Survey, survey
@@ -73,86 +65,55 @@ class Grid(NamedTuple):
         return self.points[(cluster * len(self.axes.batches) + batch) * len(self.axes.sequences) + sequence]
 
 
-def grid(question: Job, axes: Axes, workers: int = 1, tell: Callable[[int, int], None] = lambda done, all: None) -> Grid:
-    """Every point, priced by so many processes; `tell` hears how many are done of how many."""
+def grid(question: Job, axes: Axes, workers: int = 1) -> Grid:
+    """Every point, priced by so many processes."""
     jobs = [
         question.but(cluster=cluster, workload=question.workload.but(batch=batch, sequence=sequence))
         for cluster, batch, sequence in product(axes.clusters, axes.batches, axes.sequences)
     ]
-    points: list[Point] = []
-    with ExitStack() as stack:
-        pool = stack.enter_context(ProcessPoolExecutor(workers, get_context("spawn"))) if workers > 1 else None
-        for found in (pool.map if pool else map)(point, jobs, repeat(axes.memories), [job == question for job in jobs]):
-            points.append(found)
-            tell(len(points), len(jobs))
-    return Grid(question, axes, tuple(points))
+    if workers == 1:
+        return Grid(question, axes, tuple(point(job, axes.memories) for job in jobs))
+    with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
+        return Grid(question, axes, tuple(pool.map(point, jobs, repeat(axes.memories))))
 
 
-def point(job: Job, memories: tuple[float, ...], every: bool = False) -> Point:
-    """The standings of one job. Every memory is searched for the families' sake where `every` is set."""
-    found = Found(job)
+def point(job: Job, memories: tuple[float, ...]) -> Point:
+    """The standings of one job; what was left out is that under its own memory."""
     own = job.cluster.memory
-    try:
-        for memory in memories if every else {own, max(memories)}:
-            found.search(memory)
-    except InputError as error:
-        return Point(job, (), (), 0, str(error))
-    standings = [found.standing(memory) for memory in sorted(memories, reverse=True)]
-    space = found.surveys[own].space
+    prices: dict[Plan, Priced] = {}
+    standings = []
+    space = None
+    for memory in memories:
+        asked = job if memory == own else job.but(cluster=job.cluster.with_memory(memory))
+        try:
+            found = survey(asked, SHOWN)
+        except InputError as error:
+            return Point(job, (), (), 0, str(error))
+        standings.append(standing(found, prices))
+        space = found.space if memory == own else space
+    assert space is not None
     rejected = tuple((reason, it.count, it.example) for reason, it in space.refused.items())
-    return Point(job, tuple(reversed(standings)), rejected, space.considered)
+    return Point(job, tuple(standings), rejected, space.considered)
 
 
-@dataclass
-class Found:
-    """What searches of one job under several memories found."""
+def standing(found: Survey, prices: dict[Plan, Priced]) -> Standing:
+    """What one search found; `prices` are remembered from search to search."""
 
-    job: Job
-    surveys: dict[float, Survey] = field(default_factory=dict)
-    prices: dict[Plan, Priced] = field(default_factory=dict)
-
-    def under(self, memory: float) -> Job:
-        """The job with so many bytes on every device."""
-        cluster = self.job.cluster
-        return self.job if memory == cluster.memory else self.job.but(cluster=cluster.with_memory(memory))
-
-    def search(self, memory: float) -> Survey:
-        if memory not in self.surveys:
-            self.surveys[memory] = survey(self.under(memory), SHOWN)
-        return self.surveys[memory]
-
-    def price(self, found: Survey, candidate: Candidate) -> Priced:
+    def price(candidate: Candidate) -> Priced:
         plan = candidate.plan
-        if plan not in self.prices:
+        if plan not in prices:
             priced = estimate_of(found.pricer, candidate.alone)
             _, safe = reserved(found.pricer.setting, np.array(priced.memory.total))
-            self.prices[plan] = Priced(plan, priced, float(safe))
-        return self.prices[plan]
+            prices[plan] = Priced(plan, priced, float(safe))
+        return prices[plan]
 
-    def ranked(self, memory: float) -> tuple[Priced, ...]:
-        found = self.search(memory)
-        return tuple(self.price(found, candidate) for candidate in found.ranking.best)
+    ranking, limit = found.ranking, usable(found.pricer.setting)
+    ranked = tuple(price(candidate) for candidate in ranking.best)
+    kin = [(name, price(candidate)) for name, candidate in {**ranking.nearest, **ranking.families}.items()]
+    return Standing(limit, ranked, tuple(sorted(kin, key=lambda pair: order(pair[1].estimate, limit))))
 
-    def standing(self, memory: float) -> Standing:
-        """What is true under `memory`; larger memories come first."""
-        limit = usable(setting(self.under(memory)))
-        known = min(size for size in self.surveys if size >= memory)
-        ranked = self.ranked(known)
-        if any(priced.verdict(limit) != Fits.fits for priced in ranked):
-            ranked = self.ranked(memory)
-        return Standing(limit, ranked, tuple(self.families(memory, limit)))
 
-    def families(self, memory: float, limit: float) -> Iterator[tuple[str, Priced]]:
-        """The best of each family that fits, fastest first, then the nearest of the others: exact where this memory was searched for."""
-        found: dict[str, list[tuple[Survey, Candidate]]] = {}
-        for each in [self.surveys[memory]] if memory in self.surveys else self.surveys.values():
-            for table in (each.ranking.families, each.ranking.nearest):
-                for name, candidate in table.items():
-                    found.setdefault(name, []).append((each, candidate))
-        chosen: list[tuple[str, Survey, Candidate]] = []
-        for name, pairs in found.items():
-            fitting = [pair for pair in pairs if pair[1].reserved <= limit]
-            best = min(fitting, key=lambda pair: pair[1].score) if fitting else min(pairs, key=lambda pair: pair[1].reserved)
-            chosen.append((name, *best))
-        chosen.sort(key=lambda kin: (kin[2].reserved > limit, kin[2].seconds if kin[2].reserved <= limit else kin[2].reserved))
-        yield from ((name, self.price(each, candidate)) for name, each, candidate in chosen)
+def order(priced: Estimate, limit: float) -> tuple[bool, float]:
+    """Those that fit first, fastest first, then those that need least."""
+    fits = priced.memory.reserved <= limit
+    return not fits, priced.time.step if fits else priced.memory.reserved

@@ -93,6 +93,7 @@ function draw() {
   drawMemory(view)
   drawTime(view)
   drawPipeline(view)
+  for (const id of ["ranks", "pipeline"]) document.getElementById(id).hidden = !view.selected || view.selected.entry.of === 1
   drawFamilies(view)
   drawRejected(view)
   fill("words", command(view))
@@ -144,13 +145,14 @@ function drawPlans(view) {
     const chosen = entry === view.selected.entry
     return make("tr", { tabindex: chosen ? 0 : -1, "aria-selected": String(chosen), "data-plan": entry.name, onclick: () => write({ plan: entry.name }) },
       cell(...planOf(entry)), cell(seconds(step)), make("td", { class: "bars" }, timeBar(entry, slowest)), cell(grouped(entry.speed)), cell(`${(100 * entry.mfu).toFixed(1)}%`),
-      cell(bytes(size(entry, "reserved"))), make("td", { class: "bars" }, memoryBar(entry, entry.fullest, limit)), make("td", { class: verdict }, say[verdict]),
+      cell(bytes(size(entry, "reserved"))), make("td", { class: "bars" }, memoryBar(entry, entry.fullest, limit)), make("td", { class: `left ${verdict}` }, say[verdict]),
       cell(percent((limit - size(entry, "reserved")) / limit)), cell(percent(at(entry, "bubble") / step)), cell(percent(exposed(entry) / step)))
   })
   fill("ranked", make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows))
+  fill("missing", [...view.rows, ...view.kin].some(row => row.entry.missing) ? say.missingNote : "")
 }
 
-const planOf = entry => [make("code", {}, entry.name), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, say.planned)] : [])]
+const planOf = entry => [make("code", {}, entry.name), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, "\u25cb")] : [])]
 const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${kindOf("time", kind)} ${seconds(at(entry, kind))}`]), whole)
 const memoryBar = (entry, row, limit, whole = limit) => bar(KINDS.map(kind => [kind, size(entry, kind, row), `${kindOf("memory", kind)} ${bytes(size(entry, kind, row))}`]), whole, limit)
 const kindOf = (group, kind) => DATA.words[state.language][group][kind]
@@ -184,7 +186,7 @@ function drawPipeline(view) {
   const kinds = ["F", "B", "W"].filter((_, kind) => chart.rows.some(row => row.some((number, i) => i % 5 === 0 && number === kind)))
   const key = legend(kinds, kind => say[kind])
   key.append(make("span", { class: "idle" }, say.idle))
-  return fill("chart", gantt(chart, { ...say, title: caption }), key, make("p", { class: "note" }, caption))
+  return fill("chart", make("div", { class: "scroll" }, gantt(chart, { ...say, title: caption })), key, make("p", { class: "note" }, caption))
 }
 
 function drawFamilies(view) {
@@ -198,7 +200,7 @@ function drawFamilies(view) {
       make("td", {}, DATA.words[state.language].family[family]), make("td", { class: "left" }, ...planOf(entry)), make("td", {}, seconds(at(entry, "step"))),
       make("td", {}, fits && best ? percent(at(entry, "step") / at(best, "step") - 1, true) : "\u2013"),
       make("td", {}, fits && lost[1] > 0 ? `${kindOf("time", lost[0])} +${seconds(lost[1])}` : "\u2013"),
-      make("td", {}, bytes(size(entry, "reserved"))), make("td", { class: verdict }, say[verdict]))
+      make("td", {}, bytes(size(entry, "reserved"))), make("td", { class: `left ${verdict}` }, say[verdict]))
   })
   return fill("kin", make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))
 }
