@@ -27,9 +27,11 @@ from meshwright.search.rank import search
 from meshwright.simulate import step
 from meshwright.simulate.durations import Durations, Ending, Piece, Stage, durations
 from meshwright.simulate.events import Clock, Work
+from meshwright.simulate.fleet import Policy
 from meshwright.simulate.lanes import Lane, lanes, place_of, rank_at
 from meshwright.simulate.network import Port, Tier, Transfer
 from meshwright.simulate.run import Simulation, simulate
+from meshwright.simulate.stretch import holders
 from meshwright.spec.faults import Faults, Kill, Slow, SlowLink, parse_faults
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
@@ -310,6 +312,34 @@ def test_what_is_wrong_with_a_question_is_said_in_one_line(arguments: list[str],
     assert main(["simulate", "--cluster", "1x4:cpu", *arguments]) == 2
     said = capsys.readouterr().err
     assert line in said and said.count("\n") == 1
+
+
+def test_a_death_costs_half_a_step_and_the_recovery_where_another_rank_has_the_state_else_the_steps_since_the_last_save() -> None:
+    job, policy = small_job(on=cluster(1, 4), batch=16), Policy(save=2.0, detect=10.0, rebuild=20.0, restore=5.0)
+    twin = simulate(job, "dp4", Faults.model_validate({"kill": [(3, 250)]}), 300, 100, policy)
+    assert twin.stretch.deaths == ((250, (3,), 3, 0),)
+    assert twin.stretch.seconds == pytest.approx(300.5 * twin.seconds + 2 * 2.0 + 35.0)
+    shard = simulate(job, "dp4.z1", Faults.model_validate({"kill": [(3, 250), (0, 20), (1, 20)]}), 300, 100, policy)
+    assert [(death.ranks, death.holders, death.again) for death in shard.stretch.deaths] == [((0, 1), 0, 19), ((3,), 0, 49)]
+    assert shard.stretch.seconds == pytest.approx((300 + 2 * 0.5 + 19 + 49) * shard.seconds + 2 * 2.0 + 2 * 35.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dead", "left"),
+    [("dp4", {1}, 3), ("dp4", {0, 1, 2, 3}, 0), ("dp2x2.z3", {1}, 1), ("dp2x2.z3", {1, 3}, 0), ("dp2x2.z3", {1, 2}, 1), ("tp4", {2}, 0)],
+)
+def test_the_state_of_a_rank_is_on_its_replicas(name: str, dead: set[int], left: int) -> None:
+    assert min(holders(parse_plan(name), rank, dead) for rank in dead) == left
+
+
+def test_deaths_are_told_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["simulate", "--cluster", "1x4:cpu", "--plan", "dp2x2.z1", "--steps", "9", "--detect", "3 s"]
+    assert main([*asked, "--kill", "3:7,2:7", "--kill", "0:2,2:2"]) == 0
+    shown = capsys.readouterr().out
+    assert "in step 7 ranks 2, 3 die; 1 other rank can give back the state" in shown
+    assert "in step 2 ranks 0, 2 die; no other rank has the state: back to the start" in shown
+    assert main(["simulate", "--cluster", "1x4:cpu", "--kill", "3:7", "--steps", "6"]) == 2
+    assert "kill: rank 3 dies in step 7, but only 6 steps are played" in capsys.readouterr().err
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------------------

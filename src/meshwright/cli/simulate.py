@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from meshwright.simulate.fleet import Policy
 
 
+RECOVERY = ("save", "detect", "rebuild", "restore")
+"""What also counts where ranks die in single steps."""
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Wrong:
-    """What goes wrong in the step."""
+    """What goes wrong."""
 
     slow: Annotated[
         tuple[str, ...], Parameter(negative="", show_default=False, help="RANK:FACTOR, a rank that computes so many times as long")
@@ -32,12 +36,14 @@ class Wrong:
             help="RANK:SHARE[:SECONDS[:START]], a rank with this share of its bandwidth, for good or a while",
         ),
     ] = ()
+    kill: Annotated[tuple[str, ...], Parameter(negative="", show_default=False, help="RANK:STEP, a rank that dies in this step")] = ()
+    steps: Annotated[int, Parameter(help="how many steps, where ranks die; 0: up to the last death")] = 0
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Long:
-    """A fleet over days, and how it guards itself; times such as '90 s', '10 min'."""
+    """A fleet over days, and how a run guards itself; times such as '90 s', '10 min'."""
 
     days: Annotated[float | None, Parameter(help="play so many days of the cluster, with failures, instead of one step")] = None
     failures: Annotated[
@@ -75,12 +81,10 @@ def simulate(
 
     file = read_file(job, shared)
     if long.days is None:
-        _refuse(
-            [name for name in Long.__dataclass_fields__ if getattr(long, name) not in (None, False)],
-            "a fleet: say for how long with --days",
-        )
-        return _step(file, wrong, trace, json)
-    step_only = {"trace": trace is not None, "slow": wrong.slow, "link": wrong.link, "plan": shared.plan}
+        given = [name for name in Long.__dataclass_fields__ if getattr(long, name) not in (None, False)]
+        _refuse([name for name in given if not (wrong.kill and name in RECOVERY)], "a fleet: say for how long with --days")
+        return _step(file, wrong, long, trace, json)
+    step_only = {"trace": trace is not None, **{name: getattr(wrong, name) for name in Wrong.__dataclass_fields__}, "plan": shared.plan}
     _refuse([name for name, given in step_only.items() if given], "one step: leave out --days")
     return _fleet(file, long, json)
 
@@ -90,20 +94,26 @@ def _refuse(names: list[str], what: str) -> None:
         raise InputError(f"--{names[0].replace('_', '-')} is about {what}")
 
 
-def _step(file: JobFile, wrong: Wrong, trace: Path | None, json: bool) -> int:
+def _step(file: JobFile, wrong: Wrong, long: Long, trace: Path | None, json: bool) -> int:
     from meshwright.intake.job import resolve
     from meshwright.report.simulation import simulation_data, simulation_text
     from meshwright.simulate.run import simulate as play
-    from meshwright.spec.faults import Faults, Slow, SlowLink, parse_faults
+    from meshwright.spec.faults import Faults, Kill, Slow, SlowLink, parse_faults
 
+    if wrong.steps < 0:
+        raise InputError(f"--steps {wrong.steps}: must be at least 0")
     question = resolve(file)
-    faults = Faults(slow=parse_faults(Slow, wrong.slow, "--slow"), link=parse_faults(SlowLink, wrong.link, "--link"))
+    faults = Faults(
+        kill=parse_faults(Kill, wrong.kill, "--kill"),
+        slow=parse_faults(Slow, wrong.slow, "--slow"),
+        link=parse_faults(SlowLink, wrong.link, "--link"),
+    )
     plan = file.given_plan()
     if plan is None:
         from meshwright.search.rank import search
 
         plan = search(question, 1).chosen.plan
-    played = play(question, plan, faults)
+    played = play(question, plan, faults, wrong.steps, file.run.checkpoint_every, _policy(long))
     if trace is not None:
         from meshwright.report.trace import write_trace
 

@@ -11,10 +11,19 @@ from meshwright.report.text import columns, folded
 from meshwright.simulate.fleet import Cell, Outcome, Shares, spares_for
 from meshwright.simulate.run import RankTime, Simulation
 from meshwright.simulate.step import REASONS
+from meshwright.simulate.stretch import Stretch
 
-ROWS = 12
+ROWS, SHOWN = 12, 1e-5
 SHORT = dict(zip(REASONS, ("before", "behind", "weights", "sums", "others", "host", "end"), strict=True))
 """Heads of columns."""
+SPENT = {
+    "save": "to save",
+    "interrupted": "of steps that were cut short",
+    "rework": "of steps done again",
+    "detect": "to notice",
+    "rebuild": "to build up",
+    "restore": "to load",
+}
 DAY = 86400.0
 
 
@@ -29,6 +38,7 @@ def simulation_text(simulation: Simulation) -> str:
         "",
         folded(f"step     {show_seconds(simulation.seconds)} played, {beside(simulation)}; {simulation.tokens_per_second:,.0f} tokens/s"),
         folded(f"waiting  {waiting_words(simulation)}"),
+        *(folded(line) for line in stretch_words(simulation.stretch)),
         "",
         rank_table(simulation),
         *(f"note: {text}" for text in simulation.estimate.notes),
@@ -68,10 +78,25 @@ def waiting_words(simulation: Simulation) -> str:
     return f"{idle:.1%} of all device time: " + ", ".join(f"{share:.1%} for {reason}" for share, reason in worst)
 
 
+def stretch_words(run: Stretch) -> Iterable[str]:
+    """Several steps, and what each death in them costs; nothing for a single one."""
+    if run.steps == 1 and not run.deaths:
+        return
+    lost = [f"{show_seconds(seconds)} {SPENT[name]}" for name, seconds in run.spent._asdict().items() if seconds and name != "progress"]
+    words = f"; {', '.join(lost)}" if lost else ""
+    yield f"run      {count(run.steps, 'step')} in {show_seconds(run.seconds)}, {run.spent.progress / run.seconds:.1%} of it progress{words}"
+    for death in run.deaths:
+        who = f"rank {death.ranks[0]} dies" if len(death.ranks) == 1 else f"ranks {', '.join(map(str, death.ranks))} die"
+        back = f"back to the end of step {death.step - 1 - death.again}" if death.step - 1 > death.again else "back to the start"
+        state = f"{count(death.holders, 'other rank')} can give back the state" if death.holders else f"no other rank has the state: {back}"
+        yield f"death    in step {death.step} {who}; {state}"
+
+
 def rank_table(simulation: Simulation) -> str:
     """One pipeline rank of one lane a line; lanes with faults first."""
     shown = shown_ranks(simulation.ranks)
-    reasons = [reason for reason in REASONS if any(time.waiting.get(reason, 0.0) > 0.0 for time in simulation.ranks)]
+    least = SHOWN * simulation.seconds
+    reasons = [reason for reason in REASONS if any(time.waiting.get(reason, 0.0) > least for time in simulation.ranks)]
     rows = [("rank", "of", "like it", "computes", *(SHORT[reason] for reason in reasons), "idle")]
     for time in shown:
         rows.append(
@@ -80,7 +105,7 @@ def rank_table(simulation: Simulation) -> str:
                 f"pp {time.pipeline_rank}",
                 f"{time.replicas:,}",
                 show_seconds(time.compute + time.update),
-                *(show_seconds(time.waiting[reason]) if time.waiting.get(reason) else "-" for reason in reasons),
+                *(show_seconds(seconds) if (seconds := time.waiting.get(reason, 0.0)) > least else "-" for reason in reasons),
                 f"{time.idle / simulation.seconds:.1%}",
             )
         )
@@ -113,6 +138,12 @@ def simulation_data(simulation: Simulation) -> dict[str, Any]:
         "healthy": simulation.healthy,
         "tokens_per_second": simulation.tokens_per_second,
         "estimate": simulation.estimate.model_dump(mode="json"),
+        "run": {
+            "steps": simulation.stretch.steps,
+            "seconds": simulation.stretch.seconds,
+            "spent": simulation.stretch.spent._asdict(),
+            "deaths": [death._asdict() for death in simulation.stretch.deaths],
+        },
         "ranks": [
             {
                 "rank": time.rank,

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class _Room(ModuleType):
     """The package as a verb."""
 
-    def __call__(self, job: Job, plan: Plan | str, faults: Faults | None = None) -> Simulation:
-        """One step of `plan`, or of its name, with `faults`."""
+    def __call__(self, job: Job, plan: Plan | str, faults: Faults | None = None, steps: int = 0) -> Simulation:
+        """One step of `plan`, or of its name, with `faults`; and `steps` of them, where ranks die."""
         from meshwright.simulate.run import simulate
 
-        return simulate(job, plan, faults)
+        return simulate(job, plan, faults, steps)
 
 
 sys.modules[__name__].__class__ = _Room

@@ -14,17 +14,22 @@ from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
 from meshwright.schedules.order import orders
 from meshwright.simulate.durations import durations
+from meshwright.simulate.fleet import Policy
 from meshwright.simulate.lanes import Lane, lanes, rank_at, tier
 from meshwright.simulate.network import Tier
 from meshwright.simulate.step import END, REASONS, Cell, Line, Play, Player
+from meshwright.simulate.stretch import Stretch, stretch
 from meshwright.spec.cluster import Link
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.faults import Faults
 from meshwright.spec.grid import Place
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.run import Run
 
 HEALTHY = Faults()
+EVERY = Run().checkpoint_every
+USUAL = Policy()
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,10 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step as it was played. `healthy`: seconds of the same step without faults. `cells` hold every action and transfer, for traces."""
+    """One step as it was played. `healthy`: seconds of the same step without faults. `cells` hold every action and transfer, for traces.
+
+    `stretch`: what several such steps take when ranks die in them.
+    """
 
     job: Job
     plan: Plan
@@ -57,6 +65,7 @@ class Simulation:
     healthy: float
     ranks: tuple[RankTime, ...]
     cells: tuple[Cell, ...]
+    stretch: Stretch
 
     @property
     def tokens_per_second(self) -> float:
@@ -67,15 +76,21 @@ class Simulation:
         return next(time.idle for time in self.ranks if time.pipeline_rank == pipeline_rank) / self.seconds
 
 
-def simulate(job: Job, plan: Plan | str, faults: Faults | None = None) -> Simulation:
-    """One step of `plan`. Raises InputError when the plan cannot run, or a fault names a rank that is not there."""
+def simulate(
+    job: Job, plan: Plan | str, faults: Faults | None = None, steps: int = 0, every: int = EVERY, policy: Policy = USUAL
+) -> Simulation:
+    """One step of `plan`, and `steps` of them (0: up to the last death) with a save behind `every` steps.
+
+    Raises InputError when the plan cannot run, or a fault names a rank or a step that is not there.
+    """
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     wrong = (faults or HEALTHY).check(plan.world)
     priced = estimate(job, plan)
     cells = played(job, plan, wrong)
     seconds = max(cell.finish for cell in cells)
     healthy = max(cell.finish for cell in played(job, plan, HEALTHY)) if wrong.ranks else seconds
-    return Simulation(job, plan, wrong, priced, seconds, healthy, tuple(map(rank_time, cells)), tuple(cells))
+    run = stretch(plan, seconds, wrong.kill, steps, every, policy)
+    return Simulation(job, plan, wrong, priced, seconds, healthy, tuple(map(rank_time, cells)), tuple(cells), run)
 
 
 def played(job: Job, plan: Plan, faults: Faults) -> list[Cell]:
