@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,7 +93,8 @@ def parallelize_model(
     plan = mesh.plan
     anatomy = anatomy or read(model)
     _check(anatomy, mesh)
-    if hasattr(config := getattr(model, "config", None), "use_cache"):
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
         config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice
     model.to(mesh.device)
     if recipe.compute == "float64":

@@ -44,6 +44,13 @@ def of_lanes(lanes: Lanes) -> Group:
     return Group(lanes.ranks, lanes.index, lanes=lanes)
 
 
+def part(groups: Sequence[Group | None]) -> None:
+    """Before this rank ends: the others of `groups` have read all that they need of its memory."""
+    for group in groups:
+        if group is not None and group.lanes is not None:
+            group.lanes.close()
+
+
 def settle(groups: Sequence[Group | None]) -> None:
     """Wait until no rank of `groups` reads this rank's shared memory, so that it may be written."""
     for group in groups:

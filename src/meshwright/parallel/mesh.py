@@ -58,8 +58,7 @@ class Mesh:
     def replica(self) -> int:
         return self.grid.replica(self.rank)
 
-    def pipeline_rank(self, pp: int) -> int:
-        """The global rank at pipeline position `pp` beside this one."""
+    def pipeline_rank(self, pp: int) -> int:  # the global rank at pipeline position `pp` beside this one
         return self.grid.rank(self.place._replace(pp=pp))
 
     def shares_memory(self, ranks: list[int]) -> bool:
@@ -68,8 +67,7 @@ class Mesh:
         return len(names) == 1 and "" not in names
 
     def lanes(self, name: str, ranks: list[int]) -> Lanes:
-        """The collectives of `ranks`, this one's host being theirs."""
-        assert self.host is not None
+        assert self.host is not None, "these ranks do not share memory"
         return Lanes(self.host, ranks, NAMES.index(name) * LANE_WORDS)
 
 
@@ -82,9 +80,7 @@ def local_device() -> torch.device:
 
 def make_mesh(plan: Plan, device: torch.device | None = None, timeout: float = 1800.0) -> Mesh:
     """The mesh of `plan` over the ranks of the default process group. `timeout`: seconds that a rank waits for another.
-
-    Raises InputError when the plan's world is not the number of ranks: nothing is ever silently left out.
-    """
+    Raises InputError when the plan's world is not the number of ranks: nothing is ever silently left out."""
     device = device or local_device()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     started = int(os.environ.get("WORLD_SIZE", ranks))
@@ -138,11 +134,8 @@ def tie_group(mesh: Mesh) -> Group | None:
 
 
 def _channels(mesh: Mesh) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """One group per ordered pair of neighbouring pipeline ranks, by their pipeline positions.
-
-    NCCL runs the messages of a group one after the other: with one group for both directions two ranks that send first would wait for
-    each other. gloo matches messages by tag and needs none.
-    """
+    """One group per ordered pair of neighbouring pipeline ranks: NCCL runs the messages of a group one after the other, and with one for both
+    directions two ranks that send first would wait for each other. gloo matches messages by tag and needs none."""
     mine: dict[tuple[int, int], dist.ProcessGroup] = {}
     grid, stages = mesh.grid, mesh.plan.pp
     for rank in range(mesh.plan.world) if stages > 1 else ():

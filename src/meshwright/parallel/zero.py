@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.parallel.exchange import Pending, all_reduce
 from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.group import Group, settle
+from meshwright.parallel.group import Group, part, settle
 from meshwright.parallel.mesh import Mesh
 
 IN_FLIGHT = 2
@@ -96,6 +96,10 @@ class Zero:
     def settle(self) -> None:
         """Before flat buffers are written: no other rank reads them any more (ranks of one host read where a tensor lies)."""
         settle((self.mesh.group("dp_shard"), self.mesh.group("dp_replicate"), self.tie))
+
+    def close(self) -> None:
+        """This rank is through: when this returns it may end."""
+        part((*self.mesh.groups.values(), self.tie))
 
     def _wait(self, pending: Pending) -> None:
         began = time.perf_counter()

@@ -45,7 +45,11 @@ def train(channel: Channel, payload: Message) -> int:
     """What every rank of `meshwright train` runs: `payload` is the `Launch`. Returns its exit status."""
     connection = connect(channel.rank, channel.world)
     try:
-        return Loop(build(Launch, payload), channel, connection).run()
+        loop = Loop(build(Launch, payload), channel, connection)
+        try:
+            return loop.run()
+        finally:
+            loop.trainer.close()
     finally:
         connection.close()
 

@@ -172,6 +172,10 @@ class Trainer:
         full = state.gather_full(self.engine, state.gradient_pieces(self.engine))
         return loss, tokens, {name: value / self.scale.factor for name, value in full.items()} if full is not None else None
 
+    def close(self) -> None:
+        """When this returns no other rank reads this one's memory, and its process may end. A script that just ends need not call it."""
+        self.engine.zero.close()
+
     # --- state ----------------------------------------------------------------------------------------------------------------
 
     def learning_rate(self, lr: float) -> None:

@@ -184,6 +184,7 @@ def _under_plan(question: Question, precision: str) -> dict[str, Any]:
         objective.count({name: value[d * count : (d + 1) * count] for name, value in batches[0].items()}) for d in range(question.plan.dp)
     ]
     weights = trainer.full_state_dict()
+    trainer.close()
     return {"losses": [first, *losses], "labels": labels, "by_replica": by_replica, "gradients": gradients, "weights": weights}
 
 

@@ -1,0 +1,187 @@
+"""Messages between pipeline ranks: hidden states forward, their gradients back, each with its shape.
+
+`Wire` sends through process groups: the first message of a shape is preceded by its shape, receives are posted before they are needed.
+`SharedWire` serves pipeline ranks of one host: a message lies in the sender's memory until the receiver has copied it, its shape beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel.mesh import WIRES, Mesh
+from meshwright.parallel.shared import Host, Segment
+from meshwright.schedules.action import Kind
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HEADER = 8
+
+
+@dataclass
+class Message:
+    """A hidden state (F) that stage `stage` awaits from the stage before, or a gradient (B) from the stage after."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def tag(self, stages: int) -> int:
+        """Another number for each message of a step."""
+        return (self.micro_batch * stages + self.stage) * 2 + (self.kind == Kind.B)
+
+
+@dataclass
+class Wire:
+    """Sends and receives between pipeline ranks, with the shapes learnt so far."""
+
+    mesh: Mesh
+    shapes: dict[tuple[Kind, int, Any], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    sent_shapes: set[tuple[Kind, int, Any]] = field(default_factory=set)
+    sending: deque[tuple[dist.Work | None, torch.Tensor]] = field(default_factory=deque)
+    posted: dict[tuple[Kind, int, int], tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
+    exposed: float = 0.0
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
+        return self.mesh.channels.get((source, target))
+
+    def _tag(self, message: Message, header: bool) -> int:
+        return message.tag(self.mesh.plan.stages) * 2 + header
+
+    def send(self, tensor: torch.Tensor, message: Message, to: int, key: Any) -> None:
+        rank, group = self.mesh.pipeline_rank(to), self._group(self.mesh.place.pp, to)
+        tensor = tensor.detach().contiguous()
+        shape_key = (message.kind, message.stage, key)
+        if shape_key not in self.sent_shapes:
+            self.sent_shapes.add(shape_key)
+            header = torch.zeros(_HEADER, dtype=torch.int64)
+            header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
+            header = header.to(tensor.device)
+            self.sending.append((dist.isend(header, rank, group=group, tag=self._tag(message, True)), header))
+        self.sending.append((dist.isend(tensor, rank, group=group, tag=self._tag(message, False)), tensor))
+
+    def post(self, message: Message, source: int, key: Any, *, wait_for_shape: bool) -> None:
+        """Start receiving; without `wait_for_shape` only when the shape is known."""
+        name = (message.kind, message.stage, message.micro_batch)
+        shape_key = (message.kind, message.stage, key)
+        if name in self.posted or (shape_key not in self.shapes and not wait_for_shape):
+            return
+        rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.place.pp)
+        if shape_key not in self.shapes:
+            header = torch.zeros(_HEADER, dtype=torch.int64, device=self.mesh.device)
+            dist.recv(header, rank, group=group, tag=self._tag(message, True))
+            code, ndim, *sizes = header.tolist()
+            self.shapes[shape_key] = (torch.Size(sizes[:ndim]), _DTYPES[code])
+        shape, dtype = self.shapes[shape_key]
+        tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+        self.posted[name] = (dist.irecv(tensor, rank, group=group, tag=self._tag(message, False)), tensor)
+
+    def receive(self, message: Message, source: int, key: Any) -> torch.Tensor:
+        began = time.perf_counter()
+        self.post(message, source, key, wait_for_shape=True)
+        work, tensor = self.posted.pop((message.kind, message.stage, message.micro_batch))
+        if work is not None:
+            work.wait()
+        self.exposed += time.perf_counter() - began
+        return tensor
+
+    def flush(self) -> None:
+        while self.sending:
+            work, _ = self.sending.popleft()
+            if work is not None:
+                work.wait()
+
+
+RING = 128
+"""Messages of one direction that a rank can have sent before the receiver takes the first."""
+
+_POSTED, _TAG, _NUMBER, _FILE, _DTYPE, _NDIM, _SHAPE = range(7)
+_SIZE = 16
+_TAKEN = WIRES + 2 * RING * _SIZE
+
+
+class SharedWire:
+    """[Note: ring] Message n of a direction (forward, back) is announced in place n % RING of the sender's words; the receiver says n in its
+    own word of that place once it has copied it, and the sender's memory is free again. No message waits for another to be taken.
+    """
+
+    def __init__(self, mesh: Mesh, host: Host) -> None:
+        self.mesh, self.host = mesh, host
+        self.exposed = 0.0
+        self._sent = {Kind.F: 0, Kind.B: 0}
+        self._heard = {Kind.F: 0, Kind.B: 0}
+        self._there: dict[int, tuple[int, torch.Tensor]] = {}
+        self._out: dict[Kind, deque[tuple[int, int, Segment]]] = {Kind.F: deque(), Kind.B: deque()}
+        self._free: dict[int, list[Segment]] = {}
+
+    def send(self, tensor: torch.Tensor, message: Message, to: int, key: Any) -> None:
+        rank, kind = self.mesh.pipeline_rank(to), message.kind
+        number = self._sent[kind] = self._sent[kind] + 1
+        if number > RING:
+            self.host.hear(rank, self._taken(kind, number), number - RING)
+        self._reclaim(kind)
+        tensor = tensor.detach()
+        segment = self._segment(tensor.numel() * tensor.element_size())
+        segment.bytes[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self._out[kind].append((rank, number, segment))
+        words, at = self.host.words[self.host.rank], self._place(kind, number)
+        words[at + _TAG], words[at + _NUMBER], words[at + _FILE] = message.tag(self.mesh.plan.stages), segment.number, segment.file
+        words[at + _DTYPE], words[at + _NDIM] = _DTYPES.index(tensor.dtype), tensor.ndim
+        for dim, size in enumerate(tensor.shape):
+            words[at + _SHAPE + dim] = size
+        self.host.say(at + _POSTED, number)
+
+    def post(self, message: Message, source: int, key: Any, *, wait_for_shape: bool) -> None:
+        """Nothing to do: what is sent can be read."""
+
+    def receive(self, message: Message, source: int, key: Any) -> torch.Tensor:
+        began = time.perf_counter()
+        rank, kind, tag = self.mesh.pipeline_rank(source), message.kind, message.tag(self.mesh.plan.stages)
+        while tag not in self._there:
+            self._hear(rank, kind)
+        number, sent = self._there.pop(tag)
+        tensor = sent.clone()
+        self.host.say(self._taken(kind, number), number)
+        self.exposed += time.perf_counter() - began
+        return tensor
+
+    def flush(self) -> None:
+        """Nothing to do: what is sent stays where it is until it is taken."""
+
+    def _hear(self, rank: int, kind: Kind) -> None:
+        """The next message from `rank`, wanted now or later."""
+        number = self._heard[kind] = self._heard[kind] + 1
+        at = self._place(kind, number)
+        self.host.hear(rank, at + _POSTED, number)
+        _, tag, segment, file, code, ndim, *shape = self.host.words[rank][at : at + _SIZE]
+        shape, dtype = shape[:ndim], _DTYPES[code]
+        memory = self.host.read(rank, segment, file)
+        self._there[tag] = number, memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def _reclaim(self, kind: Kind) -> None:
+        out = self._out[kind]
+        while out and self.host.words[out[0][0]][self._taken(kind, out[0][1])] == out[0][1]:
+            segment = out.popleft()[2]
+            self._free.setdefault(segment.size, []).append(segment)
+
+    def _segment(self, size: int) -> Segment:
+        size = max(4096, 1 << (size - 1).bit_length())
+        free = self._free.get(size)
+        return free.pop() if free else self.host.segment(size)
+
+    def _place(self, kind: Kind, number: int) -> int:
+        return WIRES + ((kind == Kind.B) * RING + number % RING) * _SIZE
+
+    def _taken(self, kind: Kind, number: int) -> int:
+        return _TAKEN + (kind == Kind.B) * RING + number % RING
+
+
+def wire_of(mesh: Mesh) -> Wire | SharedWire:
+    """What carries the messages of this rank's pipeline."""
+    if mesh.host is not None and mesh.shares_memory(mesh.grid.along(mesh.rank, "pp")):
+        return SharedWire(mesh, mesh.host)
+    return Wire(mesh)

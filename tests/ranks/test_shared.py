@@ -1,0 +1,161 @@
+"""Ranks of one host exchange through memory that they share: the same sums as over gloo, in the same order on every rank, and an end of
+one is an error of the others, not their silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from everyone import everyone
+from pool import Pool
+
+from meshwright.parallel import exchange
+from meshwright.parallel.group import settle
+from meshwright.parallel.lanes import LANES, SMALL
+from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.shared import Host, Segment, identity
+from meshwright.parallel.wire import RING, Message, SharedWire, wire_of
+from meshwright.schedules.action import Kind
+from meshwright.spec.plan import Plan
+
+SIZES = (1, 17, SMALL // 4, SMALL // 4 + 3, 200_000)
+
+
+def part(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank * 1000 + size)).to(dtype)
+
+
+def sums(dtype: torch.dtype, shared: bool) -> list[torch.Tensor]:
+    """Sums and largest of all parts, and this rank's slice of a sum beside all slices gathered."""
+    group, results = everyone(shared), []
+    assert (group.lanes is not None) == shared
+    for size in SIZES:
+        total, largest = part(group.index, size, dtype), part(group.index, size, dtype)
+        exchange.all_reduce(total, group).wait()
+        exchange.all_reduce(largest, group, largest=True).wait()
+        full = part(group.index, size * group.size, dtype)
+        own, gathered = torch.empty(size, dtype=dtype), torch.empty_like(full)
+        exchange.reduce_scatter(full, own, group).wait()
+        exchange.all_gather(gathered, own, group).wait()
+        results += [total, largest, gathered]
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_collective_sums_in_order_of_rank_whatever_the_size(ranks: Pool, world: int, dtype: torch.dtype) -> None:
+    results = ranks.run(world, sums, dtype, True)
+    for size, (total, largest, gathered) in zip(SIZES, zip(*[iter(results[0])] * 3, strict=True), strict=True):
+        parts = [part(rank, size, dtype) for rank in range(world)]
+        precise = [each.float() if dtype == torch.bfloat16 else each for each in parts]
+        wanted = precise[0] + precise[1] if world == 2 else precise[0] + precise[1] + precise[2]
+        assert torch.equal(total, wanted.to(dtype))
+        assert torch.equal(largest, torch.stack(parts).amax(0))
+        whole = [part(rank, size * world, dtype).to(torch.float64) for rank in range(world)]
+        assert torch.allclose(gathered.double(), sum(whole[1:], whole[0]), atol=0.05 if dtype == torch.bfloat16 else 1e-5)
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
+
+
+def test_over_gloo_the_sums_are_the_same_to_rounding(ranks: Pool) -> None:
+    for ours, theirs in zip(ranks.run(2, sums, torch.float64, True)[0], ranks.run(2, sums, torch.float64, False)[0], strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-14, atol=1e-14)
+
+
+def in_flight() -> list[float]:
+    """More collectives begun than there are lanes, on memory of growing size, finished late; and again in place in shared memory."""
+    mesh = make_mesh(Plan(tp=dist.get_world_size()))
+    group, host = mesh.world, mesh.host
+    assert group is not None and host is not None
+    plain = [torch.full((1 << (10 + at),), float(group.index + at)) for at in range(2 * LANES)]
+    pending = [exchange.all_reduce(each, group) for each in plain]
+    for each in pending:
+        each.wait()
+    placed = host.zeros(100_000, torch.float32)
+    found = []
+    for turn in range(5):
+        settle([group])
+        placed.fill_(group.index + turn)
+        exchange.all_reduce(placed, group).wait()
+        found.append(placed.unique().item())
+    return [each.unique().item() for each in plain] + found
+
+
+def test_more_collectives_than_lanes_and_memory_in_place_keep_their_values(ranks: Pool) -> None:
+    for found in ranks.run(3, in_flight):
+        assert found == [3.0 + 3 * at for at in range(2 * LANES)] + [3.0 + 3 * turn for turn in range(5)]
+
+
+def messages(count: int) -> list[bool]:
+    """Rank 0 sends hidden states, rank 1 their gradients; each takes them two by two in turned order."""
+    mesh = make_mesh(Plan(pp=2))
+    wire = wire_of(mesh)
+    assert isinstance(wire, SharedWire)
+    kind, other = (Kind.F, Kind.B) if mesh.rank == 0 else (Kind.B, Kind.F)
+    right = []
+    for pair in range(count // 2):
+        for number in (2 * pair, 2 * pair + 1):
+            wire.send(torch.full((number % 5 + 1, 3), float(number)), Message(kind, 1, number), 1 - mesh.rank, ())
+        for number in (2 * pair + 1, 2 * pair):
+            got = wire.receive(Message(other, 1, number), 1 - mesh.rank, ())
+            right.append(got.shape == (number % 5 + 1, 3) and bool((got == number).all()))
+    return right
+
+
+def test_messages_arrive_by_name_in_any_order_and_their_places_are_used_again(ranks: Pool) -> None:
+    for right in ranks.run(2, messages, 3 * RING):
+        assert len(right) == 3 * RING and all(right)
+
+
+@pytest.fixture
+def neighbour() -> Iterator[tuple[int, int]]:
+    """Process and file of the words of another process, which does nothing."""
+    told, tell = os.pipe()
+    process = os.fork()
+    if not process:
+        words = Segment(1 << 16, 0)
+        os.write(tell, str(words.file).encode())
+        while True:
+            signal.pause()
+    os.close(tell)
+    file = int(os.read(told, 16))
+    os.close(told)
+    yield process, file
+    try:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def hosted(neighbour: tuple[int, int], timeout: float) -> Host:
+    words = Segment(1 << 16, 0)
+    return Host(0, words, {0: (os.getpid(), words.file), 1: neighbour}, timeout)
+
+
+def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(neighbour: tuple[int, int]) -> None:
+    host = hosted(neighbour, timeout=60.0)
+    os.kill(neighbour[0], signal.SIGKILL)  # not waited for: a zombie has ended too
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="closed by rank 1: its process ended"):
+        host.hear(1, 3, 1)
+    assert time.monotonic() - began < 5
+
+
+def test_a_rank_that_is_silent_is_named_after_the_timeout(neighbour: tuple[int, int]) -> None:
+    with pytest.raises(ConnectionError, match="rank 1 did not answer within 0 s"):
+        hosted(neighbour, timeout=0.2).hear(1, 3, 1)
+
+
+def test_ranks_in_other_network_namespaces_are_on_other_hosts() -> None:
+    assert os.readlink("/proc/self/ns/net") in identity()
+
+
+def test_the_switch_leaves_shared_memory_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_SHARED", "0")
+    assert identity() == ""
