@@ -22,6 +22,7 @@ from meshwright.report.page.axes import Shape, resized
 from meshwright.report.page.file import PARTS, part
 from meshwright.report.page.grid import SHOWN
 from meshwright.report.page.pipeline import UNITS, chart, played
+from meshwright.search.answer import Objective
 from meshwright.search.rank import search
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
@@ -163,6 +164,14 @@ def test_devices_double_and_halve_as_the_name_of_the_cluster_says() -> None:
     assert not list(resized(cluster(1, 8), 1)), "a cluster that no name describes"
 
 
+def test_plans_can_be_ranked_by_what_they_leave_free_among_those_that_run() -> None:
+    job = small_job(on=cluster(1, 4, 2.0**25))
+    found = grid(job, axes_of(job, (1, 1, 1, 1)), Objective.headroom, runnable=True)
+    answer = search(job, SHOWN, Objective.headroom, runnable=True)
+    assert [priced.plan for priced in found.base.standings[0].ranked] == [entry.plan for entry in answer.plans]
+    assert embedded(page_text(found, [], None))["objective"] == "headroom"
+
+
 def test_sequences_end_where_the_positions_of_the_model_do() -> None:
     job = small_job(decoder().but(context=256), batch=7)
     axes = axes_of(job, (3, 3, 3, 5))
@@ -193,6 +202,11 @@ def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings
         assert [shown["plans"][at]["time"][-1] for at, _ in ranked] == pytest.approx(
             [entry["estimate"]["time"]["step"] for entry in answer["plans"]], rel=1e-9
         )
+
+
+def test_a_page_is_of_all_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--cluster", "1x4:cpu", "--page", str(tmp_path / "out.html"), "--objective", "fewest"]) == 2
+    assert "--page ranks plans on all devices, --objective fewest on fewer" in capsys.readouterr().err
 
 
 def test_an_installation_brings_every_part_of_the_page() -> None:

@@ -73,6 +73,10 @@ def plan(
 
     if shown.top < 1:
         raise InputError(f"--top {shown.top}: must be at least 1")
+    if shown.page is not None and wanted.objective in ("fewest", "cheapest"):
+        raise InputError(
+            f"--page ranks plans on all devices, --objective {wanted.objective} on fewer; leave one out: the page has a slider"
+        )
     language = language_of(shown.lang, os.environ)
     file = read_file(job, shared)
     question = resolve(file)
@@ -93,26 +97,35 @@ def plan(
         shown.save.write_text(answer.plans[0].plan.to_json() + "\n", encoding="utf-8")
         note(f"{answer.plans[0].plan.name} is in {shown.save}; `--plan {shown.save}` uses it")
     if shown.page is not None:
-        _page(question, answer, file.cluster, [*_asked(job, shared), *(["--pin", pin] if pin else [])], shown.page, language)
+        _page(question, answer, wanted, _asked(job, shared, wanted), file.cluster, shown.page, language)
     return 0
 
 
-def _asked(job: Path | None, shared: Shared) -> list[str]:
+def _asked(job: Path | None, shared: Shared, wanted: Wanted) -> list[str]:
     """The command line without what a page changes."""
-    options = {"--model": shared.model, "--precision": shared.precision, "--optimizer": shared.optimizer, "--plan": shared.plan}
+    options = {
+        "--model": shared.model,
+        "--precision": shared.precision,
+        "--optimizer": shared.optimizer,
+        "--plan": shared.plan,
+        "--pin": wanted.pin,
+        "--objective": wanted.objective if wanted.objective != "fastest" else None,
+    }
     given = [word for name, value in options.items() if value is not None for word in (name, value)]
-    return ["meshwright", "plan", *([str(job)] if job else []), *given, *(word for text in shared.set for word in ("--set", text))]
+    over = [word for text in shared.set for word in ("--set", text)]
+    return ["meshwright", "plan", *([str(job)] if job else []), *given, *(["--runnable"] if wanted.runnable else []), *over]
 
 
-def _page(question: Job, answer: Answer, choice: ClusterChoice, asked: list[str], path: Path, language: str) -> None:
+def _page(question: Job, answer: Answer, wanted: Wanted, asked: list[str], choice: ClusterChoice, path: Path, language: str) -> None:
     """The page of this question and its neighbours."""
     from meshwright.base.units import show_bytes
     from meshwright.report.page import axes_of, grid, page_text, shape_for
+    from meshwright.search.answer import Objective
 
     workers = min(os.cpu_count() or 1, 8)
     axes = axes_of(question, shape_for(answer.seconds / workers))
     note(f"page: a search for each of {axes.size} settings of devices, batch, sequence and memory")
-    found = grid(question, axes, workers if axes.size * answer.seconds > 2.0 else 1)
+    found = grid(question, axes, Objective(wanted.objective), wanted.runnable, workers if axes.size * answer.seconds > 2.0 else 1)
     cluster = choice.name if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0) else None
     text = page_text(found, asked, cluster, language)
     path.write_text(text, encoding="utf-8")

@@ -38,6 +38,7 @@ def page_data(found: Grid, command: Sequence[str], cluster: str | None) -> dict[
         "model": {"name": job.model.name, "parameters": job.model.parameters, "blocks": job.model.blocks, "hidden": job.model.hidden},
         "precision": job.workload.precision,
         "optimizer": job.workload.optimizer.name,
+        "objective": str(found.objective),
         "command": list(command),
         "clusters": [cluster if axis == job.cluster else axis.name for axis in axes.clusters],
         "axes": {

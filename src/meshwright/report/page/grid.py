@@ -13,6 +13,7 @@ from meshwright.base.errors import InputError
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.step import estimate_of
 from meshwright.report.page.axes import Axes
+from meshwright.search.answer import Objective
 from meshwright.search.survey import Candidate, Survey, survey
 from meshwright.spec.estimate import Estimate, Fits
 from meshwright.spec.job import Job
@@ -56,6 +57,7 @@ class Grid(NamedTuple):
 
     job: Job
     axes: Axes
+    objective: Objective
     points: tuple[Point, ...]
 
     @property
@@ -65,19 +67,19 @@ class Grid(NamedTuple):
         return self.points[(cluster * len(self.axes.batches) + batch) * len(self.axes.sequences) + sequence]
 
 
-def grid(question: Job, axes: Axes, workers: int = 1) -> Grid:
-    """Every point, priced by so many processes."""
+def grid(question: Job, axes: Axes, objective: Objective = Objective.fastest, runnable: bool = False, workers: int = 1) -> Grid:
+    """Every point, searched by so many processes; objectives are those for all devices."""
     jobs = [
         question.but(cluster=cluster, workload=question.workload.but(batch=batch, sequence=sequence))
         for cluster, batch, sequence in product(axes.clusters, axes.batches, axes.sequences)
     ]
     if workers == 1:
-        return Grid(question, axes, tuple(point(job, axes.memories) for job in jobs))
+        return Grid(question, axes, objective, tuple(point(job, axes.memories, objective, runnable) for job in jobs))
     with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
-        return Grid(question, axes, tuple(pool.map(point, jobs, repeat(axes.memories))))
+        return Grid(question, axes, objective, tuple(pool.map(point, jobs, repeat(axes.memories), repeat(objective), repeat(runnable))))
 
 
-def point(job: Job, memories: tuple[float, ...]) -> Point:
+def point(job: Job, memories: tuple[float, ...], objective: Objective = Objective.fastest, runnable: bool = False) -> Point:
     """The standings of one job; what was left out is that under its own memory."""
     own = job.cluster.memory
     prices: dict[Plan, Priced] = {}
@@ -86,7 +88,7 @@ def point(job: Job, memories: tuple[float, ...]) -> Point:
     for memory in memories:
         asked = job if memory == own else job.but(cluster=job.cluster.with_memory(memory))
         try:
-            found = survey(asked, SHOWN)
+            found = survey(asked, SHOWN, objective, runnable)
         except InputError as error:
             return Point(job, (), (), 0, str(error))
         standings.append(standing(found, prices))

@@ -149,6 +149,7 @@ function drawPlans(view) {
       cell(percent((limit - size(entry, "reserved")) / limit)), cell(percent(at(entry, "bubble") / step)), cell(percent(exposed(entry) / step)))
   })
   fill("ranked", make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows))
+  fill("order", say[DATA.objective])
   fill("missing", [...view.rows, ...view.kin].some(row => row.entry.missing) ? say.missingNote : "")
 }
 
