@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.errors import InputError
-from meshwright.schedules import Action, Kind, check, in_flight, messages, names, orders, owners, play
+from meshwright.schedules import Action, Kind, Playback, check, in_flight, messages, names, orders, owners, play
 from meshwright.schedules.action import parse_action
 from meshwright.spec.plan import Schedule
 
@@ -16,13 +16,19 @@ def actions(text: str) -> list[Action]:
     return [parse_action(word) for word in text.split()]
 
 
+V_SHAPED = ("zb-v", "dualpipe-v")
 shapes = st.tuples(st.sampled_from(names()), st.integers(1, 6), st.integers(2, 4), st.integers(1, 5)).map(
-    lambda it: (it[0], it[1], it[2] if it[0] == "interleaved" else 1, it[3] * it[1])
+    lambda it: (
+        it[0],
+        it[1],
+        it[2] if it[0] == "interleaved" else 2 if it[0] in V_SHAPED else 1,
+        it[1] * (max(it[3], 2) if it[0] == "dualpipe-v" else it[3]),
+    )
 )
 
 
 def test_every_schedule_of_a_plan_has_an_order() -> None:
-    assert set(names()) == {str(schedule) for schedule in Schedule}
+    assert set(names()) >= {str(schedule) for schedule in Schedule}
     assert orders(Schedule.one_f_one_b, 2, 1, 2) == orders("1f1b", 2, 1, 2)
 
 
@@ -32,7 +38,8 @@ def test_every_order_is_complete_and_never_deadlocks(shape: tuple[str, int, int,
     schedule, pp, virtual, micro_batches = shape
     table = orders(schedule, pp, virtual, micro_batches)
     check(table, pp * virtual, micro_batches)
-    assert owners(table) == {stage: stage % pp for stage in range(pp * virtual)}
+    place = (lambda stage: min(stage, 2 * pp - 1 - stage)) if schedule in V_SHAPED else (lambda stage: stage % pp)
+    assert owners(table) == {stage: place(stage) for stage in range(pp * virtual)}
 
 
 @given(shapes)
@@ -58,6 +65,66 @@ def test_the_bubble_of_equal_stages_is_p_minus_1_over_m_plus_p_minus_1(schedule:
 def test_interleaving_divides_the_bubble_by_the_virtual_stages(p: int, v: int, m: int) -> None:
     played = play(orders("interleaved", p, v, m), [1.0] * (p * v), [2.0] * (p * v))
     assert played.bubble == pytest.approx((p - 1) / (v * m + p - 1))
+
+
+def thirds(schedule: str, p: int, m: int, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> Playback:
+    """Forward, gradient of the input, gradient of the weights of a rank's whole share."""
+    virtual = 2 if schedule in V_SHAPED else 1
+    forward, backward, weight = ([part / virtual] * (p * virtual) for part in (f, b, w))
+    return play(orders(schedule, p, virtual, m), forward, backward, 0.0, weight)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (8, 16), (8, 64)])
+@pytest.mark.parametrize(("schedule", "over"), [("zb-h1", 1.0), ("zb-v", 0.5), ("dualpipe-v", 0.5)])
+def test_zero_bubble_schedules_idle_as_their_formulas_say_and_less_than_half_of_1f1b(schedule: str, over: float, p: int, m: int) -> None:
+    played = thirds(schedule, p, m)
+    assert played.makespan == pytest.approx(3.0 * m + (p - 1) * over)
+    assert played.idle == pytest.approx([(p - 1) * over / played.makespan] * p)
+    assert played.bubble < 0.5 * (p - 1) / (m + p - 1)
+
+
+@pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.2, 0.8), (1.0, 1.5, 0.5), (1.3, 1.4, 1.0), (1.0, 1.0, 1.0)])
+@pytest.mark.parametrize(("p", "m"), [(4, 16), (8, 32)])
+def test_zb_h1_idles_p_minus_1_times_f_plus_b_minus_w(p: int, m: int, f: float, b: float, w: float) -> None:
+    assert thirds("zb-h1", p, m, f, b, w).makespan == pytest.approx(m * (f + b + w) + (p - 1) * (f + b - w))
+
+
+@pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.2, 0.8), (1.0, 0.9, 1.1), (1.0, 1.0, 1.0)])
+@pytest.mark.parametrize(("p", "m"), [(4, 32), (8, 64)])
+def test_dualpipe_v_idles_no_more_than_its_published_formula_and_within_three_points_of_it(
+    p: int, m: int, f: float, b: float, w: float
+) -> None:
+    """(p - 1) (F&B + B - 3 W) for the halves that a rank's two stages are, forward and backward one after the other."""
+    published = (p - 1) * ((f + b + w) + (b + w) - 3 * w) / 2
+    share = published / (m * (f + b + w) + published)
+    assert share - 0.03 < thirds("dualpipe-v", p, m, f, b, w).bubble <= share
+
+
+@given(st.integers(1, 8), st.integers(1, 24))
+def test_zero_bubble_schedules_hold_no_more_than_the_first_rank_of_1f1b(p: int, m: int) -> None:
+    assert [in_flight(order) for order in orders("zb-h1", p, 1, m)] == [min(m, p)] * p
+    assert all(held <= min(m, p) for held in map(in_flight, orders("zb-v", p, 2, m)))
+    if m > 2 * p:
+        assert [in_flight(order) for order in orders("dualpipe-v", p, 2, m)] == [p + 0.5] * p
+
+
+def test_zero_bubble_counts_in_flight_are_those_of_torchs_own_tables_at_p_4_and_m_16() -> None:
+    """Counted from the tables of torch 2.13's ScheduleZBVZeroBubble and ScheduleDualPipeV until BACKWARD_WEIGHT frees them."""
+    assert [in_flight(order) for order in orders("zb-v", 4, 2, 16)] == [4, 4, 4, 4]
+    assert [in_flight(order) for order in orders("dualpipe-v", 4, 2, 16)] == [4.5, 4.5, 4.5, 4.5]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "m", "words"),
+    [
+        ("zb-h1", 2, 4, "zb-h1 holds 1 stage a rank, the plan has 2"),
+        ("zb-v", 1, 4, "zb-v holds 2 stages a rank, the plan has 1"),
+        ("dualpipe-v", 2, 5, r"at least 2 \* pp\(4\) = 8 micro-batches, the batch gives 5; use schedule zb-v"),
+    ],
+)
+def test_what_a_zero_bubble_schedule_cannot_order_is_said(schedule: str, virtual: int, m: int, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        orders(schedule, 4, virtual, m)
 
 
 @given(st.integers(1, 8), st.integers(1, 20))
@@ -100,7 +167,7 @@ def test_interleaving_a_count_that_pp_does_not_divide_is_one_error_that_names_th
 
 
 def test_a_misspelt_schedule_is_named_with_the_nearest() -> None:
-    with pytest.raises(InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved; did you mean '1f1b'\?"):
+    with pytest.raises(InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v; did you mean '1f1b'\?"):
         orders("1f1d", 2, 1, 2)
 
 
@@ -149,7 +216,7 @@ def test_each_boundary_between_ranks_carries_each_micro_batch_once_each_way(shap
     schedule, pp, virtual, micro_batches = shape
     table = orders(schedule, pp, virtual, micro_batches)
     sent = [action for line in messages(table).values() for action in line]
-    boundaries = pp * virtual - 1 if pp > 1 else 0
+    boundaries = 0 if pp == 1 else 2 * pp - 2 if schedule in V_SHAPED else pp * virtual - 1
     assert len(sent) == len(set(sent)) == 2 * boundaries * micro_batches
     for (sender, _), line in messages(table).items():
         places = [table[sender].index(action) for action in line]

@@ -1,26 +1,38 @@
-"""From the name of a schedule to the actions of every pipeline rank. Names are the values of `spec.plan.Schedule`."""
+"""From the name of a schedule to the actions of every pipeline rank. The values of `spec.plan.Schedule` are among the names.
+
+Stages lie on ranks as the order says: stage s on rank s % p, but for the two that are laid as a V.
+"""
 
 from __future__ import annotations
 
 from meshwright.base.errors import InputError, did_you_mean
-from meshwright.schedules import gpipe, interleaved, one_f_one_b
+from meshwright.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
 from meshwright.schedules.action import Action
 
-_FILES = (("gpipe", gpipe.order), ("1f1b", one_f_one_b.order), ("interleaved", interleaved.order))
+_FILES = (
+    ("gpipe", gpipe.order, 1),
+    ("1f1b", one_f_one_b.order, 1),
+    ("interleaved", interleaved.order, 0),
+    ("zb-h1", zero_bubble.order, 1),
+    ("zb-v", zero_bubble_v.order, 2),
+    ("dualpipe-v", dualpipe_v.order, 2),
+)
+"""Name, order, stages that a rank holds; 0: as many as one likes."""
 
 
 def names() -> tuple[str, ...]:
     """The schedules that have an order."""
-    return tuple(name for name, _ in _FILES)
+    return tuple(name for name, _, _ in _FILES)
 
 
 def orders(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> list[list[Action]]:
     """One list of actions for each pipeline rank. Raises InputError for numbers that the schedule cannot order."""
-    order = dict(_FILES).get(str(schedule))
+    order, held = next(((order, held) for name, order, held in _FILES if name == schedule), (None, 0))
     if order is None:
         raise InputError(f"schedule {schedule!r} is not one of {', '.join(names())}{did_you_mean(str(schedule), names())}")
     if min(pp, virtual_stages, micro_batches) < 1:
         raise InputError(f"a pipeline needs at least 1 rank, stage and micro-batch, got pp({pp}), {virtual_stages} and {micro_batches}")
-    if virtual_stages > 1 and schedule != "interleaved":
-        raise InputError(f"schedule {schedule} holds 1 stage a rank, the plan has {virtual_stages}; use schedule interleaved")
+    if held and virtual_stages != held:
+        ways = "use schedule interleaved" if held == 1 else "use that many"
+        raise InputError(f"schedule {schedule} holds {held} stage{'s' * (held > 1)} a rank, the plan has {virtual_stages}; {ways}")
     return [order(rank, pp, virtual_stages, micro_batches) for rank in range(pp)]
