@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,61 +11,73 @@ from hypothesis import strategies as st
 from jobs import GIB, cluster, decoder, named_job, small_job
 
 from meshwright.base.errors import InputError, NothingFits
+from meshwright.cost.box import box_of
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
 from meshwright.search.explain import explain
 from meshwright.search.rank import search
-from meshwright.search.space import Space, divisors
+from meshwright.search.space import Space
 from meshwright.search.survey import TIGHT_GAIN, simplicity, survey
 from meshwright.spec.estimate import Estimate, Fits
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Plan, Recompute, Schedule
+from meshwright.spec.model import Layer, Parameter
+from meshwright.spec.plan import AXES, Plan, Schedule
 from meshwright.spec.rules import faults
 from meshwright.words.say import say
 
 
-def every_plan(job: Job) -> list[Plan]:
-    """All plans of the space, written as plain loops."""
-    devices, batch, blocks = job.cluster.devices, job.workload.batch, max(job.model.blocks, 1)
-    plans = []
-    for tp, pp, shard, replicate in product(divisors(devices), repeat=4):
-        if tp * pp * shard * replicate != devices:
-            continue
-        schedules = [(Schedule.one_f_one_b, 1)]
-        if pp > 1:
-            schedules += [(Schedule.gpipe, 1), *((Schedule.interleaved, turns) for turns in range(2, blocks // pp + 1))]
-        for (schedule, turns), zero, size, recompute in product(schedules, range(4), divisors(batch), (Recompute.none, Recompute.layer)):
-            if (zero > 0) != (shard > 1):
-                continue
-            for parallel in (False, True) if tp > 1 else (False,):
-                plans.append(
-                    Plan(
-                        dp_replicate=replicate,
-                        dp_shard=shard,
-                        tp=tp,
-                        sequence_parallel=parallel,
-                        pp=pp,
-                        zero=zero,
-                        micro_batch=size,
-                        schedule=schedule,
-                        virtual_stages=turns,
-                        recompute=recompute,
-                    )
-                )
-    return plans
+def every_plan(job: Job) -> Iterator[Plan]:
+    """All plans of the space, one by one: the boxes of every region taken apart."""
+    for box in Space(job).boxes():
+        for index in np.ndindex(*box.shape):
+            yield box.plan(index)
 
 
-def ranked(job: Job) -> list[tuple[Plan, Estimate]]:
-    """Legal plans that fit, in the order of the search."""
-    priced = [(plan, estimate(job, plan)) for plan in every_plan(job) if not any(faults(job, plan))]
-    fitting = [(plan, found) for plan, found in priced if found.fits]
-    return sorted(fitting, key=lambda pair: (score(pair[1]), *simplicity(pair[0])))
+def price_of(pricer: Pricer, plan: Plan) -> tuple[float, Plan] | None:
+    """The score of a plan by itself, if it fits."""
+    job, limit = pricer.setting.job, usable(pricer.setting)
+    prices = pricer.price(box_of(plan, job.workload.batch, job.model.blocks))
+    taken, safe = reserved(pricer.setting, prices.allocated)
+    if float(taken.item()) > limit or float(prices.on_host.item()) > pricer.setting.host_memory:
+        return None
+    return float(prices.step.item()) * (1 + TIGHT_GAIN * (float(safe.item()) > limit)), plan
 
 
-def score(priced: Estimate) -> float:
-    """What plans are ranked by, to nine digits."""
-    return float(f"{priced.time.step * (1 + TIGHT_GAIN if priced.verdict == Fits.tight else 1):.9e}")
+def ranked(job: Job, *, plain: bool = False) -> list[Plan]:
+    """Legal plans that fit, in the order of the search; `plain` ones: in the usual layout, all blocks alike, nothing offloaded."""
+    pricer = Pricer(job)
+    plans = (plan for plan in every_plan(job) if not any(faults(job, plan)))
+    chosen = (plan for plan in plans if not plain or usual(plan))
+    fitting = filter(None, (price_of(pricer, plan) for plan in chosen))
+    return [plan for _, plan in sorted(fitting, key=lambda pair: (float(f"{pair[0]:.9e}"), *simplicity(pair[1])))]
+
+
+def score(estimate: Estimate) -> float:
+    return float(f"{estimate.time.step * (1 + TIGHT_GAIN * (estimate.verdict == Fits.tight)):.9e}")
+
+
+def usual(plan: Plan) -> bool:
+    return not (plan.recompute_layers or plan.offload or plan.context != "ring" or plan.axes != AXES)
+
+
+def attending(hidden: int, experts: int) -> Callable[[Layer], Layer]:
+    """A block with what context ranks exchange, what selective recompute drops and, where there are `experts`, a stack of them."""
+
+    def changed(layer: Layer) -> Layer:
+        if layer.name != "block":
+            return layer
+        stack = (Parameter(name="experts", shape=(experts, 2 * hidden, hidden), split=1),) if experts else ()
+        return layer.but(
+            parameters=(*layer.parameters, *stack),
+            core_fixed=layer.fixed_split,
+            query_width=hidden,
+            key_value_width=2 * hidden,
+            routed=hidden if experts else 0,
+            routed_saved=hidden if experts else 0,
+        )
+
+    return changed
 
 
 @st.composite
@@ -73,31 +85,52 @@ def small_jobs(draw) -> Job:
     heads = draw(st.sampled_from([2, 3, 4]))
     runs = tuple((draw(st.integers(1, 3)), heads * draw(st.integers(4, 40))) for _ in range(draw(st.integers(1, 2))))
     model = decoder(runs, hidden=heads * 16, heads=heads, vocabulary=draw(st.integers(50, 2000)), tied=draw(st.booleans()))
+    model = model.but(layers=tuple(map(attending(heads * 16, draw(st.sampled_from([0, 0, 2]))), model.layers)))
     nodes, devices = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3)]))
     memory = draw(st.sampled_from([2e6, 4e6, 8e6, 16e6, 1e9]))
     batch = draw(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 11, 12]))
+    on = cluster(nodes, devices, memory)
+    host = draw(st.sampled_from([{}, {"host_bandwidth": 16e9, "host_memory": 1e7}, {"host_bandwidth": 1e12, "host_memory": 1e9}]))
     return small_job(
         model,
-        cluster(nodes, devices, memory),
+        on.but(groups=(on.groups[0].but(**host),)),
         batch,
         precision=draw(st.sampled_from(["fp32", "bf16"])),
         sequence=draw(st.sampled_from([32, 45])),
     )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(small_jobs())
-def test_the_search_equals_pricing_every_plan_one_by_one(job: Job) -> None:
-    expected = ranked(job)
-    plans = every_plan(job)
-    if not expected:
-        with pytest.raises(NothingFits if any(not any(faults(job, plan)) for plan in plans) else InputError):
+def equals_brute_force(job: Job) -> None:
+    every, plain = ranked(job), ranked(job, plain=True)
+    if not every:
+        with pytest.raises((NothingFits, InputError)):
             search(job)
         return
     answer = search(job, top=5)
-    assert [entry.plan for entry in answer.plans] == [plan for plan, _ in expected[:5]]
-    assert answer.considered == len(plans)
-    assert answer.considered - sum(rejection.count for rejection in answer.rejected) == len(expected)
+    found = [entry.plan for entry in answer.plans]
+    assert found[0] == every[0]
+    assert [plan for plan in found if usual(plan)] == plain[: sum(map(usual, found))]
+    assert answer.considered == considered(job)
+
+
+def considered(job: Job) -> int:
+    space = Space(job)
+    legal = sum(region.legal for region in space.regions())
+    assert space.considered == legal + sum(it.count for it in space.refused.values())
+    return space.considered
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(small_jobs())
+def test_the_best_plan_is_the_one_that_pricing_every_plan_one_by_one_finds(job: Job) -> None:
+    equals_brute_force(job)
+
+
+@pytest.mark.soak
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(small_jobs())
+def test_the_best_plan_of_500_random_jobs_is_that_of_brute_force(job: Job) -> None:
+    equals_brute_force(job)
 
 
 @settings(max_examples=10, deadline=None)
@@ -168,7 +201,9 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
     [
         ({"tpp": 2}, r"pin 'tpp' is no field of a plan; did you mean 'tp'"),
         ({"dp": 4, "tp": 3, "pp": 2}, r"pins dp\(4\) \* tp\(3\) \* pp\(2\) = 24 but the cluster has 16 devices"),
-        ({"cp": 2}, r"pin cp=2 is not offered"),
+        ({"cp": 32}, r"pins cp\(32\) = 32 but the cluster has 16 devices"),
+        ({"ep": 2}, r"no plan is legal: .*ep\(2\): the model has no experts; use ep 1"),
+        ({"offload": ("optimizer",)}, r"no plan is legal: .*off-optimizer: the cluster names no host_bandwidth"),
         ({"tp": 8}, r"no plan is legal: .*tp\(8\) does not divide heads\(4\)"),
         ({"pp": 16}, r"no plan is legal: .*16 stages need as many blocks, the model has 4"),
         ({"dp": 4, "micro_batch": 3}, r"no plan is legal: .*batch 8 is not a multiple of dp\(4\) \* micro_batch\(3\) = 12"),
@@ -191,7 +226,7 @@ def test_rejections_name_the_rule_the_number_and_an_example() -> None:
 
 def test_when_nothing_fits_the_nearest_plan_and_the_way_out_are_named() -> None:
     with pytest.raises(NothingFits) as caught:
-        search(named_job("llama2-70b", "1x8:a100-80gb", 64, 4096))
+        search(named_job("llama2-70b", "1x8:a100-80gb", 64, 4096, pins={"offload": ()}))
     message = str(caught.value)
     assert message.startswith("no plan fits: the nearest (")
     assert "GiB on rank 0 of 80.0 GiB; optimizer states are" in message
@@ -199,7 +234,7 @@ def test_when_nothing_fits_the_nearest_plan_and_the_way_out_are_named() -> None:
 
 
 def test_when_a_pin_is_what_does_not_fit_dropping_it_is_the_way_out() -> None:
-    pins = {"tp": 2, "pp": 4, "dp": 8, "zero": 0}
+    pins = {"tp": 2, "pp": 4, "dp": 8, "zero": 0, "offload": ()}
     with pytest.raises(NothingFits, match=r"without the pin zero=0 would fit \(dp"):
         search(named_job("llama2-70b", "8x8:a100-80gb", 512, 4096, pins=pins))
 

@@ -131,6 +131,11 @@ class Box:
     def size(self) -> int:
         return prod(self.shape)
 
+    @property
+    def legal_size(self) -> int:
+        """How many of its plans are legal."""
+        return int(np.count_nonzero(self.legal)) * (self.size // (len(self.orders) * len(self.micro_batches)))
+
     @cached_property
     def strides(self) -> dict[str, int]:
         """Of the axes, with the data ranks that all of `shards` have."""

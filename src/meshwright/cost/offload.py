@@ -1,4 +1,5 @@
 """What waits in host memory, and what its way costs. A device has its link to the host for itself, both directions at once; hosts share memory.
+The traffic of data ranks goes over the same link to the network: what comes from the host has what that leaves of the time to hide in.
 
     optimizer     master weights and states; gradients go down, the host updates, weights come up: not hidden
     parameters    weights, or at ZeRO 3 their shards; each layer comes up before it runs, forward and backward, beside what runs

@@ -5,7 +5,8 @@ step = m x (slowest rank's micro-batch) + bubble + messages + reductions not hid
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from meshwright.cost.stages import Content, Kind, apart, kinds, partly
 from meshwright.cost.units import Sized, Units, sized, units
 from meshwright.spec.job import Job
 from meshwright.spec.layout import ALIGN
-from meshwright.spec.plan import Recompute, Schedule
+from meshwright.spec.plan import AXES, Context, Recompute, Schedule
 
 
 class Seconds(NamedTuple):
@@ -105,16 +106,39 @@ class Pricer:
         self._kinds: dict[tuple[Order, int], tuple[Kind, ...]] = {}
         self._blocks = [entry.is_block for entry in self.setting.entries]
         self._sized: dict[Cut, tuple[Sized, ...]] = {}
+        self._work: dict[tuple[Cut, int], tuple[dict[float, int], Work | None]] = {}
+        self._flat: dict[tuple[Any, ...], tuple[Array, Array, Array]] = {}
         self._turns: dict[tuple[Order, int, int, int], Moments] = {}
         self._units: dict[tuple[Cut, int | None, Content], Units] = {}
 
     def price(self, box: Box) -> Prices:
         """Everything about every plan of `box`; whether its plans are legal is the caller's question."""
-        each = tuple(self.kinds(order, box.pp) for order in box.orders)
-        width = max(map(len, each))
-        ranks = [[*found, *[found[0]._replace(number=0)] * (width - len(found))] for found in each]
+        ranks = self.ranks(box)
         states = self._states(box, ranks)
         return Prices(self._footprint(box, ranks, states), self._seconds(box, ranks, states))
+
+    def ranks(self, box: Box) -> Ranks:
+        """The kinds of pipeline ranks of each order, made equally many by kinds of no rank."""
+        each = tuple(self.kinds(order, box.pp) for order in box.orders)
+        width = max(map(len, each))
+        return [[*found, *[found[0]._replace(number=0)] * (width - len(found))] for found in each]
+
+    def floor(self, box: Box) -> Array:
+        """Seconds over (o, b, s) below which no plan of `box` goes, however its data ranks, the ways of its context ranks and its host behave.
+
+        What is left of a step: compute, the traffic of tensor, context and expert ranks in the usual order of axes, the bubble of these.
+        """
+        ranks, tokens = self.ranks(box), self._tokens(box)
+        usual = [replace(box, layout=box.layout._replace(axes=AXES, context=way)) for way in (Context.ring, Context.ulysses)]
+        one = self.work(usual[0])
+        waiting = [forward + backward for forward, backward in (context.traffic(self.setting, way, tokens, one) for way in usual)]
+        routed = 2.0 * expert.traffic(self.setting, usual[0], tokens)[:, :, None]
+        layer = one.forward + one.backward + one.tensor_forward + one.tensor_backward + np.minimum(*waiting) + routed
+        each = _over(np.array([[kind.layers.sum(axis=0) for kind in found] for found in ranks]).swapaxes(0, 1), layer)
+        counts = lift(np.array([[kind.number for kind in found] for found in ranks]).T, "ro")
+        longest, bubble = idle(each, counts, lift([order.virtual_stages for order in box.orders], "o"))
+        step = lift([count for _, count in box.micro_batches], "b") * longest + bubble
+        return np.asarray(step[0, ..., 0, 0, 0])
 
     def memory(self, box: Box, ranks: Ranks) -> Footprint:
         """Bytes on each of `ranks`."""
@@ -154,13 +178,23 @@ class Pricer:
         return States(*(np.where(zero == 3, late, early) for early, late in zip(below, three, strict=True)))
 
     def _buffers(self, box: Box, ranks: Ranks, bucket: int | None) -> States:
+        key = (box.cut, bucket, *(kind.stages for found in ranks for kind in found))
+        if key not in self._flat:
+            self._flat[key] = self._flat_of(box.cut, ranks, bucket)
+        table, lengths, other = self._flat[key]
+        numel = table @ padded(lengths[:, None], box.holders)
+        dense = (lift(values, "ro") for values in other)
+        return States(lift(numel.reshape(*other.shape[1:], -1), "roz"), *dense, *self._experts(box, ranks))  # type: ignore[call-arg]
+
+    def _flat_of(self, cut: Cut, ranks: Ranks, bucket: int | None) -> tuple[Array, Array, Array]:
+        """How many units of which length each kind of rank has, the lengths, and the other fields of its `States`."""
         shape = (len(ranks[0]), len(ranks))
         other = np.zeros((8, *shape))
         lengths: dict[int, int] = {}
         uses: list[tuple[int, int, int]] = []
         for o, kinds_of_order in enumerate(ranks):
             for r, kind in enumerate(kinds_of_order):
-                held = [(self.units(content, box.cut, bucket), count) for content, count in kind.stages]
+                held = [(self.units(content, cut, bucket), count) for content, count in kind.stages]
                 uses += [
                     (r * shape[1] + o, lengths.setdefault(run.end, len(lengths)), run.times * count)
                     for stage, count in held
@@ -176,9 +210,7 @@ class Pricer:
         rows, columns, counts = np.array(uses, dtype=np.int64).reshape(-1, 3).T
         table = np.zeros((shape[0] * shape[1], len(lengths)))
         np.add.at(table, (rows, columns), counts)
-        numel = table @ padded(np.array(list(lengths))[:, None], box.holders)
-        dense = (lift(values, "ro") for values in other)
-        return States(lift(numel.reshape(*shape, -1), "roz"), *dense, *self._experts(box, ranks))  # type: ignore[call-arg]
+        return table, np.array(list(lengths)), other
 
     def _experts(self, box: Box, ranks: Ranks) -> tuple[Array, Array, Array]:
         """Elements of the experts of each kind of rank, how many layers have any, the largest of them; where they are units of their own."""
@@ -229,7 +261,7 @@ class Pricer:
     def passes(self, box: Box, ranks: Ranks) -> Passes:
         """Seconds of one micro-batch on each of `ranks`, before what data ranks and the host do beside it."""
         tokens, setting = self._tokens(box), self.setting
-        one = work(setting, box.cut, box.strides["tp"], tokens, np.array(box.sequence_parallel))
+        one = self.work(box)
         layers = np.array([[kind.layers.sum(axis=0) for kind in found] for found in ranks]).swapaxes(0, 1)
         again = self._again(box, ranks, layers)
         forward, backward, tensor_forward, tensor_backward = (_over(layers, part) for part in one[:4])
@@ -249,10 +281,26 @@ class Pricer:
             block_backward=self._block_backward(one, whole),
         )
 
+    def work(self, box: Box) -> Work:
+        """Of one layer of each entry; remembered by the tokens of a micro-batch, which boxes share."""
+        key, parallel = (box.cut, box.strides["tp"]), np.array([False, True][: 1 + (box.tp > 1)])
+        found, known = self._work.get(key, ({}, None))
+        tokens = self._tokens(box)
+        new = [count for count in tokens.tolist() if count not in found]
+        if new:
+            more = work(self.setting, *key, np.array(new), parallel)
+            known = more if known is None else Work(*(np.concatenate(each, axis=1) for each in zip(known, more, strict=True)))
+            found = {**found, **{count: len(found) + at for at, count in enumerate(new)}}
+            self._work[key] = found, known
+        assert known is not None
+        rows, columns = [found[count] for count in tokens.tolist()], [int(choice) for choice in box.sequence_parallel]
+        return Work(*(part[:, rows][:, :, columns] for part in known))
+
     def _seconds(self, box: Box, ranks: Ranks, states: States) -> Seconds:
         one = self.passes(box, ranks)
         data = traffic(self.setting, box, states, one.forward, one.backward)
-        hidden = self._offloaded(box, ranks, states, one.forward, one.backward)
+        room = (np.maximum(one.forward - data.beside_forward, 0.0), np.maximum(one.backward - data.beside_backward, 0.0))
+        hidden = self._offloaded(box, ranks, states, *room)
         updating, on_host = offload.update(self.setting, box, held(box, states), update(self.setting, box, states))
         each = (one.compute + one.recompute + one.tensor) + one.context + one.expert + data.each + hidden
         bubble = self._bubble(box, ranks, each, one.block_backward)

@@ -27,10 +27,12 @@ from meshwright.cost.setting import Setting
 
 
 class Traffic(NamedTuple):
-    """Seconds not hidden, over AXES: for each micro-batch, and once a step."""
+    """Seconds not hidden, over AXES: for each micro-batch, and once a step; and those that run beside forward and backward of a micro-batch."""
 
     each: Array
     once: Array
+    beside_forward: Array
+    beside_backward: Array
 
 
 class Volume(NamedTuple):
@@ -87,12 +89,13 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
     at_two = beside(scatter, backward)
     each_micro_batch = np.where(zero == 3, at_three, np.where(zero == 2, at_two, 0.0))
     reduce = np.where(zero == 0, over_replicas, np.where(zero == 1, scatter, 0.0))
-    if practice.reduce_hidden:
+    if practice.reduce_hidden and not setting.on_host:
         last = [np.where(zero == 0, each.replicate.reduce(each.last * sent), each.shard.gather(each.last * sent)) for each in volumes]
         reduce = beside(reduce, backward) + sum(last)
     fetched = beside(share, forward) if practice.gather_hidden else share
     after = np.where(zero == 0, 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), fetched, 0.0)
-    return Traffic(each_micro_batch, reduce + after)
+    on_the_way = np.where(zero == 3, ahead, 0.0), np.where(zero == 3, ahead + scatter, np.where(zero == 2, scatter, 0.0))
+    return Traffic(each_micro_batch, reduce + after, *on_the_way)
 
 
 def update(setting: Setting, box: Box, states: States) -> Array:

@@ -85,7 +85,7 @@ class Setting:
     @cached_property
     def host_bandwidth(self) -> float:
         """Bytes/s between a device and its host, one direction; 0 where nothing can wait there."""
-        return 0.0 if self.on_host else min(group.host_bandwidth for group in self.job.cluster.groups)
+        return self.job.cluster.host_bandwidth
 
     @cached_property
     def host_memory(self) -> float:

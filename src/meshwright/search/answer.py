@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import Field
 
 from meshwright.base.codec import Noun
@@ -9,11 +11,25 @@ from meshwright.spec.estimate import Estimate
 from meshwright.spec.plan import Plan
 
 
+class Objective(StrEnum):
+    """What is wanted most."""
+
+    fastest = "fastest"
+    """The least time of a step on all devices."""
+    fewest = "fewest"
+    """The fewest devices on which a plan fits, whole nodes where there are several; then the fastest."""
+    cheapest = "cheapest"
+    """The least money a step, on any number of nodes."""
+    headroom = "headroom"
+    """The least memory of the fullest rank, nothing offloaded."""
+
+
 class Entry(Noun):
     """A plan and its price."""
 
     plan: Plan
     estimate: Estimate
+    runs: bool = Field(default=True, description="whether this version runs the plan; else it only plans it")
 
     @property
     def name(self) -> str:
@@ -46,6 +62,7 @@ class Answer(Noun):
     considered: int = Field(description="all plans of the space, legal or not")
     rejected: tuple[Rejection, ...] = ()
     seconds: float = Field(description="that the search took")
+    devices: int = Field(default=0, description="that the plans use; fewer than the job has where fewer are wanted")
 
     @property
     def chosen(self) -> Entry:

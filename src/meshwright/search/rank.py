@@ -1,29 +1,86 @@
-"""The answer to a job: the fastest plans that fit, with what was refused and the best of every family."""
+"""The answer to a job: the best plans that fit, with what was refused and the best of every family.
+
+On fewer devices than the job has (`fewest`, `cheapest`) the same search runs on each smaller cluster: so many of the nodes of every group, the
+last ones left out; of a single node so many devices.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
+from meshwright.base.errors import InputError
 from meshwright.cost.step import estimate_of
-from meshwright.search.answer import Answer, Entry, Family, Rejection
+from meshwright.search.answer import Answer, Entry, Family, Objective, Rejection
 from meshwright.search.near import nothing_fits
-from meshwright.search.survey import Ranking, survey
+from meshwright.search.survey import Ranking, Survey, survey
+from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
+from meshwright.spec.runs import runs
 
 
-def search(job: Job, top: int = 10) -> Answer:
-    """The `top` fastest plans that fit. Raises NothingFits with the nearest plan and the smallest change that would fit."""
+def search(job: Job, top: int = 10, objective: Objective = Objective.fastest, runnable: bool = False) -> Answer:
+    """The `top` best plans that fit; `runnable`: of those that this version runs.
+
+    Raises NothingFits with the nearest plan and the smallest change that would fit.
+    """
     began = time.perf_counter()
-    found = survey(job, top)
+    found = best(job, top, objective, runnable)
     if not found.ranking.best:
         raise nothing_fits(found)
+    entries = (Entry(plan=each.plan, estimate=estimate_of(found.pricer, each.alone), runs=runs(each.plan)) for each in found.ranking.best)
     return Answer(
-        plans=tuple(Entry(plan=candidate.plan, estimate=estimate_of(found.pricer, candidate.alone)) for candidate in found.ranking.best),
+        plans=tuple(entries),
         families=families(found.ranking),
         considered=found.space.considered,
         rejected=tuple(Rejection(reason=reason, count=it.count, example=it.example) for reason, it in found.space.refused.items()),
         seconds=time.perf_counter() - began,
+        devices=found.space.job.cluster.devices,
     )
+
+
+def best(job: Job, top: int, objective: Objective, runnable: bool) -> Survey:
+    """The survey of the number of devices that serves the objective best."""
+    if objective not in (Objective.fewest, Objective.cheapest):
+        return survey(job, top, objective, runnable)
+    chosen, lowest = None, float("inf")
+    for cluster in smaller(job.cluster):
+        price = cluster.price
+        if objective == Objective.cheapest and price is None:
+            raise InputError("the cheapest plan needs a price: give each device of the cluster file a price, in money per device hour")
+        found = survey(job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0))
+        if not found.ranking.best:
+            continue
+        if objective == Objective.fewest:
+            return found
+        money = found.ranking.best[0].score * (price or 0.0)
+        if money < lowest:
+            chosen, lowest = found, money
+    return chosen or survey(job, top, objective, runnable)
+
+
+def narrowed(job: Job, answer: Answer) -> Job:
+    """`job` on the devices that the answer uses."""
+    if answer.devices in (0, job.cluster.devices):
+        return job
+    return job.but(cluster=next(each for each in smaller(job.cluster) if each.devices == answer.devices))
+
+
+def smaller(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with fewer nodes, or with fewer devices of its only node, the smallest first, itself last."""
+    group = cluster.groups[0]
+    if len(cluster.groups) == 1 and group.nodes == 1:
+        for devices in range(1, group.devices + 1):
+            yield cluster.but(groups=(group.but(devices=devices),))
+        return
+    counts = [each.nodes for each in cluster.groups]
+    for nodes in range(1, sum(counts) + 1):
+        left, groups = nodes, []
+        for each in cluster.groups:
+            taken = min(each.nodes, left)
+            left -= taken
+            groups += [each.but(nodes=taken)] if taken else []
+        yield cluster.but(groups=tuple(groups))
 
 
 def families(ranking: Ranking) -> tuple[Family, ...]:

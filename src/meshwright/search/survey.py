@@ -1,30 +1,47 @@
-"""Pricing the whole space of a job: the fastest plans that fit, the best or nearest of every family, and how many did not fit.
+"""Pricing the space of a job: the best plans that fit, the best or nearest of every family, and how many did not fit.
 
-Exact: the answer is the one that pricing plan by plan would give. Plans stand in the order of their score: the step, and TIGHT_GAIN more where
-memory is tight. At equal score (to nine digits) the simpler plan stands first: fewer axes, lower ZeRO, no recompute, no sequence parallelism,
-the plainer schedule.
+Exact: the best plan is the one that pricing plan by plan would give. Plans stand in the order of their score: the step, and TIGHT_GAIN more where
+memory is tight; or, for the most headroom, the bytes taken. At equal score (to nine digits) the simpler plan stands first: fewer axes, lower
+ZeRO, no recompute, no sequence parallelism, the plainer schedule.
+
+[Note: bounds] What need not be priced, because it cannot be among what is shown:
+
+    floor      no plan of a region takes less than its compute, its tensor ranks' traffic and its bubble: regions go in the order of their floors,
+               and those above what is already found, of the best and of each family in them, are left out
+    families   one of which nothing fits needs only its nearest plan, which has the smallest micro-batch or only one
+    repeating  a plan that recompute of no block and no offload leaves with a margin is faster than the same plan with them: those choices
+               are priced only where it is not
+    others     what is listed, and the families, are of the usual layout, with all blocks alike and nothing offloaded; another order of
+               axes, ulysses, recompute of part of the blocks and offload are priced only where they can be the best of all
+
+Both follow from the step growing with every item of it; a test prices every plan of random jobs one by one and finds the same best.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.base.units import show_bytes
-from meshwright.cost.box import Array, Box
+from meshwright.cost.box import CHOICES, Array, Box
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer
-from meshwright.search.space import Space
+from meshwright.search.answer import Objective
+from meshwright.search.space import Region, Space
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Plan, Schedule
+from meshwright.spec.plan import AXES, Plan, Recompute, Schedule
 
 SCHEDULES = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved)
 DOES_NOT_FIT = "does not fit"
+SLOWER = "slower for certain"
 
 TIGHT_GAIN = 0.05
 """A plan whose memory is tight stands before one that fits with a margin only when it is faster by more than this share."""
+
+ROUNDING = 1e-9
+"""Share by which a sum in another order may differ."""
 
 
 @dataclass
@@ -36,15 +53,11 @@ class Candidate:
     seconds: float
     reserved: float
     tight: bool = False
+    score: float = 0.0
 
     @property
     def plan(self) -> Plan:
         return self.box.plan(self.index)
-
-    @property
-    def score(self) -> float:
-        """What plans are ranked by: smaller is better."""
-        return self.seconds * (1.0 + TIGHT_GAIN) if self.tight else self.seconds
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -58,18 +71,28 @@ class Candidate:
 
 def simplicity(plan: Plan) -> tuple[Any, ...]:
     """Smaller is simpler; no two plans are equal."""
-    axes = sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp))
     return (
-        axes,
+        sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)),
+        len(plan.offload),
         plan.zero,
         plan.recompute != "none",
+        plan.recompute_layers,
         plan.sequence_parallel,
+        plan.layers_per_stage != (),
+        plan.axes != AXES,
         SCHEDULES.index(plan.schedule),
         plan.virtual_stages,
         plan.pp,
         plan.tp,
+        plan.cp,
+        plan.ep,
         plan.dp_shard,
         plan.micro_batch,
+        plan.recompute,
+        plan.offload,
+        plan.context,
+        plan.axes,
+        plan.layers_per_stage,
     )
 
 
@@ -81,9 +104,16 @@ class Priced(NamedTuple):
     taken: Array
     tight: Array
 
+    @property
+    def roomy(self) -> Array:
+        """Which plans fit with a margin."""
+        return np.isfinite(self.score) & ~self.tight
+
     def candidate(self, box: Box, at: int) -> Candidate:
         index = tuple(map(int, np.unravel_index(at, self.score.shape)))
-        return Candidate(box, index, float(self.seconds[index]), float(self.taken[index]), bool(self.tight[index]))
+        return Candidate(
+            box, index, float(self.seconds[index]), float(self.taken[index]), bool(self.tight[index]), float(self.score[index])
+        )
 
 
 @dataclass
@@ -91,21 +121,40 @@ class Ranking:
     """The best plans so far, and the best of each family, or its nearest where none fits."""
 
     top: int
+    ceiling: float = np.inf
     best: list[Candidate] = field(default_factory=list)
     families: dict[str, Candidate] = field(default_factory=dict)
     nearest: dict[str, Candidate] = field(default_factory=dict)
 
-    def take(self, box: Box, priced: Priced) -> None:
+    @property
+    def limit(self) -> float:
+        """The score above which a plan is not among the best."""
+        return min(self.best[-1].score if len(self.best) == self.top else np.inf, self.ceiling) * (1 + ROUNDING)
+
+    @property
+    def record(self) -> float:
+        """The score above which a plan is not the best."""
+        return min(self.best[0].score if self.best else np.inf, self.ceiling) * (1 + ROUNDING)
+
+    def bound(self, box: Box) -> float:
+        """The score above which no plan of `box` changes the tables, but for families of which nothing fits."""
+        return max(self.limit, *(self.families[name].score * (1 + ROUNDING) for name, _ in family_parts(box) if name in self.families), 0.0)
+
+    def wanting(self, box: Box) -> bool:
+        """Whether of a family in `box` nothing fits so far."""
+        return any(name not in self.families for name, _ in family_parts(box))
+
+    def take(self, box: Box, priced: Priced, with_families: bool = True) -> None:
         """The best of a box into the tables."""
         flat = priced.score.reshape(-1)
-        limit = self.best[-1].score if len(self.best) == self.top else np.inf
+        limit = self.limit
         if flat.size > self.top:
-            limit = min(limit, np.partition(flat, self.top - 1)[self.top - 1])
-        if np.isfinite(limit) or np.isfinite(flat).any():
-            chosen = np.flatnonzero((flat <= limit * (1 + 1e-9)) & np.isfinite(flat))
+            limit = min(limit, np.partition(flat, self.top - 1)[self.top - 1] * (1 + ROUNDING))
+        chosen = np.flatnonzero((flat <= limit) & np.isfinite(flat))
+        if chosen.size:
             self.best += [priced.candidate(box, int(at)) for at in chosen]
             self.best = sorted(self.best, key=lambda candidate: candidate.key)[: self.top]
-        for name, part in family_parts(box):
+        for name, part in family_parts(box) if with_families else ():
             self._family(name, box, np.flatnonzero(part), priced)
 
     def _family(self, name: str, box: Box, part: Array, priced: Priced) -> None:
@@ -123,7 +172,9 @@ def _value(candidate: Candidate, by_score: bool) -> float:
 
 def family_parts(box: Box) -> list[tuple[str, Array]]:
     """The families in a box: name, and which choices of z are of it."""
-    axes = [name for name, present in (("tensor", box.tp > 1), ("pipeline", box.pp > 1)) if present]
+    if box.cp > 1 or box.layout.ep > 1:
+        return [("expert" if box.layout.ep > 1 else "context", np.ones(len(box.shards), dtype=bool))]
+    axes = [name for name, degree in (("tensor", box.tp), ("pipeline", box.pp)) if degree > 1]
     zero = np.array([shards.zero for shards in box.shards])
     many = any(shards.dp_replicate * shards.dp_shard > 1 for shards in box.shards)
     found = []
@@ -135,35 +186,144 @@ def family_parts(box: Box) -> list[tuple[str, Array]]:
 
 @dataclass
 class Survey:
-    """A priced space."""
+    """A space as far as it had to be priced."""
 
     pricer: Pricer
     space: Space
     ranking: Ranking
+    objective: Objective = Objective.fastest
+    priced: int = 0
+    unfit: int = 0
+    fastest: Candidate | None = None
 
+    def __post_init__(self) -> None:
+        self._usable = usable(self.pricer.setting)
 
-def survey(job: Job, top: int) -> Survey:
-    """Every legal plan of `job`, priced."""
-    found = Survey(Pricer(job), Space(job), Ranking(top))
-    limit = usable(found.pricer.setting)
-    unfit, fastest = 0, None
-    for box in found.space.boxes():
-        prices = found.pricer.price(box)
-        legal = np.broadcast_to(box.legal[0], (*box.shape[:2], 1, 1, 1, 1))
-        usual, safe = reserved(found.pricer.setting, prices.allocated)
-        taken = np.where(legal, usual, np.inf)
-        step = np.where(legal, prices.step, np.inf)
-        fitting, tight = taken <= limit, safe > limit
-        score = np.where(fitting, np.where(tight, step * (1.0 + TIGHT_GAIN), step), np.inf)
-        found.ranking.take(box, Priced(score, step, taken, np.broadcast_to(tight, taken.shape)))
-        missing = int(legal.sum()) * (box.size // legal.size) - int(np.count_nonzero(fitting))
+    def explore(self) -> None:
+        """Prices what can be among what is shown."""
+        regions = list(self.space.regions())
+        legal = sum(region.legal for region in regions)
+        floors = [self._floor(region.box) for region in regions]
+        for at in sorted(range(len(regions)), key=lambda at: float(floors[at].min())):
+            self._region(regions[at], floors[at])
+        limit = show_bytes(self._usable)
+        if self.fastest is not None:
+            needs = f"{self.fastest.plan.name}: needs {show_bytes(self.fastest.reserved)} of the {limit} that a rank can take"
+            self.space.refuse(DOES_NOT_FIT, self.unfit, needs)
+        if self.ranking.best:
+            shown = f"than {self.ranking.best[-1].plan.name}, by a bound below their time"
+            self.space.refuse(SLOWER, legal - self.priced, shown)
+
+    def _floor(self, box: Box) -> Array:
+        """Seconds that no legal plan of a region goes below, over (o, b, s); see [Note: bounds]."""
+        floor = self.pricer.floor(box)
+        return np.where(np.broadcast_to(box.legal[0, :, :, :, 0, 0, 0], floor.shape), floor, np.inf) * (1 - ROUNDING)
+
+    def _region(self, region: Region, floor: Array) -> None:
+        """First the usual layout, of which the families are; then what only the best can be of."""
+        everything = self.objective == Objective.headroom
+        done = np.isfinite(floor) & (everything or (self.ranking.wanting(region.box) and _least(region.box)))
+        self._usual(region, done)
+        self._usual(region, (floor <= self.ranking.bound(region.box)) & ~done)
+        for layout in region.layouts[1:]:
+            near = np.isfinite(floor) & (everything or floor <= self.ranking.record)
+            if near.any():
+                other = _near(replace(region.box, layout=layout), near)
+                self.ranking.take(other, self.price(other), with_families=False)
+
+    def _usual(self, region: Region, near: Array) -> None:
+        if near.any():
+            box = _near(region.box, near)
+            priced = self.price(box)
+            self.ranking.take(box, priced)
+            self._beside(region, box, priced)
+
+    def price(self, box: Box) -> Priced:
+        """Every plan of a box."""
+        prices, setting = self.pricer.price(box), self.pricer.setting
+        mask = np.broadcast_to(box.legal[0], (*box.shape[:2], 1, 1, 1, 1))
+        usual, safe = reserved(setting, prices.allocated)
+        mask = mask & (prices.on_host <= setting.host_memory) if any(box.offload) else mask
+        taken = np.broadcast_to(np.where(mask, usual, np.inf), box.shape)
+        step = np.broadcast_to(np.where(mask, prices.step, np.inf), box.shape)
+        tight = np.broadcast_to(safe > self._usable, box.shape)
+        worth = taken if self.objective == Objective.headroom else np.where(tight, step * (1.0 + TIGHT_GAIN), step)
+        fitting = taken <= self._usable
+        self._count(box, step, taken, fitting)
+        return Priced(np.where(fitting, worth, np.inf), step, taken, tight)
+
+    def _count(self, box: Box, step: Array, taken: Array, fitting: Array) -> None:
+        """What was priced and did not fit; the fastest of that."""
+        legal = box.legal_size
+        self.priced += legal
+        missing = legal - int(np.count_nonzero(fitting))
+        self.unfit += missing
         if missing:
-            unfit += missing
             lost = np.where(fitting, np.inf, step)
             at = np.unravel_index(int(lost.argmin()), lost.shape)
-            if fastest is None or lost[at] < fastest.seconds:
-                fastest = Candidate(box, tuple(map(int, at)), float(lost[at]), float(taken[at]))
-    if fastest is not None:
-        needs = f"{fastest.plan.name}: needs {show_bytes(fastest.reserved)} of the {show_bytes(limit)} that a rank can take"
-        found.space.refuse(DOES_NOT_FIT, unfit, needs)
+            if np.isfinite(lost[at]) and (self.fastest is None or lost[at] < self.fastest.seconds):
+                self.fastest = Candidate(box, tuple(map(int, at)), float(lost[at]), float(taken[at]))
+
+    # --- choices that only memory asks for --------------------------------------------------------------------------------------
+
+    def _beside(self, region: Region, box: Box, priced: Priced) -> None:
+        """Recompute of part of the blocks, and offload, where `box` leaves no margin without them."""
+        self._partly(region, box, priced)
+        if region.offloads:
+            asked = ~priced.roomy[:, :, :, :1] & (priced.seconds[:, :, :, :1] <= self.ranking.record)
+            if asked.any():
+                sent = replace(crop(box, asked & np.ones(box.shape, bool))[0], offload=region.offloads)
+                found = self.price(sent)
+                self.ranking.take(sent, found, with_families=False)
+                self._partly(region, sent, found)
+
+    def _partly(self, region: Region, box: Box, priced: Priced) -> None:
+        """Of the numbers of blocks that recompute, the best of each plan."""
+        parts = [set(region.parts_of(order)) for order in box.orders]
+        counts = sorted(set().union(*parts))
+        if not counts or Recompute.none not in box.recompute:
+            return
+        asked = ~priced.roomy[:, :, :, :1] & np.isfinite(priced.score[:, :, :, -1:]) & (priced.seconds[:, :, :, :1] <= self.ranking.record)
+        best = np.full(asked.shape, np.inf)
+        found = []
+        for count in counts:
+            mask = asked & np.array([count in of_order for of_order in parts]).reshape(-1, 1, 1, 1, 1, 1)
+            if mask.any():
+                part, at = crop(replace(box, layout=box.layout._replace(recompute_layers=count), recompute=(Recompute.layer,)), mask)
+                each = self.price(part)
+                found.append((part, at, each))
+                best[at] = np.minimum(best[at], each.score)
+                asked[at] &= ~each.roomy & (each.seconds <= self.ranking.record)
+        for part, at, each in found:
+            shown = np.where(each.score <= best[at], each.score, np.inf)
+            self.ranking.take(part, each._replace(score=shown), with_families=False)
+
+
+def crop(box: Box, mask: Array) -> tuple[Box, Any]:
+    """The least box that holds what `mask` asks for, and where it lies in `box`."""
+    axes = range(len(CHOICES))
+    kept = [np.flatnonzero(mask.any(axis=tuple(other for other in axes if other != axis))) for axis in axes]
+    return box.part(**dict(zip(CHOICES, kept, strict=True))), np.ix_(*kept)
+
+
+def _least(box: Box) -> Array:
+    """Where memory can be least: the smallest micro-batch, or a single one (b, s)."""
+    sizes = [size for size, _ in box.micro_batches]
+    return np.array([size == min(sizes) or count == 1 for size, count in box.micro_batches])[:, None]
+
+
+def _near(box: Box, near: Array) -> Box:
+    """The least part of `box` that holds what is near over (o, b, s)."""
+    return box.part(**{name: np.flatnonzero(near.any(axis=others)) for name, others in _OTHERS_OF_FLOOR})
+
+
+_OTHERS_OF_FLOOR = (("orders", (1, 2)), ("micro_batches", (0, 2)), ("sequence_parallel", (0, 1)))
+"""The axes of a floor but for that of each field."""
+
+
+def survey(job: Job, top: int, objective: Objective = Objective.fastest, runnable: bool = False, ceiling: float = np.inf) -> Survey:
+    """The space of `job`, priced as far as its `top` best plans, and the best of each family, need; nothing above `ceiling` counts."""
+    space = Space(job, runnable, offloading=objective != Objective.headroom)
+    found = Survey(Pricer(job), space, Ranking(top, ceiling), objective)
+    found.explore()
     return found

@@ -71,5 +71,18 @@ class Cluster(Noun):
         return self.but(groups=tuple(group.but(device=group.device.but(memory=memory)) for group in self.groups))
 
     @property
+    def host_bandwidth(self) -> float:
+        """Bytes/s between a device and its host, of the slowest group; 0 where devices are cores of the host itself."""
+        return min(0.0 if group.device.name.lower().startswith("cpu") else group.host_bandwidth for group in self.groups)
+
+    @property
+    def price(self) -> float | None:
+        """Of an hour of all devices; None where one of the groups names none."""
+        prices = [group.device.price for group in self.groups]
+        if None in prices:
+            return None
+        return sum(group.nodes * group.devices * (group.device.price or 0.0) for group in self.groups)
+
+    @property
     def devices_per_node(self) -> int:
         return min(group.devices for group in self.groups)

@@ -122,7 +122,7 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     yield from tensor_faults(plan, job.model.divisible, job.model.tensor_parallel)
     yield from expert_faults(plan, job.model.experts)
     yield from context_faults(plan, job.model.divisible)
-    yield from offload_faults(plan, min(group.host_bandwidth for group in job.cluster.groups))
+    yield from offload_faults(plan, job.cluster.host_bandwidth)
     yield from stage_faults(plan, job.model.blocks)
     yield from sequence_faults(plan, job.workload.sequence)
     yield from batch_faults(plan, job.workload.batch)

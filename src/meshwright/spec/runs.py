@@ -1,0 +1,45 @@
+"""What the runtime of this version runs, as one table that both wings read. The planner prices more: it says so beside a plan, and `train`
+searches only here.
+
+>>> from meshwright.spec.plan import parse_plan
+>>> missing(parse_plan("dp4.cp2.z1.off-optimizer")), runs(parse_plan("dp8.tp2.z1.rc-layer"))
+(('cp2', 'off-optimizer'), True)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.spec.plan import AXES, Context, Plan, Recompute, Schedule
+
+RUNS: dict[str, tuple[Any, ...]] = {
+    "cp": (1,),
+    "ep": (1,),
+    "schedule": (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved),
+    "recompute": (Recompute.none, Recompute.layer),
+    "recompute_layers": (0,),
+    "offload": ((),),
+    "context": (Context.ring,),
+    "axes": (AXES,),
+}
+"""Values of the fields of a plan that run; every other field runs with all of its values."""
+
+
+def missing(plan: Plan) -> tuple[str, ...]:
+    """The parts of the plan's name that this version does not run yet; empty when it runs."""
+    said = {
+        "cp": f"cp{plan.cp}",
+        "ep": f"ep{plan.ep}",
+        "schedule": str(plan.schedule),
+        "recompute": f"rc-{plan.recompute}",
+        "recompute_layers": f"rc-{plan.recompute}{plan.recompute_layers}",
+        "offload": ".".join(f"off-{what}" for what in plan.offload),
+        "context": str(plan.context),
+        "axes": "ax-" + "-".join(plan.axes),
+    }
+    return tuple(said[name] for name, values in RUNS.items() if getattr(plan, name) not in values)
+
+
+def runs(plan: Plan) -> bool:
+    """Whether this version runs the plan."""
+    return not missing(plan)
