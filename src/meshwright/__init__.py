@@ -38,9 +38,10 @@ _HOMES = {
 
 def load(path: str | Path) -> Job:
     """The job file at `path`. InputError says which line of it is wrong."""
-    from meshwright.intake.job import load
+    from meshwright.cli.description import described
+    from meshwright.intake.job import read_job, resolve
 
-    return load(path)
+    return resolve(described(read_job(path)))
 
 
 def plan(job: Job, top: int = 10) -> list[Entry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from typing import Any
 
 import pytest
@@ -10,9 +11,14 @@ import torch
 import transformers
 from test_activations import SIZES
 from test_intake_huggingface import CONFIGURATIONS
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.base.errors import InputError
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.huggingface import config_sizes
+from meshwright.intake.models import read_model
 from meshwright.intake.sizes import Sizes
 from meshwright.models.registry import build
 from meshwright.probe import describe
@@ -104,3 +110,119 @@ def test_every_family_computes_the_matrix_products_of_its_formulas(kind: str) ->
 
 def total(spec: ModelSpec, field: str) -> float:
     return sum(layer.repeat * getattr(layer, field) for layer in spec.layers)
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("CausalLM", {**CONFIGURATIONS["llama"], "pad_token_id": 0}),
+    "olmo": ("CausalLM", CONFIGURATIONS["llama"]),
+    "cohere": ("CausalLM", CONFIGURATIONS["llama"]),
+    "starcoder2": ("CausalLM", CONFIGURATIONS["llama"]),
+    "mpt": ("CausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": 96}),
+    "gpt_oss": ("CausalLM", {**CONFIGURATIONS["mixtral"], "head_dim": 16}),
+    "mamba": ("CausalLM", {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 4}),
+    "albert": ("MaskedLM", {**CONFIGURATIONS["bert"], "embedding_size": 32}),
+    "distilbert": ("MaskedLM", {"dim": 64, "hidden_dim": 160, "n_layers": 3, "n_heads": 4, "vocab_size": 96}),
+    "t5": ("Seq2SeqLM", {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 96}),
+    "bart": ("Seq2SeqLM", {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 96, "decoder_ffn_dim": 160}),
+    "vit": ("ImageClassification", {**CONFIGURATIONS["bert"], "image_size": 32, "patch_size": 8}),
+    "resnet": ("ImageClassification", {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1]}),
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_without_formulas_is_found_whole(kind: str) -> None:
+    """Every parameter once, work and kept bytes in every block; a sample is one token where the model reads no ids."""
+    task, sizes = FAMILIES[kind]
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    builder = getattr(transformers, f"AutoModelFor{task}")
+    found = describe(lambda: builder.from_config(config), SEQUENCE, name=kind)
+    with torch.device("meta"):
+        assert found.parameters == sum(parameter.numel() for parameter in builder.from_config(config).parameters())
+    blocks = [layer for layer in found.layers if layer.name == "block"]
+    assert blocks and all(layer.flops > 0 and layer.output > 0 and layer.transient > 0 for layer in blocks)
+    assert all(layer.saved_split + layer.saved_whole > layer.output for layer in blocks)
+    assert (found.context == 1) == (task == "ImageClassification")
+
+
+def test_flops_are_those_that_torch_counts_with_half_of_causal_attention() -> None:
+    """torch counts attention in full, on a run that it does itself."""
+    config = transformers.AutoConfig.for_model("llama", **CONFIGURATIONS["llama"])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(torch.zeros(1, SEQUENCE, dtype=torch.long), use_cache=False)
+    found = describe(model, SEQUENCE)
+    assert counter.get_total_flops() / SEQUENCE == total(found, "flops") + 2 * SEQUENCE * total(found, "attention_flops")
+
+
+class Own(nn.Module):
+    """Two parts and no list of blocks; dropout, a table that every part reads, frozen rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.drop = nn.Dropout(0.5)
+        self.dummy_inputs = {"features": torch.zeros(3, 8), "labels": torch.zeros(3)}
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.second(self.drop(torch.relu(self.first(features))))
+
+
+def test_a_model_without_blocks_is_found_child_by_child_and_stays_whole() -> None:
+    found = describe(Own)
+    first, second = found.layers
+    assert (first.name, second.name, found.blocks, found.tensor_parallel, found.context) == ("first", "second", 0, False, 1)
+    assert (first.flops, second.flops) == (2 * 8 * 32, 2 * 32 * 8)
+    assert (first.saved_whole, first.fixed_whole) == (8 + 32, 32)  # the features, relu's result, a mask of one byte
+    assert (second.saved_whole, second.fixed_whole) == (32, 4 * 8 + 10)  # dropout's result, what the loss keeps
+
+
+def test_a_live_model_stays_as_it_is() -> None:
+    model = build(Sizes.model_validate({**SIZES["gpt2"], "layers": 2}).model_dump()).eval()
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    describe(model, 16)
+    assert not model.training and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert id(tensor) == before[name][0] and torch.equal(tensor, before[name][1]) and tensor.grad is None
+
+
+def test_layers_of_a_large_model_take_no_memory() -> None:
+    """A tenth of Llama 3 70B is 36 GB of weights and, at this batch, 60 GB of activations."""
+    config = transformers.AutoConfig.for_model(
+        "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=8, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=128256,
+    )  # fmt: skip
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found, formula = describe(lambda: transformers.AutoModelForCausalLM.from_config(config), 4096), read_model("llama3-70b")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+    assert account(by_name(found)["block"]) == {**account(by_name(formula)["block"]), "repeat": 8}
+
+
+class Asking(nn.Module):
+    """A forward that asks for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        return self.out(x if x.sum() > 0 else -x)
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("weights.bin is missing")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Asking, r"cannot be traced with input \(rows, 256\) \(its forward asks for the values of a tensor"),
+        (broken, r"cannot be built \(RuntimeError: weights.bin is missing\): run its function by itself"),
+        (lambda: nn.Linear(4, 4), r"says nothing of what it reads: give it an attribute dummy_inputs"),
+        (nn.ReLU, r"has no parameters"),
+    ],
+)
+def test_what_cannot_be_found_is_one_line_with_a_way_out(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        describe(make, name="mine:build")
+    assert "\n" not in str(caught.value)

@@ -17,7 +17,7 @@ from torch import nn
 from meshwright.anatomy import Anatomy, layers, read
 from meshwright.base.errors import InputError
 from meshwright.probe.inputs import inputs_of
-from meshwright.probe.trace import COMPUTE, EMBEDDING, HEAD, Run, trace
+from meshwright.probe.trace import COMPUTE, EMBEDDING, HEAD, Run, rank_of, trace
 from meshwright.probe.watch import Tally
 from meshwright.spec.model import Layer, ModelSpec, Parameter
 
@@ -85,12 +85,14 @@ def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, ru
     accounts = {place: _per_token(few.tallies[place], many.tallies[place], few.rows * tokens, tokens) for place in few.tallies}
     _add_loss(accounts, few, tokens)
     hidden = next((account["output"] for place, account in accounts.items() if place.startswith("block.")), float(few.width))
+    held = _parameters(model, anatomy)
+    for place in held:
+        accounts.setdefault(place, {"output": 0.0})
     for account in accounts.values():
         account["output"] = account["output"] or hidden
-    held = _parameters(model, anatomy)
     heads = anatomy.divisible.get("heads")
     found: list[Layer] = []
-    for place in accounts:
+    for place in sorted(accounts, key=rank_of):
         layer = Layer(
             name=place.partition(".")[0] if anatomy.blocks else place,
             parameters=held.get(place, ()),

@@ -116,10 +116,11 @@ def places(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, nn.Module]]:
         return [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
     blocks = model.get_submodule(anatomy.blocks).children()
     found = [(f"block.{index}", block) for index, block in enumerate(blocks)]
-    for place, path in ((EMBEDDING, anatomy.embedding), (HEAD, anatomy.head)):
-        if path:
-            found.append((place, model.get_submodule(path)))
-    return found
+    if anatomy.embedding:  # encoder and decoder may each have a module that holds it
+        table = model.get_submodule(anatomy.embedding).weight
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is table]
+        found += [(EMBEDDING, module) for module in tables]
+    return [*found, (HEAD, model.get_submodule(anatomy.head))] if anatomy.head else found
 
 
 @contextmanager
