@@ -7,7 +7,8 @@ Ring, n ranks, S bytes of the whole tensor (Thakur, Rabenseifner, Gropp, 2005; N
     time                         x + a + PIPELINING sqrt(x a)
 
 The last term is what filling a pipeline of pieces costs when their size is the best one (a + x + 2 sqrt(a x), Sanders and Speck, 2003): it makes
-half of the bandwidth need tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce inside a node runs at the link's `adding` times B.
+half of the bandwidth need tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce inside a node runs at the link's `adding` times B, and
+its pipeline is one hop deep.
 
 Rings that cross nodes leave each node once per rank of the group in it, so that B is the link inside or that many network shares,
 whichever is less. A group is `ranks` ranks, `stride` devices apart, beginning at a multiple of ranks * stride; it lies in one domain when
@@ -15,7 +16,7 @@ the domain holds whole groups.
 
 >>> links = Fabric(8, Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0), Link(name="IB", bandwidth=25e9, efficiency=1.0))
 >>> round(float(group(links, 8, 1).gather(8e9)), 4)       # 7/8 of 8 GB at 300 GB/s, 7 hops and the pipeline
-0.0243
+0.0248
 >>> group(links, 32, 1).bandwidth, group(links, 4, 8).bandwidth   # 8 network shares carry a ring over whole nodes, 1 a ring of one rank each
 (200000000000.0, 25000000000.0)
 """
@@ -65,9 +66,11 @@ class Group(NamedTuple):
 
     def reduce(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-reduces of `size` bytes in all."""
-        ring = _pipelined(2.0 * (self.ranks - 1) / self.ranks * size / self.adding, calls * (2.0 * self.turn))
+        whole, hops = 2.0 * (self.ranks - 1) / self.ranks * size, calls * (2.0 * self.turn)
+        ring = _pipelined(whole / self.bandwidth, hops)
+        switch = whole / self.adding + hops + PIPELINING * np.sqrt(whole / self.adding * (hops / np.maximum(self.ranks - 1, 1)))
         tree = _pipelined(2.0 / TREE_SHARE * size / self.bandwidth, calls * (2.0 * self.tree))
-        return np.minimum(ring, tree)
+        return np.minimum(np.minimum(ring, tree), np.where(self.adding > self.bandwidth, switch, ring))
 
 
 def _pipelined(wire: Any, hops: Any) -> Any:

@@ -139,7 +139,7 @@ def _exchange(setting: Setting, layer: Layer, tensor: tuple[int, int], tokens: A
     ranks = group(setting.fabric, tp, stride)
     state = (tokens * (setting.job.model.hidden * setting.recipe.size))[:, None]
     total = np.where(sequence_parallel, 2.0 * ranks.gather(state), ranks.reduce(state))
-    gather = np.where(sequence_parallel, ranks.gather(state), 0.0)
+    gather = np.where(sequence_parallel, ranks.gather(state), 0.0) * (not setting.practice.gathered)
     if layer.name == BLOCK:
         hidden = setting.practice.tensor_hidden
         seen = constants.TENSOR_PAIRS * (1.0 - hidden * (1.0 - constants.OVERLAP_SLOWDOWN))

@@ -98,15 +98,16 @@ HOST_UPDATE = 4e9
 FETCHED = 2
 """Layers of weights or of activations that stay on the device while the rest waits on the host: the one that runs and the next one."""
 
-PIPELINING = 1.3
-"""Of sqrt(wire x hops), what filling the pipeline of a collective costs: 2 in theory with pieces of the best size; 0.4 to 1.5 in all-reduces of
-nccl-tests on 8 A100 and H200, 2 in all-gathers of 256 MiB on H100."""
+PIPELINING = 2.0
+"""Of sqrt(wire x hops), what filling the pipeline of a collective costs with pieces of the best size: the theory's 2, which measured all-gathers of
+256 MiB on 8 to 128 H100 keep to within 15 % (Ultra-Scale playbook)."""
 
 SWITCH_RANKS = 5
 """Ranks from which NCCL lets the switch add (NVLS): rings are quicker up to 4 (measured on H200 and B200)."""
 
-TREE_SHARE = 0.9
-"""Of a ring's bandwidth that NCCL's double trees reach between nodes (NCCL src/graph/tuning.cc)."""
+TREE_SHARE = 0.45
+"""Of a ring's bandwidth that double trees reach between nodes: all-reduces of 256 MiB on 8 and 16 nodes take 5.3 and 6.3 ms (Ultra-Scale playbook;
+NCCL's own tables say 0.9)."""
 
 GLOO_COPIES = 2
 """Whole buffers that a reduction holds on a host device, where it is an all-to-all into a second one."""

@@ -15,6 +15,8 @@ class Practice(NamedTuple):
     """Bytes of a master weight beside the compute type; -1: the recipe's."""
     gradient: int = 0
     """Bytes of a held gradient."""
+    bucketed: int = 0
+    """Bytes of a second copy of the gradients at ZeRO 0, in buckets of their own."""
     reduced: int = 0
     """Bytes of a gradient element on its way between ranks."""
     products: str = ""
@@ -33,8 +35,8 @@ class Practice(NamedTuple):
     """Part of the tensor ranks' traffic that is cut into pieces and runs beside the products."""
     launch: float = 1.0
     """Host seconds a kernel over those of eager PyTorch: less where graphs or one compiled call launch many."""
-    regathers: bool = True
-    """ZeRO 3 gathers again for backward."""
+    gathered: bool = False
+    """Sequence parallelism keeps what it gathered for backward; else it gathers again."""
 
 
 OURS = Practice()

@@ -27,6 +27,7 @@ from meshwright.validation.systems import System, system_of
 from meshwright.validation.tables import Row
 
 GIB = 2**30
+EFA = "efa-p5"
 
 
 class Meter(StrEnum):
@@ -89,6 +90,8 @@ def _unfit(row: Row, system: System | None) -> str:
         return "adapters or single layers are not modelled"
     if "8bit" in row.text("optimizer").lower() or row.text("offload") not in ("", "none"):
         return "offload and 8-bit states are not modelled"
+    if re.search("padded|optimizer in backward|paged|in-backward|in_bwd", row.text("notes")):
+        return "padded batches or an optimizer inside backward are not modelled"
     if "ddp" in system.name.lower() and row.count("seq") > 128 and "bert" in row.text("model").lower():
         return "sequences are binned by length: tokens are not stated"
     if any(not row.states(name) for name in ("layers", "hidden", "heads", "vocab", "seq", "gpus")):
@@ -162,7 +165,7 @@ def network_of(row: Row) -> str:
     """`4x Omni-Path 100Gb/s per node` is 4x100Gb; a rate per node or per device; '' where the source says none."""
     text = row.text("inter_link")
     if "EFA" in text:
-        return "efa-p5" if "3200" in text else "efa-p4d"
+        return EFA if "3200" in text else "efa-p4d"
     rate = re.search(r"(\d+)\s*Gb(?:/s|ps)", text)
     if rate is None:
         return ""
@@ -185,6 +188,8 @@ def plans_of(row: Row, system: System) -> list[Plan]:
     micro = [row.count("micro_batch")] if row.states("micro_batch") else [size for size in (1, 2, 4, 8, 16) if batch % (dp * size) == 0]
     if pp == 1 and not row.states("micro_batch") and system.name != "Megatron-Core":
         micro = [batch // dp]
+    if (count := row.flags.get("num-virtual-stages-per-pipeline-rank")) is not None:
+        return [plan_of(row, system, (dp, pp, tp), (size, int(count), row.text("activation_ckpt"))) for size in micro]
     if (each := row.flags.get("num-layers-per-virtual-pipeline-stage")) is not None:
         virtual = [row.count("layers") // pp // int(each)]
         return [plan_of(row, system, (dp, pp, tp), (size, stages, row.text("activation_ckpt"))) for size in micro for stages in virtual]
@@ -236,11 +241,12 @@ def balanced(row: Row, pp: int) -> tuple[int, ...]:
 
 
 def whole(found: list[int]) -> tuple[int, ...]:
-    """Our stages hold a block each: an empty last one takes it from the stage before."""
-    for stage in range(len(found) - 1, 0, -1):
-        if not found[stage]:
-            found[stage], found[stage - 1] = 1, found[stage - 1] - 1
-    return tuple(found) if min(found) > 0 else ()
+    """Our stages hold a block each: a last one with the head alone takes one from the stage before. InputError where more are empty."""
+    if found[-1] == 0 and found[-2] > 1:
+        found = [*found[:-2], found[-2] - 1, 1]
+    if not min(found):
+        raise InputError("stages without a block")
+    return tuple(found)
 
 
 def meter_of(row: Row) -> Meter | None:

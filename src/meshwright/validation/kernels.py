@@ -35,6 +35,16 @@ class Kernels(NamedTuple):
     loss: float = 8.0
     operand: float = 1.0
     """What an operand of an 8-bit product keeps, over the compute type: Transformer Engine keeps its 8-bit copy, others the original."""
+    passing: float = 1.0
+    """Elements of the compute type that a logit takes besides while the loss runs: 4 where it is made float32 first (8 bytes of 12)."""
+    chunked: bool = False
+    """Logits stay in the compute type and become float32 a chunk at a time."""
+    logits: float = 0.0
+    """Bytes of a logit kept besides, in copies that the loss makes."""
+    gathered: int = 1
+    """Tensor ranks of a plan that keeps the gathered inputs of its column products: each holds them whole."""
+    again: bool = False
+    """Recompute by operation: kept are the block's input, attention, and the output of every second product."""
     labelled: float = 1.0
     """Part of the tokens whose logits are computed (masked language models with a head on masked places only)."""
 
@@ -59,11 +69,13 @@ def _layer(layer: Layer, sizes: Sizes, kernels: Kernels) -> Layer:
 
 def _head(layer: Layer, sizes: Sizes, kernels: Kernels) -> Layer:
     part = kernels.labelled
+    if kernels.chunked:
+        layer = layer.but(fixed_split=layer.fixed_split / 2, transient=layer.transient / 4)
     return layer.but(
         flops=layer.flops * part,
         moved=kernels.loss * sizes.vocab * part,
-        fixed_split=layer.fixed_split * part,
-        transient=layer.transient * part,
+        fixed_split=(layer.fixed_split + kernels.logits * sizes.vocab) * part,
+        transient=kernels.passing * layer.transient * part,
     )
 
 
@@ -92,6 +104,9 @@ def _block(layer: Layer, sizes: Sizes, kernels: Kernels) -> Layer:
     fixed_whole += 8.0 * sizes.experts if experts else 0.0
     whole += 2.0 * sizes.top_k * h if experts else 0.0
     moved += 8.0 * sizes.top_k * h if experts else 0.0
+    if kernels.gathered > 1:
+        whole -= 2.0 * kernels.operand * h
+        split += 2.0 * kernels.operand * h * kernels.gathered
     core = {"core_fixed": 4.0 * sizes.heads, "core_context": 0.0, "context_moved": 0.0}
     flops = layer.attention_flops
     if not kernels.flash:
@@ -101,13 +116,26 @@ def _block(layer: Layer, sizes: Sizes, kernels: Kernels) -> Layer:
             "context_moved": (4.0 + 2.5 * kernels.dropout) * sizes.heads * (1.0 if kernels.residual else 1.5),
         }
         flops = 4.0 * q
-    return layer.but(
-        attention_flops=flops,
-        moved=moved,
-        saved_split=split,
-        saved_whole=whole,
-        fixed_split=core["core_fixed"],
-        fixed_whole=fixed_whole,
-        **core,
-        transient=h + (2 if sizes.gated else 1) * f,
+    return (
+        layer.but(
+            attention_flops=flops,
+            moved=moved,
+            saved_split=split,
+            saved_whole=whole,
+            fixed_split=core["core_fixed"],
+            fixed_whole=fixed_whole,
+            **core,
+            transient=h + (2 if sizes.gated else 1) * f,
+        )
+        if not kernels.again
+        else layer.but(
+            attention_flops=flops,
+            moved=moved,
+            saved_split=2.0 * q + k + f,
+            saved_whole=2.0 * h,
+            fixed_split=core["core_fixed"],
+            fixed_whole=0.0,
+            **core,
+            transient=whole + split + h + f,
+        )
     )

@@ -33,17 +33,30 @@ class System(NamedTuple):
 CUDNN = 1.5
 """Rate of cuDNN's attention on Hopper over that of FlashAttention-2 (arXiv 2407.08608, figure 5: 500 to 550 over 350 TFLOP/s forward)."""
 
+CHUNKED = r"chunked cross entropy|activation checkpointing \(cumulative\)"
+"""Torchtune's table adds one thing a row: the loss in chunks stands before recompute."""
+
 FIRST_FLASH = 0.55
 """Rate of the first FlashAttention over that of the second (arXiv 2307.08691: about twice as fast). `flash-attn` without a number is the first."""
 
-EAGER = Kernels(norm=False, rotation=False, product=False, residual=False, loss=7.0)
+EAGER = Kernels(norm=False, rotation=False, product=False, residual=False, loss=7.0, passing=4.0)
 MEGATRON = Practice(gradient=4, reduced=4, reduce_hidden=False)
 
 SYSTEMS = (
     System(
         "Megatron-Core",
-        r"Megatron-(Core|Bridge)|NeMo",
-        "Megatron-LM README and NeMo performance recipes: distributed optimizer with overlapped reduction and gather, Transformer Engine, "
+        r"Megatron-Bridge|NeMo",
+        "NeMo and Megatron-Bridge performance recipes: distributed optimizer with overlapped reduction and gather, gradients held and reduced "
+        "in bf16 (grad_reduce_in_fp32 off), Transformer Engine, cuDNN attention, tensor traffic overlapped in pieces",
+        Practice(gather_hidden=True, attention=CUDNN, tensor_hidden=0.5),
+        Kernels(),
+        learned=True,
+        bias=True,
+    ),
+    System(
+        "Megatron-Core",
+        r"Megatron-Core",
+        "Megatron-LM README (H100, weak scaling): distributed optimizer with overlapped reduction and gather, Transformer Engine, "
         "cuDNN attention, tensor traffic overlapped in pieces, float32 main gradients",
         Practice(gradient=4, reduced=4, gather_hidden=True, attention=CUDNN, tensor_hidden=0.5),
         Kernels(),
@@ -72,10 +85,10 @@ SYSTEMS = (
     System(
         "nanotron",
         r"nanotron",
-        "nanotron 0.5: flash-attention 2, fused norm and rotation, silu and product apart, float32 gradient accumulation, logits cut by "
-        "vocabulary; reduction beside the last backward, ZeRO-1 gathers after the update",
-        Practice(gradient=4, reduced=4),
-        Kernels(product=False, loss=10.0),
+        "nanotron 0.5: flash-attention 2, fused norm and rotation, silu and product apart, float32 accumulators beside bf16 gradients and, "
+        "without ZeRO, their buckets; gathered inputs kept; logits cut by vocabulary, three copies in float32; all-reduce beside the last backward; with ZeRO-1 no DDP: gradients are scattered after backward, weights gathered after the update",
+        Practice(gradient=6, bucketed=2, reduced=4, gathered=True),
+        Kernels(product=False, loss=10.0, logits=8.0),
         balanced=True,
     ),
     System(
@@ -207,4 +220,11 @@ def system_of(row: Row) -> System | None:
         practice = practice._replace(reduced=4)
     if row.text("activation_ckpt") == "selective" and found.selective == "op":
         practice = practice._replace(repeated_products=0.5, repeated_rest=1.0)
+        kernels = kernels._replace(again=True)
+    if re.search(CHUNKED, row.text("notes")):
+        kernels = kernels._replace(chunked=True)
+    if found.name == "nanotron" and row.text("zero_stage") == "1":
+        practice = practice._replace(reduce_hidden=False)
+    if practice.gathered and row.text("sp") == "1":
+        kernels = kernels._replace(gathered=row.count("tp"))
     return found._replace(kernels=kernels, practice=practice)

@@ -1,0 +1,89 @@
+"""`meshwright validate`: the cost model held against published measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from meshwright.cli.options import AsJson, say, say_json
+
+if TYPE_CHECKING:
+    from meshwright.validation.score import Errors, Report
+
+
+def validate(
+    *,
+    family: Annotated[str, Parameter(help="only families with this in their name")] = "",
+    table: Annotated[Path | None, Parameter(help="another table of measurements (CSV, the columns of the one that comes along)")] = None,
+    json: AsJson = False,
+) -> int:
+    """Score predicted times and memory on published training runs, family by family.
+
+    Try: meshwright validate --family korthikanti
+    """
+    from meshwright.base.errors import InputError
+    from meshwright.validation.collectives import scored
+    from meshwright.validation.score import report
+    from meshwright.validation.tables import collectives, measurements
+
+    rows = [row for row in measurements(table) if family.lower() in row.text("family").lower()]
+    if not rows:
+        raise InputError(f"no row of {table or 'the published table'} has {family!r} in its family")
+    found = report(rows)
+    operations = {} if family or table else scored(collectives())
+    if json:
+        say_json(as_data(found, operations))
+    else:
+        say(as_text(found, operations))
+    return 0
+
+
+def as_data(found: Report, operations: dict[str, Errors]) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if hasattr(value, "_asdict"):
+            return {name: plain(each) for name, each in value._asdict().items()}
+        return [plain(each) for each in value] if isinstance(value, tuple) else value
+
+    return {**plain(found), "collectives": {name: plain(each) for name, each in operations.items()}}
+
+
+def as_text(found: Report, operations: dict[str, Errors]) -> str:
+    from meshwright.report.text import columns
+
+    times = [["family", "rows", "time: median", "p90", "signed", "scaling", "rank corr.", "regret", "worst"]]
+    for family in found.families:
+        each = family.time
+        shown = [percent(each.median), percent(each.ninetieth), percent(each.signed, True)] if each else ["-"] * 3
+        others = [percent(family.scaling), figure(family.correlation), percent(family.regret), percent(family.worst_regret)]
+        times.append([family.name, str(each.rows if each else 0), *shown, *others])
+    memory = [["memory", "meter", "rows", "median", "p90", "signed", "refused"]]
+    for one in found.memory:
+        error = one.errors
+        shown = [percent(error.median), percent(error.ninetieth), percent(error.signed, True)]
+        memory.append([one.family, one.meter, str(error.rows), *shown, f"{one.refused} of {one.ran}"])
+    parts = [columns(times), "", columns(memory), ""]
+    if operations:
+        wires = [["collectives", "rows", "median", "p90", "signed"]]
+        wires += [
+            [name, str(each.rows), percent(each.median), percent(each.ninetieth), percent(each.signed, True)]
+            for name, each in operations.items()
+        ]
+        parts += [columns(wires), ""]
+    parts.append(f"time: {percent(found.median_of_medians)} is the median over families of the median error")
+    if found.worst_regret is not None:
+        parts.append(f"regret: {percent(found.median_regret)} in the median group of plans, {percent(found.worst_regret)} in the worst")
+    if found.out_of_memory:
+        parts.append(f"memory: {found.false_fits} of {found.out_of_memory} plans that ran out of memory are let run")
+    left = sum(count for _, _, count in found.left)
+    parts.append(f"{left} rows are not predicted; --json says why")
+    return "\n".join(parts)
+
+
+def percent(value: float | None, sign: bool = False) -> str:
+    return "-" if value is None else f"{100 * value:{'+' if sign else ''}.1f} %"
+
+
+def figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,196 @@
+"""Published rows against the cost model: the errors of today are frozen, and can only shrink.
+
+`python tests/unit/test_validation.py` writes smaller ones down; it refuses to write larger ones unless it is told `--larger`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.base.errors import InputError
+from meshwright.cli.main import main
+from meshwright.validation import collectives
+from meshwright.validation.cases import Meter, balanced, case_of
+from meshwright.validation.predict import predict
+from meshwright.validation.score import Report, errors, report
+from meshwright.validation.tables import Row, measurements
+from meshwright.validation.tables import collectives as collective_rows
+
+FROZEN = Path(__file__).parent / "golden" / "validation.json"
+NOISE = 0.002
+
+
+@lru_cache(maxsize=1)
+def core() -> Report:
+    """The scores of the rows that count for errors."""
+    return report(row for row in measurements() if row.text("core") == "1")
+
+
+def now() -> dict[str, float]:
+    """Every error that is frozen, by name."""
+    found = {"time, median over families": core().median_of_medians}
+    for family in core().families:
+        if family.time is not None:
+            found |= {f"time {family.name}, median": family.time.median, f"time {family.name}, p90": family.time.ninetieth}
+    for memory in core().memory:
+        name = f"memory {memory.family} ({memory.meter})"
+        found |= {
+            f"{name}, median": memory.errors.median,
+            f"{name}, p90": memory.errors.ninetieth,
+            f"{name}, refused": float(memory.refused),
+        }
+    for name, each in collectives.scored(collective_rows()).items():
+        found[f"collectives: {name}, median"] = each.median
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def test_errors_on_published_rows_are_at_most_the_frozen_ones() -> None:
+    frozen = json.loads(FROZEN.read_text(encoding="utf-8"))
+    found = now()
+    assert found.keys() == frozen.keys()
+    assert {name: (found[name], limit) for name, limit in frozen.items() if found[name] > limit + NOISE} == {}
+
+
+def test_the_median_over_families_of_the_median_error_of_time_is_below_twelve_percent() -> None:
+    assert core().median_of_medians < 0.12
+
+
+def test_korthikantis_steps_are_within_three_percent_on_average() -> None:
+    rows = [row for row in measurements() if row.text("family") == "korthikanti2022"]
+    found = [case for case in map(case_of, rows) if not isinstance(case, str) and case.seconds]
+    predicted = [predict(case) for case in found]
+    off = [abs(each.seconds / case.seconds - 1) for each, case in zip(predicted, found, strict=True) if not isinstance(each, str)]
+    assert len(off) == 8 and sum(off) / len(off) < 0.04
+
+
+def test_fewer_than_one_in_a_hundred_plans_that_ran_are_refused() -> None:
+    assert sum(memory.refused for memory in core().memory) <= 0.01 * sum(memory.ran for memory in core().memory)
+
+
+def test_every_row_is_predicted_or_has_a_reason() -> None:
+    rows = [row for row in measurements() if row.text("core") == "1"]
+    left = sum(count for _, _, count in core().left)
+    found = {family.name: family for family in core().families}
+    assert left < 0.4 * len(rows) and all(reason for _, reason, _ in core().left)
+    assert found["mosaic-a100-40"].rows == 51
+
+
+def row(**cells: str) -> Row:
+    """A row of a plain GPT under Megatron-LM, with changes."""
+    given = {
+        "system": "Megatron-LM",
+        "model": "GPT",
+        "layers": "4",
+        "hidden": "1024",
+        "heads": "16",
+        "vocab": "51200",
+        "seq": "1024",
+        "gpu": "A100",
+        "gpu_mem_gb": "80",
+        "gpus": "8",
+        "gpus_per_node": "8",
+        "tp": "2",
+        "pp": "2",
+        "dp": "2",
+        "zero_stage": "0",
+        "micro_batch": "1",
+        "global_batch": "16",
+        "prec_class": "fp16",
+        "mlp_type": "gelu",
+        "status": "ok",
+        "step_time_s": "1.0",
+        "activation_ckpt": "none",
+    }
+    return Row({**given, **cells})
+
+
+def test_a_row_becomes_the_plan_that_it_states() -> None:
+    case = case_of(row(activation_ckpt="full", vpp="2"))
+    assert not isinstance(case, str)
+    assert [plan.name for plan in case.plans] == ["dp2.tp2.pp2.interleaved2.rc-layer"]
+    assert case.job.cluster.groups[0].device.name == "a100-80gb"
+
+
+def test_what_a_source_leaves_out_is_the_fastest_plan_that_fits() -> None:
+    case = case_of(row(system="Megatron-Core 0.8", activation_ckpt="", prec_class="bf16"))
+    assert not isinstance(case, str)
+    assert len(case.plans) > 3
+    chosen = predict(case)
+    assert not isinstance(chosen, str)
+    assert "rc" not in chosen.plan.name
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"system": "Someone's trainer"}, "framework unknown"),
+        ({"task": "q-lora"}, "adapters or single layers are not modelled"),
+        ({"layers": ""}, "the source does not state the model"),
+        ({"micro_batch": "", "global_batch": ""}, "the source states no batch"),
+        ({"gpu": "TPUx"}, "not a plan of ours: device tpux with 80 GB is not in the catalog"),
+        ({"dp": "3"}, "no plan of ours with these degrees"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_says_why(change: dict[str, str], reason: str) -> None:
+    assert case_of(row(**change)) == reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "meter"),
+    [
+        ("rank-0 peak GiB", Meter.first),
+        ("torch allocated_bytes peak on the LAST rank, GiB", Meter.last),
+        ("max_reserved GiB, max over ranks", Meter.reserved),
+        ("nvidia-smi GB", Meter.device),
+        ("peak allocated GB (torch), hot rank", Meter.fullest),
+    ],
+)
+def test_a_meter_is_read_from_what_the_source_says(kind: str, meter: Meter) -> None:
+    case = case_of(row(mem_kind=kind, mem_gb="10"))
+    assert not isinstance(case, str) and case.meter == meter
+
+
+def test_stages_by_flops_leave_the_head_room() -> None:
+    assert balanced(row(layers="28", hidden="3072", ffn="8192", vocab="131072"), 4) == (8, 8, 8, 4)
+
+
+def test_errors_are_medians_of_sizes_and_keep_their_sign() -> None:
+    assert errors([-0.1, -0.3, 0.2]) == pytest.approx((3, 0.2, 0.28, -0.1))
+
+
+def test_a_table_of_ones_own_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "mine.csv"
+    cells = row(family="mine").cells
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(cells))
+        writer.writeheader()
+        writer.writerow(cells)
+    assert main(["validate", "--table", str(table), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["families"][0]["name"] == "mine" and found["families"][0]["time"]["rows"] == 1
+
+
+def test_an_unknown_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "nobody"]) == 2
+    assert "no row of the published table has 'nobody' in its family" in capsys.readouterr().err
+
+
+def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        measurements(tmp_path / "none.csv")
+
+
+if __name__ == "__main__":
+    before = json.loads(FROZEN.read_text(encoding="utf-8")) if FROZEN.exists() else {}
+    after = now()
+    larger = {name: (before[name], value) for name, value in after.items() if value > before.get(name, value) + NOISE}
+    if larger and "--larger" not in sys.argv:
+        sys.exit("larger than before: " + json.dumps(larger, indent=2))
+    FROZEN.write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")
