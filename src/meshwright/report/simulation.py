@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from meshwright.base.units import show_seconds
+from meshwright.base.units import show_bytes, show_seconds
 from meshwright.report.plans import question_text
 from meshwright.report.text import columns, folded
 from meshwright.simulate.fleet import Cell, Outcome, Shares, spares_for
@@ -41,9 +41,18 @@ def simulation_text(simulation: Simulation) -> str:
         *(folded(line) for line in stretch_words(simulation.stretch)),
         "",
         rank_table(simulation),
-        *(f"note: {text}" for text in simulation.estimate.notes),
+        *(f"note: {text}" for text in notes(simulation)),
     ]
     return "\n".join(lines)
+
+
+def notes(simulation: Simulation) -> list[str]:
+    """What the estimate says of itself, and that the plan cannot run where it does not fit."""
+    estimate = simulation.estimate
+    short = (
+        f"the plan does not fit: {show_bytes(estimate.memory.reserved)} on the fullest rank of {show_bytes(simulation.job.cluster.memory)}"
+    )
+    return [*([] if estimate.fits else [short]), *estimate.notes]
 
 
 def count(number: int, one: str, several: str = "") -> str:
@@ -93,8 +102,9 @@ def stretch_words(run: Stretch) -> Iterable[str]:
 
 
 def rank_table(simulation: Simulation) -> str:
-    """One pipeline rank of one lane a line; lanes with faults first."""
-    shown = shown_ranks(simulation.ranks)
+    """One pipeline rank of one lane a line, lanes with faults first; times in one unit, so that they compare."""
+    unit, factor = ("seconds", 1.0) if simulation.seconds >= 1.0 else ("milliseconds", 1e3)
+    shown = shown_ranks(simulation)
     least = SHOWN * simulation.seconds
     reasons = [reason for reason in REASONS if any(time.waiting.get(reason, 0.0) > least for time in simulation.ranks)]
     rows = [("rank", "of", "like it", "computes", *(SHORT[reason] for reason in reasons), "idle")]
@@ -104,13 +114,13 @@ def rank_table(simulation: Simulation) -> str:
                 f"{time.rank}{' *' if time.faulty else ''}",
                 f"pp {time.pipeline_rank}",
                 f"{time.replicas:,}",
-                show_seconds(time.compute + time.update),
-                *(show_seconds(seconds) if (seconds := time.waiting.get(reason, 0.0)) > least else "-" for reason in reasons),
+                f"{factor * (time.compute + time.update):.3f}",
+                *(f"{factor * seconds:.3f}" if (seconds := time.waiting.get(reason, 0.0)) > least else "-" for reason in reasons),
                 f"{time.idle / simulation.seconds:.1%}",
             )
         )
     left_out = len(simulation.ranks) - len(shown)
-    lines = [columns(rows)]
+    lines = [f"{unit} that ranks compute and wait, by what for", columns(rows)]
     if any(time.faulty for time in shown):
         lines.append("* has a fault")
     if left_out:
@@ -118,13 +128,16 @@ def rank_table(simulation: Simulation) -> str:
     return "\n".join(lines)
 
 
-def shown_ranks(ranks: Sequence[RankTime]) -> list[RankTime]:
-    """At most ROWS: those with faults, then the first ones and the last."""
-    if len(ranks) <= ROWS:
-        return list(ranks)
-    first = [time for time in ranks if time.faulty][: ROWS // 2]
-    others = [time for time in ranks if time not in first]
-    return [*first, *others[: ROWS - len(first) - 1], others[-1]]
+def shown_ranks(simulation: Simulation) -> list[RankTime]:
+    """At most ROWS, or two of each lane: of every lane those with faults, its first ranks and its last."""
+    width = simulation.plan.pp
+    lanes = [simulation.ranks[at : at + width] for at in range(0, len(simulation.ranks), width)]
+    room = max(ROWS // len(lanes), 2)
+    shown: list[RankTime] = []
+    for lane in lanes:
+        wanted = sorted(lane, key=lambda time: (not time.faulty, time is not lane[-1], time.pipeline_rank))[:room]
+        shown += sorted(wanted, key=lambda time: time.pipeline_rank)
+    return shown
 
 
 def simulation_data(simulation: Simulation) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from meshwright.simulate.durations import durations
 from meshwright.simulate.fleet import Policy
 from meshwright.simulate.lanes import Lane, lanes, rank_at, tier
 from meshwright.simulate.network import Tier
-from meshwright.simulate.step import END, REASONS, Cell, Line, Play, Player
+from meshwright.simulate.step import REASONS, Cell, Line, Play, Player
 from meshwright.simulate.stretch import Stretch, stretch
 from meshwright.spec.cluster import Link
 from meshwright.spec.estimate import Estimate
@@ -71,10 +71,6 @@ class Simulation:
     def tokens_per_second(self) -> float:
         return self.job.workload.tokens / self.seconds
 
-    def idle(self, pipeline_rank: int) -> float:
-        """Share of the step in which the slowest lane's pipeline rank computes nothing."""
-        return next(time.idle for time in self.ranks if time.pipeline_rank == pipeline_rank) / self.seconds
-
 
 def simulate(
     job: Job, plan: Plan | str, faults: Faults | None = None, steps: int = 0, every: int = EVERY, policy: Policy = USUAL
@@ -126,6 +122,3 @@ def rank_time(cell: Cell) -> RankTime:
     lane: Lane = cell.lane
     faulty = any(mark.pp == cell.pp for mark in lane.marks)
     return RankTime(lane.ranks[cell.pp], cell.pp, lane.replicas, cell.busy, cell.update, waiting, faulty)
-
-
-__all__ = ["END", "RankTime", "Simulation", "simulate"]
