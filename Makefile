@@ -43,6 +43,7 @@ bench: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/refresh.py
+	$(BIN)/python docs/page_check.py --pictures
 	$(PYTEST) tests/unit/test_docs.py
 
 gpu-check: $(READY)

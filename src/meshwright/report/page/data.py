@@ -24,7 +24,7 @@ from meshwright.words.say import TABLES, name, say
 DIGITS = 11
 STAGES = 8
 CHARTS = 300_000
-"""Characters that all charts take at most: those of the question first, then the first plan of each setting."""
+"""Characters that all charts take at most: those of the question first, then the first plan of each setting, then the best of each family."""
 MEMORY = tuple(Memory.model_fields)
 TIME = tuple(Time.model_fields)
 
@@ -45,7 +45,7 @@ def page_data(found: Grid, command: Sequence[str], cluster: str | None) -> dict[
             "devices": [axis.devices for axis in axes.clusters],
             "batch": axes.batches,
             "sequence": axes.sequences,
-            "memory": axes.memories,
+            "memory": [int(memory) if memory.is_integer() else memory for memory in axes.memories],
         },
         "here": axes.here,
         "keys": {"memory": MEMORY, "time": TIME},
@@ -110,12 +110,14 @@ def ranks_of(estimate: Estimate) -> tuple[list[int], int]:
 def charts(found: Grid) -> dict[str, Any]:
     """Charts by place of the point and name of the plan."""
     home = found.points.index(found.base)
+    places = sorted(range(len(found.points)), key=lambda at: at != home)
     wanted = [(home, priced.plan) for standing in found.base.standings for priced in standing.ranked]
-    wanted += [(at, standing.ranked[0].plan) for at, point in enumerate(found.points) for standing in point.standings if standing.ranked]
+    wanted += [(at, standing.ranked[0].plan) for at in places for standing in found.points[at].standings if standing.ranked]
+    wanted += [(at, priced.plan) for at in places for standing in found.points[at].standings for _, priced in standing.families]
     pricers: dict[int, Pricer] = {}
     drawn: dict[str, Any] = {}
     room = CHARTS
-    for at, plan in dict.fromkeys(wanted):
+    for at, plan in (each for each in dict.fromkeys(wanted) if each[1].pp > 1):
         pricer = pricers.setdefault(at, Pricer(found.points[at].job))
         one = chart(pricer, plan)
         one["seconds"] = short(one["seconds"])

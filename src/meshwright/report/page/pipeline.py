@@ -50,16 +50,17 @@ def chart(pricer: Pricer, plan: Plan) -> dict[str, Any]:
     shown = ranks_shown(plan.pp, ACTIONS // (2 * plan.virtual_stages * count))
     found = played(pricer, plan, count)
     scale = UNITS / found.makespan
-    rows = [row(found.spans[rank], plan.pp, scale) for rank in shown]
+    rows = [row(found.spans[rank], scale) for rank in shown]
     return {"of": whole, "count": count, "turns": plan.virtual_stages, "seconds": found.makespan, "ranks": shown, "rows": rows}
 
 
-def row(spans: Sequence[Span], pp: int, scale: float) -> list[int]:
+def row(spans: Sequence[Span], scale: float) -> list[int]:
     """Kind, turn, micro-batch, idle units before it and units that it takes, of one action after the other."""
     found, now = [], 0
+    own = sorted({span.action.stage for span in spans})
     for (kind, stage, micro_batch), start, end in spans:
         begins, ends = round(start * scale), round(end * scale)
-        found += [KINDS.index(kind), stage // pp, micro_batch, begins - now, ends - begins]
+        found += [KINDS.index(kind), own.index(stage), micro_batch, begins - now, ends - begins]
         now = ends
     return found
 

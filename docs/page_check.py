@@ -1,0 +1,168 @@
+"""Opens a page of `meshwright plan --page` in a headless Chromium and holds what it shows to what Python says: tables, address, command, no errors,
+first paint. `make docs` runs it where a browser is installed; elsewhere it says so and does nothing.
+
+python docs/page_check.py                 # check
+python docs/page_check.py --pictures      # also write the pictures of the documentation, docs/pictures/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.units import show_bytes, show_seconds
+from meshwright.cli.main import main as command
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PICTURES = Path(__file__).parent / "pictures"
+ASKED = ["plan", "--model", "llama2-7b", "--cluster", "2x8:a100-80gb", "--batch", "128", "--seq", "4096"]
+PICTURED = "dp4.pp4.interleaved8"
+"""The plan whose bars the pictures show."""
+WIDE, NARROW = (1280, 1000), (390, 844)
+PAINT = 1.0
+"""Seconds until the first paint, at most."""
+WATCH = """<script>
+addEventListener("error", event => { document.body.dataset.error = event.message })
+new PerformanceObserver(seen => seen.getEntries().forEach(paint => console.log(`${paint.name} ${paint.startTime} ms`))).observe({ type: "paint", buffered: true })
+setTimeout(() => { document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth }, 400)
+</script>"""
+
+
+class Cells(HTMLParser):
+    """The rows of the table of plans, the command, what the page noticed of itself, and addresses that it would ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.command = ""
+        self.body: dict[str, str | None] = {}
+        self.where: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        if tag == "body":
+            self.body = given
+        if tag in ("table", "code") and "id" in given:
+            self.where.append(given["id"] or "")
+        if tag == "tr" and "data-plan" in given:
+            self.rows.append([])
+        if tag == "td" and self.rows and self.where[-1:] == ["ranked"]:
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "table" or (tag == "code" and self.where[-1:] == ["words"]):
+            self.where.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.where[-1:] == ["ranked"] and self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+        if self.where[-1:] == ["words"]:
+            self.command += data
+
+
+def browse(browser: str, page: Path, state: str, *options: str, size: tuple[int, int] = WIDE) -> str:
+    """What the browser prints of `page` in a state of its address."""
+    with tempfile.TemporaryDirectory() as profile:
+        words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+        words += [f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", *(options or ("--dump-dom",))]
+        done = subprocess.run([*words, f"{page.as_uri()}#{state}"], capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout + "".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def first_paint(browser: str, page: Path) -> float:
+    """Seconds until something is seen, by the browser's own clock."""
+    logging = ("--enable-logging=stderr", f"--screenshot={page.with_suffix('.png')}", "--timeout=3000")
+    found = re.search(r"first-contentful-paint ([\d.]+) ms", browse(browser, page, "", *logging))
+    return float(found[1]) / 1e3 if found else float("inf")
+
+
+def look(browser: str, page: Path, state: str, size: tuple[int, int] = WIDE) -> Cells:
+    """What a person sees."""
+    cells = Cells()
+    cells.feed(browse(browser, page, state, "--dump-dom", "--virtual-time-budget=2000", size=size))
+    return cells
+
+
+def answer(words: list[str]) -> dict[str, Any]:
+    """What the command prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+        code = command([*words, "--json", "--top", "8"])
+    return dict(json.loads(out.getvalue())) if code == 0 else {"plans": []}
+
+
+def wrong(browser: str, page: Path, state: str, size: tuple[int, int]) -> Iterator[str]:
+    """What the page shows in a state and should not, or does not and should."""
+    cells = look(browser, page, state, size)
+    noticed = cells.body
+    if noticed.get("data-error"):
+        yield f"script: {noticed['data-error']}"
+    if int(noticed.get("data-wide") or 0) > 0:
+        yield f"{noticed['data-wide']} pixels wider than a window of {size[0]}"
+    print(f"  {state or 'the question'}: {len(cells.rows)} plans, {cells.command}")
+    expected = answer(shlex.split(cells.command)[1:])["plans"]
+    if len(cells.rows) != len(expected):
+        yield f"{len(cells.rows)} plans, the command says {len(expected)}"
+    for row, entry in zip(cells.rows, expected, strict=False):
+        priced = entry["estimate"]
+        shown = [row[0].removesuffix("\u25cb"), row[1], row[3], row[4], row[5]]
+        said = [
+            entry["name"],
+            show_seconds(priced["time"]["step"]),
+            f"{priced['tokens_per_second']:,.0f}",
+            f"{priced['mfu']:.1%}",
+            show_bytes(priced["memory"]["reserved"]),
+        ]
+        if shown != said:
+            yield f"shows {shown}, the command says {said}"
+
+
+def states(data: dict[str, Any]) -> list[tuple[str, tuple[int, int]]]:
+    """The question, and each slider at both of its ends, in several dresses."""
+    dresses = ["", "&lang=zh", "&theme=dark", "&theme=dark&lang=zh"]
+    found = [("", WIDE), ("lang=zh", NARROW)]
+    for at, (name, stops) in enumerate(data["axes"].items()):
+        found += [(f"{name}={stop}{dresses[at]}", NARROW if at % 2 else WIDE) for stop in {stops[0], stops[-1]}]
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        print(f"no browser is installed ({', '.join(BROWSERS)}): the page was not looked at")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        page, watched = Path(folder) / "page.html", Path(folder) / "watched.html"
+        if command([*ASKED, "--page", str(page), "--lang", "en", "--top", "1"]):
+            return 1
+        text = page.read_text(encoding="utf-8")
+        watched.write_text(text.replace("</head>", WATCH + "</head>", 1), encoding="utf-8")
+        found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+        assert found is not None
+        faults = [f"{state}: {fault}" for state, size in states(json.loads(found[1])) for fault in wrong(browser, watched, state, size)]
+        paint = first_paint(browser, watched)
+        print(f"  {page.stat().st_size:,} bytes, first paint after {paint:.2f} s")
+        faults += [f"first paint after {paint:.2f} s, at most {PAINT} s"] if paint > PAINT else []
+        if "--pictures" in arguments:
+            PICTURES.mkdir(exist_ok=True)
+            for language in ("en", "zh"):
+                screen = f"--screenshot={PICTURES / f'plan-page-{language}.png'}"
+                browse(
+                    browser, page, f"plan={PICTURED}&lang={language}&theme=light", screen, "--virtual-time-budget=2000", size=(1180, 1460)
+                )
+    print("\n".join(faults) or "the page shows what the commands say")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
