@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+from functools import partial
 from typing import Any
 
 import pytest
@@ -174,6 +175,18 @@ def test_a_model_without_blocks_is_found_child_by_child_and_stays_whole() -> Non
     assert (first.flops, second.flops) == (2 * 8 * 32, 2 * 32 * 8)
     assert (first.saved_whole, first.fixed_whole) == (8 + 32, 32)  # the features, relu's result, a mask of one byte
     assert (second.saved_whole, second.fixed_whole) == (32, 4 * 8 + 10)  # dropout's result, what the loss keeps
+
+
+def test_dropout_costs_its_masks_and_leaves_attention_fused() -> None:
+    def make(dropout: float) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(64, 4, 160, dropout, batch_first=True)
+        return nn.Sequential(nn.Embedding(96, 64), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(64, 96))
+
+    dry, wet = (by_name(describe(partial(make, dropout), SEQUENCE))["block"] for dropout in (0.0, 0.1))
+    masks = 64 + 160 + 64
+    assert wet.fixed_whole + wet.fixed_split == dry.fixed_whole + dry.fixed_split + masks
+    assert wet.saved_whole + wet.saved_split == dry.saved_whole + dry.saved_split + 160  # relu's result and what dropout makes of it
+    assert wet.query_width == dry.query_width == 64
 
 
 def test_a_live_model_stays_as_it_is() -> None:

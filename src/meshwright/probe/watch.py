@@ -33,6 +33,9 @@ from meshwright.probe.attention import attention
 from meshwright.probe.work import FUSED, cost, name_of
 
 STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"})
+MULTI_HEAD_DROPOUT = 10
+"""Place of `dropout_p` among the arguments of `multi_head_attention_forward`."""
+
 STATISTIC = 4
 """Bytes of a mean or 1/std on a device, whatever the type of the input."""
 
@@ -228,6 +231,8 @@ class _Functions(TorchFunctionMode):
             return attention(*args, **kwargs)
         if function is F.dropout:
             return _dropout(*args, **kwargs)
+        if function is F.multi_head_attention_forward:  # what it calls in turn does not come by here
+            args = (*args[:MULTI_HEAD_DROPOUT], 0.0, *args[MULTI_HEAD_DROPOUT + 1 :])
         if function is torch.cat and len(args[0]) == 2 and args[0][0].numel() == 0:
             return args[0][1]
         return function(*args, **kwargs)
