@@ -10,6 +10,7 @@ from meshwright.report.text import columns, columns_of, folded
 from meshwright.spec.estimate import Estimate, Memory, Time
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
+from meshwright.spec.runs import missing, runs
 from meshwright.words.say import Sentence, name, say, tell
 from meshwright.words.verdict import verdict
 
@@ -37,12 +38,28 @@ def question_text(job: Job, language: str = "en") -> str:
 def answer_text(job: Job, answer: Answer, why: Sequence[Sentence], language: str = "en") -> str:
     """The ranked plans, why the first one, and what was rejected for what reason."""
     ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans], language)
+    ranked += "".join(f"\n{folded(say(remark, language), WIDTH)}" for remark in not_run(answer))
     tally = tell("answer.considered", count=answer.considered, seconds=answer.seconds)
     lines = [say(tell("answer.rejected", tally=tally) if answer.rejected else tally, language)]
     if answer.rejected:
         found = [(f"{say(name('reason', entry.reason), language)} ({entry.example})", f"{entry.count:,}") for entry in answer.rejected]
-        lines.append(columns([(clip(text, WIDTH - 14), count) for text, count in found], "  "))
-    return "\n\n".join([question_text(job, language), ranked, told(why, language), "\n".join(lines)])
+        room = WIDTH - 4 - max(len(count) for _, count in found)
+        lines.append(columns([(clip(text, room), count) for text, count in found], "  "))
+    said = told([*why, *(tell("estimate.note", note=note) for note in answer.chosen.estimate.notes)], language)
+    return "\n\n".join([question_text(job, language), ranked, said, "\n".join(lines)])
+
+
+def not_run(answer: Answer) -> list[Sentence]:
+    """Which of the plans only are planned, and the first that this version runs."""
+    if all(entry.runs for entry in answer.plans):
+        return []
+    able = [(entry.estimate.time.step, entry.plan) for entry in answer.plans if entry.runs]
+    able += [(family.seconds, family.plan) for family in answer.families if family.fits and runs(family.plan)]
+    values = {"parts": ", ".join(dict.fromkeys(part for entry in answer.plans for part in missing(entry.plan)))}
+    if not able or answer.chosen.runs:
+        return [tell("answer.planned", **values)]
+    seconds, plan = min(able, key=lambda it: it[0])
+    return [tell("answer.runs", **values, plan=plan.name, share=seconds / answer.chosen.estimate.time.step - 1.0)]
 
 
 def told(said: Sequence[Sentence], language: str = "en") -> str:
@@ -57,8 +74,8 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
         time = estimate.time
         rows.append(
             [
-                clip(plan.name, 37),
-                show_seconds(time.step),
+                clip(plan.name, 33) + ("" if runs(plan) else " *"),
+                show_step(time.step),
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.mfu:.1%}",
                 show_bytes(estimate.memory.total),
@@ -69,6 +86,15 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
             ]
         )
     return columns(rows)
+
+
+def show_step(seconds: float) -> str:
+    """A step beside others: in seconds as long as that has a digit behind the point.
+
+    >>> show_step(75.26), show_step(0.5), show_step(4200.0)
+    ('75.3 s', '500.0 ms', '1 h 10 min')
+    """
+    return f"{seconds:.1f} s" if 60.0 <= seconds < 1000.0 else show_seconds(seconds)
 
 
 def label(word: str, language: str) -> str:
@@ -130,8 +156,8 @@ def clip(text: str, width: int) -> str:
 
 
 def entry_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:
-    """ENTRY of the JSON: name, plan, estimate. Bytes and seconds."""
-    return {"name": plan.name, "plan": plan.model_dump(mode="json"), "estimate": estimate.model_dump(mode="json")}
+    """ENTRY of the JSON: name, plan, estimate, whether this version runs it. Bytes and seconds."""
+    return {"name": plan.name, "plan": plan.model_dump(mode="json"), "estimate": estimate.model_dump(mode="json"), "runs": runs(plan)}
 
 
 def answer_data(job: Job, answer: Answer) -> dict[str, Any]:

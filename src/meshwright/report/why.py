@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.base.units import show_bytes, show_seconds
-from meshwright.report.plans import WIDTH, clip, entry_data, label
+from meshwright.report.plans import WIDTH, clip, entry_data, label, show_step
 from meshwright.report.text import columns, folded, whole_parts
 from meshwright.spec.estimate import Estimate
 from meshwright.words.say import name, say, tell
@@ -96,7 +96,7 @@ def families_text(answer: Answer, families: Sequence[Against], language: str = "
                 say(family_name(found.asked), language),
                 clip(found.plan.name, 26),
                 label(str(priced.verdict), language),
-                show_seconds(priced.time.step) if fits else show_bytes(priced.memory.reserved),
+                show_step(priced.time.step) if fits else show_bytes(priced.memory.reserved),
                 f"{priced.time.step / step - 1.0:+.0%}" if fits else "-",
                 f"{say(name('time', most.name), language)} +{show_seconds(most.seconds)}" if fits and most and most.seconds > 0 else "-",
             ]

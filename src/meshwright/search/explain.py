@@ -43,13 +43,11 @@ def family_name(words: str) -> Sentence:
 
 def _chosen(answer: Answer) -> Sentence:
     chosen = answer.chosen
-    refused = sum(rejection.count for rejection in answer.rejected)
     return tell(
         "why.chosen",
         plan=chosen.name,
         step=chosen.estimate.time.step,
         rate=chosen.estimate.tokens_per_second,
-        fitting=answer.considered - refused,
         considered=answer.considered,
     )
 
@@ -57,12 +55,15 @@ def _chosen(answer: Answer) -> Sentence:
 def _passed(job: Job, answer: Answer) -> list[Sentence]:
     """The fastest tight plan that the chosen one was put before."""
     step = answer.chosen.estimate.time.step
-    faster = [family for family in answer.families if family.fits and family.seconds < step]
-    if not faster or answer.chosen.estimate.verdict == Fits.tight:
+    known = [(entry.estimate.time.step, entry.plan) for entry in answer.plans]
+    known += [(family.seconds, family.plan) for family in answer.families if family.fits]
+    seconds, plan = min(known, key=lambda it: it[0])
+    if seconds >= step or answer.chosen.estimate.verdict != Fits.fits:
         return []
-    best = min(faster, key=lambda family: family.seconds)
-    priced = estimate(job, best.plan)
-    return [tell("why.passed", plan=best.plan.name, share=step / best.seconds - 1.0, verdict=verdict(priced), gain=TIGHT_GAIN)]
+    priced = estimate(job, plan)
+    if priced.verdict != Fits.tight:
+        return []
+    return [tell("why.passed", plan=plan.name, share=step / seconds - 1.0, verdict=verdict(priced), gain=TIGHT_GAIN)]
 
 
 def _where(answer: Answer) -> Sentence:

@@ -7,20 +7,29 @@ ZeRO stage and a smaller micro-batch need no trying: without a pin on them every
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count, islice
 from math import ceil
 
 from meshwright.base.errors import InputError, NothingFits
+from meshwright.base.units import parse_quantity
+from meshwright.catalog import read as catalog
 from meshwright.cost.constants import USABLE
 from meshwright.cost.step import estimate_of
 from meshwright.search.survey import Candidate, Survey, survey
 from meshwright.search.why_not import illegal
 from meshwright.spec.job import Job
+from meshwright.spec.precision import recipe
 from meshwright.words.say import Sentence, say, tell
 from meshwright.words.verdict import largest_kind
 
-MULTIPLES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+TRIED = 6
+"""Numbers of nodes that are tried, from the first that could hold the states."""
 PARTS = (2, 4, 8, 16)
+LARGER = 4.0
+"""Devices with more than so many times the memory are named only when nothing else helps."""
 GIB = 2.0**30
+LEAN = {"micro_batch": 1, "recompute": "layer", "schedule": "1f1b"}
+"""What takes least memory, whatever else a plan has: fewer sequences, fewer activations, fewer micro-batches in flight."""
 
 
 class NoPlanFits(NothingFits):
@@ -53,7 +62,7 @@ def nothing_fits(found: Survey) -> NothingFits | InputError:
             memory=found.pricer.setting.device.memory,
             kind=kind,
             size=size,
-            ways=tuple(ways(job, candidate)),
+            ways=tuple(ways(job, candidate, found.space.runnable)),
         )
     )
 
@@ -63,25 +72,43 @@ def nearest(found: Survey) -> Candidate | None:
     return min(found.ranking.nearest.values(), key=lambda it: it.reserved, default=None)
 
 
-def ways(job: Job, candidate: Candidate) -> Iterator[Sentence]:
+def ways(job: Job, candidate: Candidate, runnable: bool = False) -> Iterator[Sentence]:
     """The smallest change of each kind with which a plan fits."""
+    found = 0
     for kind in (pins_less, more_nodes, shorter):
         for key, values, changed in kind(job):
-            best = fastest(changed)
+            best = fastest(changed, runnable)
             if best is not None:
                 yield tell(key, **values, plan=best.plan.name, seconds=best.seconds)
+                found += 1
                 break
     memory = ceil(candidate.reserved / USABLE / GIB) * GIB
-    yield tell("near.memory", memory=memory, plan=candidate.plan.name)
+    if not found or memory <= LARGER * job.cluster.memory:
+        device = device_of(memory, job.cluster.groups[0].link.name)
+        yield tell("near.device" if device else "near.memory", memory=memory, device=device, plan=candidate.plan.name)
 
 
-def fastest(job: Job) -> Candidate | None:
+def device_of(memory: float, link: str) -> str:
+    """The device of the catalog with the least memory that is enough, of the same make by its link; empty when none has."""
+    make = link.rstrip("0123456789")
+    rows = {name: row for name, row in catalog.devices().items() if row["link"]["name"].rstrip("0123456789") == make and name != "cpu"}
+    sizes = {name: parse_quantity(row["memory"], "B") for name, row in rows.items()}
+    return min((name for name, size in sizes.items() if size >= memory), key=lambda name: sizes[name], default="")
+
+
+def fastest(job: Job, runnable: bool = False) -> Candidate | None:
     """The best plan that fits; None where none does, or none is legal."""
     try:
-        best = survey(job, 1).ranking.best
+        leanest = survey(lean(job), 1, runnable=runnable).ranking
+        best = survey(job, 1, runnable=runnable).ranking.best if leanest.best or not leanest.nearest else []
     except InputError:
         return None
     return best[0] if best else None
+
+
+def lean(job: Job) -> Job:
+    """The same with only the plans that need least memory: where none of them fits, the others need no pricing."""
+    return job.but(pins={**LEAN, **job.pins}) if not job.pins.keys() & {"schedule", "virtual_stages", "layers_per_stage"} else job
 
 
 Change = tuple[str, dict[str, object], Job]
@@ -100,7 +127,9 @@ def pins_less(job: Job) -> Iterator[Change]:
 def more_nodes(job: Job) -> Iterator[Change]:
     """More nodes of the same kinds; pins hold, but for the replicas, which more devices need more of."""
     pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
-    for times in MULTIPLES:
+    states = recipe(job.workload.precision).bytes_per_parameter(job.workload.optimizer.states) * job.model.parameters
+    least = states / (job.cluster.memory * job.cluster.devices)
+    for times in islice((times for times in multiples() if times >= least), TRIED):
         groups = tuple(group.but(nodes=group.nodes * times) for group in job.cluster.groups)
         cluster = job.cluster.but(groups=groups)
         yield (
@@ -108,6 +137,13 @@ def more_nodes(job: Job) -> Iterator[Change]:
             {"nodes": sum(group.nodes for group in groups), "devices": cluster.devices},
             job.but(cluster=cluster, pins=pins),
         )
+
+
+def multiples() -> Iterator[int]:
+    """2, 3, 4, 6, 8, 12, 16, ...: halves and doubles, which degrees divide."""
+    for power in count(1):
+        yield 2**power
+        yield 3 * 2 ** (power - 1)
 
 
 def shorter(job: Job) -> Iterator[Change]:
