@@ -55,6 +55,7 @@ def core_cluster(name: str, ranks: int, cores: int, memory: float) -> Cluster:
         bandwidth=parse_quantity(row["bandwidth"], "B/s") * share,
         peak={kind: parse_quantity(rate, "FLOP/s") * share for kind, rate in row["peak"].items()},
         efficiency=row["efficiency"],
+        sustained=row["sustained"],
         source=row["source"],
     )
     base = build(Link, row["link"], "device cpu.link")
