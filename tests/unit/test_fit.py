@@ -103,7 +103,7 @@ def test_the_chart_fits_100_columns_in_both_languages(asked: list[str], language
 
 
 def test_200b_on_64_devices_as_pp4_tp2_dp8_does_not_fit_without_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["plan", "--model", "200b", "--cluster", "8x8:a100-80gb", "--batch", "512", "--seq", "2048", "--pin"]
+    ask = ["plan", "--runnable", "--model", "200b", "--cluster", "8x8:a100-80gb", "--batch", "512", "--seq", "2048", "--pin"]
     assert main([*ask, "pp=4,tp=2,dp=8,z=0"]) == 3
     said = capsys.readouterr().err
     assert "on rank 0 of 80.0 GiB; optimizer states are 28" in said and "without the pin zero=0 would fit (dp8.tp2.sp.pp4.z3" in said
@@ -115,7 +115,7 @@ def test_65b_does_not_fit_on_one_device_whatever_the_zero_stage(capsys: pytest.C
     """Without the host's memory: there, offload decides."""
     for stage in range(4):
         ask = ["--model", "llama-65b", "--cluster", "1x1:a100-80gb", "--batch", "64", "--seq", "2048"]
-        assert main(["plan", *ask, "--pin", f"z={stage},offload=[]"]) == 3
+        assert main(["plan", *ask, "--runnable", "--pin", f"z={stage}"]) == 3
         assert "needs 1.0" in capsys.readouterr().err
 
 
@@ -135,10 +135,10 @@ def test_an_improvement_is_measured_in_tokens_per_second() -> None:
     [["--model", "llama2-7b", "--cluster", "1x8:a100-80gb", "--batch", "64"], ["--model", "bert-base", "--cluster", "1x1:v100"], []],
 )
 def test_the_six_questions_are_answered_in_order(asked: list[str], language: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *asked, "--advice", "--lang", language]) == 0
+    assert main(["plan", *asked, "--advice", "--runnable", "--lang", language]) == 0
     out = capsys.readouterr().out
     assert [out.index(f"\n{number}. ") for number in range(1, 7)] == sorted(out.index(f"\n{number}. ") for number in range(1, 7))
     assert max(map(columns_of, out.splitlines())) <= WIDTH
-    assert main(["plan", *asked, "--advice", "--why", "--lang", language, "--json"]) == 0
+    assert main(["plan", *asked, "--advice", "--runnable", "--why", "--lang", language, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["advice"]) == 7 and all(found["outcome"] != "chosen" for found in data["families"])

@@ -88,11 +88,11 @@ def plan(
         raise error.said(language) from None
     question = narrowed(question, answer)
     if shown.why_not is not None:
-        _why_not(question, answer, shown.why_not, language, json)
+        _why_not(question, answer, shown.why_not, wanted.runnable, language, json)
     elif json:
-        say_json(_data(question, answer, language, shown))
+        say_json(_data(question, answer, wanted.runnable, language, shown))
     else:
-        _answer(question, answer, language, shown)
+        _answer(question, answer, wanted.runnable, language, shown)
     if shown.save is not None:
         shown.save.write_text(answer.plans[0].plan.to_json() + "\n", encoding="utf-8")
         note(f"{answer.plans[0].plan.name} is in {shown.save}; `--plan {shown.save}` uses it")
@@ -132,7 +132,7 @@ def _page(question: Job, answer: Answer, wanted: Wanted, asked: list[str], choic
     note(f"page: {path}, {show_bytes(len(text.encode()))}")
 
 
-def _answer(question: Job, answer: Answer, language: str, shown: Shown) -> None:
+def _answer(question: Job, answer: Answer, runnable: bool, language: str, shown: Shown) -> None:
     """The screen."""
     from meshwright.report.plans import answer_text
     from meshwright.search.explain import explain
@@ -142,7 +142,7 @@ def _answer(question: Job, answer: Answer, language: str, shown: Shown) -> None:
         from meshwright.report.plans import told
         from meshwright.search.advice import advise
 
-        say("\n" + told(advise(question, answer), language))
+        say("\n" + told(advise(question, answer, runnable), language))
     if shown.why:
         from meshwright.report.why import families_text
         from meshwright.search.why_not import families_against
@@ -150,7 +150,7 @@ def _answer(question: Job, answer: Answer, language: str, shown: Shown) -> None:
         say("\n" + families_text(answer, families_against(question, answer), language))
 
 
-def _data(question: Job, answer: Answer, language: str, shown: Shown) -> dict[str, Any]:
+def _data(question: Job, answer: Answer, runnable: bool, language: str, shown: Shown) -> dict[str, Any]:
     """The same as data: what was asked beside the plans has a key of its own."""
     from meshwright.report.plans import answer_data
 
@@ -164,11 +164,11 @@ def _data(question: Job, answer: Answer, language: str, shown: Shown) -> dict[st
         from meshwright.search.advice import advise
         from meshwright.words.say import say as said
 
-        data["advice"] = [said(sentence, language) for sentence in advise(question, answer)]
+        data["advice"] = [said(sentence, language) for sentence in advise(question, answer, runnable)]
     return data
 
 
-def _why_not(question: Job, answer: Answer, asked: str, language: str, json: bool) -> None:
+def _why_not(question: Job, answer: Answer, asked: str, runnable: bool, language: str, json: bool) -> None:
     """One plan, or the best of many, beside the chosen one."""
     from meshwright.base.errors import InputError
     from meshwright.intake.plans import parse_pins, read_plan
@@ -178,7 +178,7 @@ def _why_not(question: Job, answer: Answer, asked: str, language: str, json: boo
     wanted = parse_pins(asked) if "=" in asked else read_plan(asked)
     if wanted is None:
         raise InputError(f"--why-not {asked!r}: name a plan, such as dp8.tp2, or pins, such as tp=8,pp=8")
-    found = why_not(question, answer.chosen, asked, wanted)
+    found = why_not(question, answer.chosen, asked, wanted, runnable)
     if json:
         say_json(against_data(answer, found))
     else:

@@ -74,7 +74,7 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
         time = estimate.time
         rows.append(
             [
-                clip(plan.name, 33) + ("" if runs(plan) else " *"),
+                plan.name + ("" if runs(plan) else " *"),
                 show_step(time.step),
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.mfu:.1%}",
@@ -85,7 +85,19 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
                 share(exposed(time), time),
             ]
         )
-    return columns(rows)
+    return columns(cut_names(rows))
+
+
+def cut_names(rows: list[list[str]]) -> list[list[str]]:
+    """The same with names in the first column cut, so that the table fits; a mark behind a name stays."""
+    rest = sum(2 + max(columns_of(row[at]) for row in rows) for at in range(1, len(rows[0])))
+    room = WIDTH - rest
+
+    def cut(text: str) -> str:
+        mark = " *" if text.endswith(" *") and columns_of(text) > room else ""
+        return clip(text.removesuffix(mark), room - len(mark)) + mark
+
+    return [[cut(row[0]), *row[1:]] for row in rows]
 
 
 def show_step(seconds: float) -> str:

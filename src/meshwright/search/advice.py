@@ -25,16 +25,16 @@ FELT = 0.005
 """A change of speed below this share is none."""
 
 
-def advise(job: Job, answer: Answer) -> list[Sentence]:
+def advise(job: Job, answer: Answer, runnable: bool = False) -> list[Sentence]:
     """Six answers in order, then what would change them."""
     return [
         _size(job),
         _one_device(job),
         _links(job),
-        _speed_or_memory(job, answer),
+        _speed_or_memory(job, answer, runnable),
         _hybrid(job, answer),
-        _degrees(job, answer),
-        *_improve(job, answer),
+        _degrees(job, answer, runnable),
+        *_improve(job, answer, runnable),
     ]
 
 
@@ -87,10 +87,10 @@ def _links(job: Job) -> Sentence:
     return tell("advice.links.both", **inside, **between, times=group.link.bandwidth / network.bandwidth)
 
 
-def _speed_or_memory(job: Job, answer: Answer) -> Sentence:
+def _speed_or_memory(job: Job, answer: Answer, runnable: bool) -> Sentence:
     """Question 4: the chosen plan beside the one that needs least memory."""
     chosen = answer.chosen.estimate
-    found = survey(job, 1).ranking
+    found = survey(job, 1, runnable=runnable).ranking
     lean = min((it for it in (*found.nearest.values(), *found.families.values())), key=lambda it: (it.reserved, it.seconds))
     values = {
         "plan": answer.chosen.name,
@@ -127,32 +127,34 @@ def _lack(family: Family) -> Sentence:
     return tell("why.needs", family=family_name(family.name), reserved=family.reserved)
 
 
-def _degrees(job: Job, answer: Answer) -> Sentence:
+def _degrees(job: Job, answer: Answer, runnable: bool) -> Sentence:
     """Question 6: what other tensor and pipeline degrees would cost."""
     plan = answer.chosen.plan
-    return tell("advice.degrees", tp=plan.tp, pp=plan.pp, tensor=_others(job, answer, "tp"), pipeline=_others(job, answer, "pp"))
+    return tell(
+        "advice.degrees", tp=plan.tp, pp=plan.pp, tensor=_others(job, answer, "tp", runnable), pipeline=_others(job, answer, "pp", runnable)
+    )
 
 
-def _others(job: Job, answer: Answer, axis: str) -> tuple[Sentence, ...]:
+def _others(job: Job, answer: Answer, axis: str, runnable: bool) -> tuple[Sentence, ...]:
     """The next lower and higher degrees of an axis, each with what its best plan takes more, or that none fits."""
     chosen, step = getattr(answer.chosen.plan, axis), answer.chosen.estimate.time.step
     degrees = divisors(job.cluster.devices)
     at = degrees.index(chosen)
     near = [*degrees[max(at - NEIGHBOURS, 0) : at], *degrees[at + 1 : at + 1 + NEIGHBOURS]]
-    return tuple(_priced(axis, degree, job, step) for degree in near) or (tell("advice.no_other"),)
+    return tuple(_priced(axis, degree, job, step, runnable) for degree in near) or (tell("advice.no_other"),)
 
 
-def _priced(axis: str, degree: int, job: Job, step: float) -> Sentence:
-    best = fastest(job.but(pins={**{name: value for name, value in job.pins.items() if name != axis}, axis: degree}))
+def _priced(axis: str, degree: int, job: Job, step: float, runnable: bool) -> Sentence:
+    best = fastest(job.but(pins={**{name: value for name, value in job.pins.items() if name != axis}, axis: degree}), runnable)
     if best is None:
         return tell("advice.degree.none", axis=axis, degree=degree)
     share = _signed(best.seconds / step - 1.0)
     return tell("advice.degree.tight" if best.tight else "advice.degree", axis=axis, degree=degree, share=share)
 
 
-def _improve(job: Job, answer: Answer) -> Iterable[Sentence]:
+def _improve(job: Job, answer: Answer, runnable: bool) -> Iterable[Sentence]:
     """What each single improvement brings."""
-    found = improvements(job, answer.chosen.estimate.time.step)
+    found = improvements(job, answer.chosen.estimate.time.step, runnable)
     yield tell(
         "advice.improve",
         changes=tuple(

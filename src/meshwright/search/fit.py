@@ -31,8 +31,8 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "ZeRO-3": {"tp": 1, "pp": 1, "zero": 3},
     ANY: {"schedule": "1f1b"},
 }
-LEAST: Mapping[str, Any] = {"micro_batch": 1, "recompute": "layer", "cp": 1, "ep": 1, "offload": ()}
-"""Pins of every strategy: what takes least memory, and nothing in host memory."""
+LEAST: Mapping[str, Any] = {"micro_batch": 1, "recompute": "layer"}
+"""Pins of every strategy: what takes least memory. Plans are those that this version runs: nothing in host memory."""
 PRECISE = 1.01
 MOST_NODES = 4096
 
@@ -82,7 +82,7 @@ def question(strategy: str, model: ModelSpec, cluster: Cluster, workload: Worklo
 def holds(job: Job) -> Largest | None:
     """The plan of `job` that fits with a margin; None where none does."""
     try:
-        best = survey(job, 1).ranking.best
+        best = survey(job, 1, runnable=True).ranking.best
     except InputError:
         return None
     if not best or best[0].tight:

@@ -45,11 +45,11 @@ def improved(job: Job) -> Iterator[tuple[str, Job]]:
     yield "batch", job.but(workload=job.workload.but(batch=int(job.workload.batch * TIMES)))
 
 
-def improvements(job: Job, step: float) -> tuple[Improvement, ...]:
+def improvements(job: Job, step: float, runnable: bool = False) -> tuple[Improvement, ...]:
     """Every single change of a job whose best plan takes `step` seconds, the best first."""
     found = []
     for name, changed in improved(job):
-        best = fastest(changed)
+        best = fastest(changed, runnable)
         if best is not None:
             found.append(Improvement(name, step / best.seconds * (changed.workload.batch / job.workload.batch), best.plan.name))
     return tuple(sorted(found, key=lambda it: -it.speed))

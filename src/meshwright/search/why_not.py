@@ -91,7 +91,7 @@ def families_against(job: Job, answer: Answer) -> tuple[Against, ...]:
     )
 
 
-def why_not(job: Job, chosen: Entry, asked: str, wanted: Plan | Mapping[str, Any]) -> Against:
+def why_not(job: Job, chosen: Entry, asked: str, wanted: Plan | Mapping[str, Any], runnable: bool = False) -> Against:
     """`wanted`, a plan or pins that leave many, beside the chosen plan of `job`. Of many the best is taken, or the nearest where none fits."""
     if isinstance(wanted, Plan):
         broken = tuple(fault.message for fault in faults(job, wanted))
@@ -100,7 +100,7 @@ def why_not(job: Job, chosen: Entry, asked: str, wanted: Plan | Mapping[str, Any
         return against(asked, chosen, wanted, estimate(job, wanted))
     narrowed = job.but(pins={**job.pins, **wanted})
     try:
-        found = survey(narrowed, 1)
+        found = survey(narrowed, 1, runnable=runnable)
     except InputError as error:
         return Against(asked=asked, outcome=Outcome.illegal, faults=(str(error),))
     best = found.ranking.best[0] if found.ranking.best else min(found.ranking.nearest.values(), key=lambda it: it.reserved, default=None)
