@@ -1,4 +1,4 @@
-"""gloo's flat collectives beside the all-to-all forms that parallel/exchange.py uses on it: wall and CPU milliseconds per call.
+"""gloo's collectives, the all-to-all forms that parallel/exchange.py uses on it, and shared memory: wall and CPU milliseconds per call.
 
 python bench/exchange.py [MiB]
 """
@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel import exchange
+from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.shared import SWITCH
+from meshwright.spec.plan import Plan
 
 ROUNDS = 9
 
@@ -26,15 +29,26 @@ def measure(rank: int, ranks: int, port: int, mebibytes: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    group = dist.group.WORLD
-    full = torch.zeros(mebibytes * 2**18)
+    plan = Plan(tp=ranks)
+    shared = make_mesh(plan)
+    os.environ[SWITCH] = "0"
+    gloo = make_mesh(plan).world
+    assert shared.host is not None and gloo is not None and shared.world is not None
+    full, small = torch.zeros(mebibytes * 2**18), torch.zeros(64)
+    placed = shared.host.zeros(full.numel(), torch.float32)
     shard = torch.full((full.numel() // ranks,), float(rank))
     systems: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(full),
+        "256 bytes: all_reduce, gloo's": lambda: dist.all_reduce(small),
+        "256 bytes: all_reduce, shared": lambda: exchange.all_reduce(small, shared.world).wait(),
+        "all_reduce, gloo's": lambda: dist.all_reduce(full),
+        "all_reduce, shared": lambda: exchange.all_reduce(full, shared.world).wait(),
+        "all_reduce, in place": lambda: exchange.all_reduce(placed, shared.world).wait(),
         "reduce_scatter, gloo's": lambda: dist.reduce_scatter_tensor(shard, full),
-        "reduce_scatter, ours": lambda: exchange.reduce_scatter(full, shard, group).wait(),
+        "reduce_scatter, all-to-all": lambda: exchange.reduce_scatter(full, shard, gloo).wait(),
+        "reduce_scatter, in place": lambda: exchange.reduce_scatter(placed, shard, shared.world).wait(),
         "all_gather, gloo's": lambda: dist.all_gather_into_tensor(full, shard),
-        "all_gather, ours": lambda: exchange.all_gather(full, shard, group).wait(),
+        "all_gather, all-to-all": lambda: exchange.all_gather(full, shard, gloo).wait(),
+        "all_gather, shared": lambda: exchange.all_gather(full, shard, shared.world).wait(),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
     for _ in range(ROUNDS):  # interleaved, so that a busy moment of the machine meets all alike
@@ -47,7 +61,7 @@ def measure(rank: int, ranks: int, port: int, mebibytes: int) -> None:
         print(f"{ranks} ranks, {mebibytes} MiB, median of {ROUNDS}, rank 0")
         for name, pairs in times.items():
             wall, used = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
-            print(f"  {name:24s} {wall:7.1f} ms wall {used:7.1f} ms CPU")
+            print(f"  {name:30s} {wall:8.2f} ms wall {used:8.2f} ms CPU")
     dist.destroy_process_group()
 
 
