@@ -102,6 +102,9 @@ PIPELINING = 2.0
 """Of sqrt(wire x hops), what filling the pipeline of a collective costs with pieces of the best size: the theory's 2, which measured all-gathers of
 256 MiB on 8 to 128 H100 keep to within 15 % (Ultra-Scale playbook)."""
 
+START = 6e-6
+"""Seconds until a turn of a collective is under way: twice that and the hops make the 40 us of a small all-reduce over 8 devices, 17 over 2."""
+
 SWITCH_RANKS = 5
 """Ranks from which NCCL lets the switch add (NVLS): rings are quicker up to 4 (measured on H200 and B200)."""
 
