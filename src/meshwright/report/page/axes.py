@@ -20,7 +20,7 @@ GIB = 2.0**30
 SOLD = tuple(GIB * size for size in (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 192, 256))
 """Memory of a device."""
 
-SHAPES = ((5, 3, 3, 5), (3, 3, 3, 5), (3, 3, 2, 5), (3, 3, 2, 3), (3, 2, 2, 3), (2, 2, 2, 3), (2, 2, 1, 3))
+SHAPES = ((3, 3, 3, 5), (3, 3, 2, 5), (3, 3, 2, 3), (3, 2, 2, 3), (2, 2, 2, 3), (2, 2, 1, 3))
 """Stops of devices, batch, sequence and memory, the finest grid first."""
 BUDGET = 4.0
 """Seconds that a grid should take."""

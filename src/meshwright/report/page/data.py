@@ -1,6 +1,6 @@
-"""What a page embeds: the grid as compact JSON, numbers to eleven digits, names for all of it in both languages.
+"""What a page embeds: the grid as compact JSON, numbers to ten digits, names for all of it in both languages.
 
-`keys` names the columns of an entry's seconds and of its bytes, which are those of each of its `ranks`. Nothing is left to compute in the page
+`keys` names the columns of a plan, of its seconds and of its bytes. Nothing is left to compute in the page
 but shares and differences of what is there.
 """
 
@@ -21,20 +21,24 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.runs import missing
 from meshwright.words.say import TABLES, name, say
 
-DIGITS = 11
+DIGITS = 10
 STAGES = 8
+ROOM = 900_000
+"""Characters of the data, so that a page stays under a megabyte."""
 CHARTS = 300_000
-"""Characters that all charts take at most: those of the question first, then the first plan of each setting, then the best of each family."""
+"""Of them, what all charts take at most: those of the question first, then the first plan of each setting, then the best of each family."""
 MEMORY = tuple(Memory.model_fields)
 TIME = tuple(Time.model_fields)
+ENTRY = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes")
+"""A plan: seconds by kind, how many ranks there are, which are shown, which of these is fullest, their bytes by kind."""
 
 
 def page_data(found: Grid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
     """Everything that the page shows. `command` begins every command; `cluster` is what `--cluster` said, None when it could not have said it."""
     axes, job = found.axes, found.job
     families = sorted({family for point in found.points for standing in point.standings for family, _ in standing.families})
-    reasons = sorted({reason for point in found.points for reason, _, _ in point.rejected})
-    return {
+    reasons = sorted({reason for point in found.points for standing in point.standings for reason, _, _ in standing.rejected})
+    data = {
         "model": {"name": job.model.name, "parameters": job.model.parameters, "blocks": job.model.blocks, "hidden": job.model.hidden},
         "precision": job.workload.precision,
         "optimizer": job.workload.optimizer.name,
@@ -48,13 +52,13 @@ def page_data(found: Grid, command: Sequence[str], cluster: str | None) -> dict[
             "memory": [int(memory) if memory.is_integer() else memory for memory in axes.memories],
         },
         "here": axes.here,
-        "keys": {"memory": MEMORY, "time": TIME},
+        "keys": {"memory": MEMORY, "time": TIME, "entry": ENTRY},
         "families": families,
         "reasons": reasons,
         "words": {language: words(language, families, reasons) for language in TABLES},
         "points": [point_data(point, families, reasons, point is found.base) for point in found.points],
-        "charts": charts(found),
     }
+    return {**data, "charts": charts(found, min(CHARTS, ROOM - len(compact(data))))}
 
 
 def point_data(point: Point, families: Sequence[str], reasons: Sequence[str], whole: bool) -> dict[str, Any]:
@@ -63,10 +67,17 @@ def point_data(point: Point, families: Sequence[str], reasons: Sequence[str], wh
     first = {standing.ranked[0].plan for standing in point.standings if standing.ranked}
     plans: dict[Plan, Priced] = {priced.plan: priced for priced in shown}
     place = {plan: at for at, plan in enumerate(plans)}
+    examples = list(dict.fromkeys(example for standing in point.standings for _, _, example in standing.rejected))
     return {
         "plans": [entry_data(priced, whole or plan in first) for plan, priced in plans.items()],
-        "standings": [standing_data(standing, place, families) for standing in point.standings],
-        "rejected": [[reasons.index(reason), count, example] for reason, count, example in point.rejected],
+        "standings": [
+            {
+                **standing_data(standing, place, families),
+                "rejected": [[reasons.index(reason), count, examples.index(example)] for reason, count, example in standing.rejected],
+            }
+            for standing in point.standings
+        ],
+        "examples": examples,
         "considered": point.considered,
         "error": point.error,
     }
@@ -82,23 +93,26 @@ def standing_data(standing: Standing, place: Mapping[Plan, int], families: Seque
     }
 
 
-def entry_data(priced: Priced, whole: bool) -> dict[str, Any]:
-    """One plan with its price; without `whole` the memory of its fullest rank only."""
+def entry_data(priced: Priced, whole: bool) -> list[Any]:
+    """One plan with its price, in the order of ENTRY; without `whole` the memory of its fullest rank only. Empty ends are left out."""
     estimate = priced.estimate
     ranks, fullest = ranks_of(estimate)
     ranks = ranks if whole else [fullest]
-    return {
-        "name": priced.plan.name,
-        "time": [short(seconds) for _, seconds in estimate.time],
-        "of": len(estimate.per_stage),
-        "ranks": ranks,
-        "fullest": ranks.index(fullest),
-        "memory": [[short(size) for _, size in estimate.per_stage[rank]] for rank in ranks],
-        "speed": short(estimate.tokens_per_second),
-        "mfu": short(estimate.mfu),
-        **({"missing": ", ".join(absent)} if (absent := missing(priced.plan)) else {}),
-        **({"notes": list(estimate.notes)} if estimate.notes else {}),
-    }
+    entry: list[Any] = [
+        priced.plan.name,
+        [short(seconds) for _, seconds in estimate.time],
+        len(estimate.per_stage),
+        ranks,
+        ranks.index(fullest),
+        [[short(size) for _, size in estimate.per_stage[rank]] for rank in ranks],
+        short(estimate.tokens_per_second),
+        short(estimate.mfu),
+        ", ".join(missing(priced.plan)),
+        " ".join(estimate.notes),
+    ]
+    while not entry[-1]:
+        entry.pop()
+    return entry
 
 
 def ranks_of(estimate: Estimate) -> tuple[list[int], int]:
@@ -107,8 +121,8 @@ def ranks_of(estimate: Estimate) -> tuple[list[int], int]:
     return sorted({*shown_stages(len(estimate.per_stage), STAGES), fullest}), fullest
 
 
-def charts(found: Grid) -> dict[str, Any]:
-    """Charts by place of the point and name of the plan."""
+def charts(found: Grid, room: int) -> dict[str, Any]:
+    """Charts by place of the point and name of the plan, as many as `room` characters hold."""
     home = found.points.index(found.base)
     places = sorted(range(len(found.points)), key=lambda at: at != home)
     wanted = [(home, priced.plan) for standing in found.base.standings for priced in standing.ranked]
@@ -116,12 +130,11 @@ def charts(found: Grid) -> dict[str, Any]:
     wanted += [(at, priced.plan) for at in places for standing in found.points[at].standings for _, priced in standing.families]
     pricers: dict[int, Pricer] = {}
     drawn: dict[str, Any] = {}
-    room = CHARTS
     for at, plan in (each for each in dict.fromkeys(wanted) if each[1].pp > 1):
         pricer = pricers.setdefault(at, Pricer(found.points[at].job))
         one = chart(pricer, plan)
         one["seconds"] = short(one["seconds"])
-        room -= len(json.dumps(one, separators=(",", ":")))
+        room -= len(compact(one))
         if room < 0:
             break
         drawn[f"{at} {plan.name}"] = one
@@ -135,10 +148,15 @@ def words(language: str, families: Sequence[str], reasons: Sequence[str]) -> dic
     return {**said, "family": {family: say(family_name(family), language) for family in families}}
 
 
+def compact(data: Any) -> str:
+    """JSON that a page can hold: nothing in it ends the element that it stands in."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+
+
 def short(number: float) -> float:
     """
     >>> short(1 / 3), short(80 * 2**30)
-    (0.33333333333, 85899345920)
+    (0.3333333333, 85899345920)
     """
     rounded = float(f"{number:.{DIGITS}g}")
     return int(rounded) if math.isfinite(rounded) and rounded == int(rounded) else rounded

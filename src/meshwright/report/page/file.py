@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Sequence
 from importlib import resources
 
 from meshwright import __version__
-from meshwright.report.page.data import page_data
+from meshwright.report.page.data import compact, page_data
 from meshwright.report.page.grid import Grid
 
 PARTS = ("style.css", "words.js", "numbers.js", "draw.js", "page.js")
@@ -17,11 +16,10 @@ PARTS = ("style.css", "words.js", "numbers.js", "draw.js", "page.js")
 def page_text(found: Grid, command: Sequence[str], cluster: str | None, language: str = "en") -> str:
     """The whole page. `language` is the one it opens in."""
     data = {**page_data(found, command, cluster), "language": language, "version": __version__}
-    embedded = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     text = part("template.html")
     job = found.job
     title = html.escape(f"{job.model.name}, {job.cluster.name}: meshwright plan")
-    for place, filling in {"TITLE": title, "LANGUAGE": language, **{name: part(name) for name in PARTS}, "DATA": embedded}.items():
+    for place, filling in {"TITLE": title, "LANGUAGE": language, **{name: part(name) for name in PARTS}, "DATA": compact(data)}.items():
         text = text.replace(f"{{{{{place}}}}}", filling, 1)
     return text
 

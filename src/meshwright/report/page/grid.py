@@ -35,11 +35,13 @@ class Priced(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What is true under one memory: bytes that a rank can take, the plans that fit, best first, and the best or nearest of each family."""
+    """What is true under one memory: bytes that a rank can take, the plans that fit, best first, the best or nearest of each family, and the
+    others by reason, with their number and an example."""
 
     limit: float
     ranked: tuple[Priced, ...]
     families: tuple[tuple[str, Priced], ...]
+    rejected: tuple[tuple[str, int, str], ...]
 
 
 class Point(NamedTuple):
@@ -47,7 +49,6 @@ class Point(NamedTuple):
 
     job: Job
     standings: tuple[Standing, ...]
-    rejected: tuple[tuple[str, int, str], ...]
     considered: int
     error: str = ""
 
@@ -80,22 +81,19 @@ def grid(question: Job, axes: Axes, objective: Objective = Objective.fastest, ru
 
 
 def point(job: Job, memories: tuple[float, ...], objective: Objective = Objective.fastest, runnable: bool = False) -> Point:
-    """The standings of one job; what was left out is that under its own memory."""
+    """The standings of one job."""
     own = job.cluster.memory
     prices: dict[Plan, Priced] = {}
-    standings = []
-    space = None
+    standings, considered = [], 0
     for memory in memories:
         asked = job if memory == own else job.but(cluster=job.cluster.with_memory(memory))
         try:
             found = survey(asked, SHOWN, objective, runnable)
         except InputError as error:
-            return Point(job, (), (), 0, str(error))
+            return Point(job, (), 0, str(error))
         standings.append(standing(found, prices))
-        space = found.space if memory == own else space
-    assert space is not None
-    rejected = tuple((reason, it.count, it.example) for reason, it in space.refused.items())
-    return Point(job, tuple(standings), rejected, space.considered)
+        considered = found.space.considered
+    return Point(job, tuple(standings), considered)
 
 
 def standing(found: Survey, prices: dict[Plan, Priced]) -> Standing:
@@ -112,7 +110,8 @@ def standing(found: Survey, prices: dict[Plan, Priced]) -> Standing:
     ranking, limit = found.ranking, usable(found.pricer.setting)
     ranked = tuple(price(candidate) for candidate in ranking.best)
     kin = [(name, price(candidate)) for name, candidate in {**ranking.nearest, **ranking.families}.items()]
-    return Standing(limit, ranked, tuple(sorted(kin, key=lambda pair: order(pair[1].estimate, limit))))
+    families = tuple(sorted(kin, key=lambda pair: order(pair[1].estimate, limit)))
+    return Standing(limit, ranked, families, tuple((reason, it.count, it.example) for reason, it in found.space.refused.items()))
 
 
 def order(priced: Estimate, limit: float) -> tuple[bool, float]:

@@ -1,5 +1,6 @@
 // The state is four stops, a plan, an order, a language and a theme; all of it stands in the address. A change of the address draws the page anew.
 const DATA = JSON.parse(document.getElementById("data").textContent)
+for (const point of DATA.points) point.plans = point.plans.map(row => Object.fromEntries(DATA.keys.entry.map((key, index) => [key, row[index]])))
 const SLIDERS = ["devices", "batch", "sequence", "memory"]
 const TIME = DATA.keys.time, MEMORY = DATA.keys.memory
 const ITEMS = TIME.filter(kind => kind !== "step"), KINDS = MEMORY.filter(kind => kind !== "total" && kind !== "reserved")
@@ -93,6 +94,7 @@ function draw() {
   drawMemory(view)
   drawTime(view)
   drawPipeline(view)
+  document.getElementById("plans").hidden = !view.rows.length
   for (const id of ["ranks", "pipeline"]) document.getElementById(id).hidden = !view.selected || view.selected.entry.of === 1
   drawFamilies(view)
   drawRejected(view)
@@ -161,8 +163,9 @@ const kindOf = (group, kind) => DATA.words[state.language][group][kind]
 function drawMemory(view) {
   if (!view.selected) { fill("memoryBars"); return fill("rankBars") }
   const { entry } = view.selected, limit = view.standing.limit
-  const kinds = KINDS.flatMap(kind => [make("span", {}, kindOf("memory", kind)), bar([[kind, size(entry, kind), ""]], limit), make("span", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
-  const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, kindOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.fullest, limit, Math.max(limit, size(entry, "total"))) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
+  const most = Math.max(limit, size(entry, "total"))
+  const kinds = KINDS.flatMap(kind => [make("span", {}, kindOf("memory", kind)), bar([[kind, size(entry, kind), ""]], most), make("span", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
+  const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, kindOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.fullest, limit, most) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
   fill("memoryBars", make("div", { class: "rows" }, ...kinds, make("div", { class: "rule" }), ...sums))
   const whole = Math.max(limit, ...entry.ranks.map((_, row) => size(entry, "total", row))) * 1.005
   const stages = entry.ranks.flatMap((rank, row) => [make("span", { class: "quiet" }, `${say.rank} ${rank}`), memoryBar(entry, row, limit, whole), make("span", { class: "end" }, bytes(size(entry, "total", row)))])
@@ -207,10 +210,10 @@ function drawFamilies(view) {
 }
 
 function drawRejected(view) {
-  const rows = view.point.rejected.map(([reason, count, example]) => make("tr", {}, make("td", {}, DATA.words[state.language].reason[DATA.reasons[reason]]), make("td", {}, grouped(count)), make("td", { class: "left text" }, example)))
+  const rows = (view.standing?.rejected || []).map(([reason, count, example]) => make("tr", {}, make("td", {}, DATA.words[state.language].reason[DATA.reasons[reason]]), make("td", {}, grouped(count)), make("td", { class: "left text" }, view.point.examples[example])))
   const head = ["reason", "count", "example"].map((name, index) => make("th", { scope: "col", class: index === 2 ? "left" : "" }, say[name]))
   fill("refused", make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))
-  fill("notes", view.selected ? (view.selected.entry.notes || []).join(" ") : "")
+  fill("notes", view.selected ? view.selected.entry.notes || "" : "")
 }
 
 // --- hands ------------------------------------------------------------------------------------------------------------------------
