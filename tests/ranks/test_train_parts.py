@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.models.output import Output
+from meshwright.report.run import read_records
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.record import StepRecord
 from meshwright.spec.workload import Optimizer
@@ -99,6 +100,15 @@ def test_records_are_a_line_a_step_and_a_lost_disk_is_said_once(tmp_path: Path) 
     full.write(record(3))
     full.write(record(4))
     assert len(said) == 1 and said[0].startswith("records are lost from step 3 on: ")
+
+
+def test_records_go_on_behind_a_line_that_a_kill_cut(tmp_path: Path) -> None:
+    lines = tmp_path / "records.jsonl"
+    lines.write_text('{"step": 1, "lo')
+    records = Records(tmp_path, False, print)
+    records.write(record(2))
+    records.close()
+    assert read_records(lines) == ([record(2)], 1)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "sgd-momentum"])

@@ -52,7 +52,10 @@ class Records:
     def __init__(self, folder: Path, tensorboard: bool, say: Say) -> None:
         self.say = say
         self._lost = False
-        self._handle = os.open(folder / "records.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._handle = os.open(folder / "records.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        size = os.fstat(self._handle).st_size
+        if size and os.pread(self._handle, 1, size - 1) != b"\n":  # a kill in the middle of a line
+            os.write(self._handle, b"\n")
         self._writer: Any = None
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
