@@ -21,8 +21,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.units import show_bytes, show_seconds
+from meshwright.base.units import show_bytes
 from meshwright.cli.main import main as command
+from meshwright.report.plans import show_step
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PICTURES = Path(__file__).parent / "pictures"
@@ -35,6 +36,8 @@ PAINT = 1.0
 WATCH = """<script>
 addEventListener("error", event => { document.body.dataset.error = event.message })
 new PerformanceObserver(seen => seen.getEntries().forEach(paint => console.log(`${paint.name} ${paint.startTime} ms`))).observe({ type: "paint", buffered: true })
+const keys = new URLSearchParams(location.hash.slice(1)).get("press")?.split(",") || []
+addEventListener("load", () => keys.forEach(key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))))
 setTimeout(() => { document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth }, 400)
 </script>"""
 
@@ -46,6 +49,8 @@ class Cells(HTMLParser):
         super().__init__()
         self.rows: list[list[str]] = []
         self.command = ""
+        self.selected = -1
+        self.language = ""
         self.body: dict[str, str | None] = {}
         self.where: list[str] = []
 
@@ -55,7 +60,10 @@ class Cells(HTMLParser):
             self.body = given
         if tag in ("table", "code") and "id" in given:
             self.where.append(given["id"] or "")
+        if tag == "html":
+            self.language = given.get("lang") or ""
         if tag == "tr" and "data-plan" in given:
+            self.selected = len(self.rows) if given.get("aria-selected") == "true" else self.selected
             self.rows.append([])
         if tag == "td" and self.rows and self.where[-1:] == ["ranked"]:
             self.rows[-1].append("")
@@ -118,13 +126,23 @@ def wrong(browser: str, page: Path, state: str, size: tuple[int, int]) -> Iterat
         shown = [row[0].removesuffix("\u25cb"), row[1], row[3], row[4], row[5]]
         said = [
             entry["name"],
-            show_seconds(priced["time"]["step"]),
+            show_step(priced["time"]["step"]),
             f"{priced['tokens_per_second']:,.0f}",
             f"{priced['mfu']:.1%}",
             show_bytes(priced["memory"]["reserved"]),
         ]
         if shown != said:
             yield f"shows {shown}, the command says {said}"
+
+
+def keyboard(browser: str, page: Path, last: str) -> Iterator[str]:
+    """What keys do not do."""
+    cases = (("ArrowDown,ArrowDown,ArrowUp,l", "", 1, "zh"), ("ArrowUp,l,l", "", 0, "en"), ("ArrowDown,0", last, 0, "en"))
+    question = look(browser, page, "").command
+    for keys, state, selected, language in cases:
+        cells = look(browser, page, f"{state}&press={keys}")
+        if (cells.selected, cells.language, cells.command) != (selected, language, question):
+            yield f"keys {keys}: plan {cells.selected} in {cells.language!r}, {cells.command}; not plan {selected} in {language!r}, {question}"
 
 
 def states(data: dict[str, Any]) -> list[tuple[str, tuple[int, int]]]:
@@ -150,6 +168,7 @@ def main(arguments: list[str]) -> int:
         found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
         assert found is not None
         faults = [f"{state}: {fault}" for state, size in states(json.loads(found[1])) for fault in wrong(browser, watched, state, size)]
+        faults += keyboard(browser, watched, states(json.loads(found[1]))[3][0])
         paint = first_paint(browser, watched)
         print(f"  {page.stat().st_size:,} bytes, first paint after {paint:.2f} s")
         faults += [f"first paint after {paint:.2f} s, at most {PAINT} s"] if paint > PAINT else []

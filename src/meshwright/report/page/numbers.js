@@ -22,6 +22,9 @@ function seconds(value) {
   }
 }
 
+// A step beside others: in seconds as long as that has a digit behind the point.
+const stepOf = value => value >= 60 && value < 1000 ? `${value.toFixed(1)} s` : seconds(value)
+
 // A share of something, with a sign where it is a difference; small ones keep a digit.
 function percent(value, signed = false) {
   const digits = signed && Math.abs(value) < 0.0995 ? 1 : 0

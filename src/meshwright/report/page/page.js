@@ -66,7 +66,7 @@ function command(view) {
   const words = [...DATA.command]
   const own = state.stops[3] === DATA.here[3]
   if (view.cluster !== null) words.push(...(own ? ["--cluster", view.cluster] : ["--set", `cluster.name=${view.cluster}`]))
-  if (!own) words.push("--set", `cluster.memory=${memory}`)
+  if (!own) words.push("--set", `cluster.memory=${Number.isInteger(memory / 2 ** 30) ? `${memory / 2 ** 30}GiB` : memory}`)
   return [...words, "--batch", String(batch), "--seq", String(sequence)].map(quoted).join(" ")
 }
 
@@ -130,7 +130,7 @@ function drawChosen(view) {
     return fill("chosen", make("p", {}, make("b", { class: "no" }, say.none), ` ${why}`))
   }
   const { entry, verdict } = view.rows[0]
-  return fill("chosen", fact(say.chosen, entry.name, "name"), fact(say.step, seconds(at(entry, "step"))), fact(say.speed, grouped(entry.speed)),
+  return fill("chosen", fact(say.chosen, entry.name, "name"), fact(say.step, stepOf(at(entry, "step"))), fact(say.speed, grouped(entry.speed)),
     fact(say.mfu, `${(100 * entry.mfu).toFixed(1)}%`), fact(say.reserved, `${bytes(size(entry, "reserved"))} ${say.of} ${bytes(view.standing.limit)}`), fact("\u00a0", say[verdict], verdict))
 }
 
@@ -146,7 +146,7 @@ function drawPlans(view) {
     const { entry, verdict } = row, step = at(entry, "step"), limit = view.standing.limit
     const chosen = entry === view.selected.entry
     return make("tr", { tabindex: chosen ? 0 : -1, "aria-selected": String(chosen), "data-plan": entry.name, onclick: () => write({ plan: entry.name }) },
-      cell(...planOf(entry)), cell(seconds(step)), make("td", { class: "bars" }, timeBar(entry, slowest)), cell(grouped(entry.speed)), cell(`${(100 * entry.mfu).toFixed(1)}%`),
+      cell(...planOf(entry)), cell(stepOf(step)), make("td", { class: "bars" }, timeBar(entry, slowest)), cell(grouped(entry.speed)), cell(`${(100 * entry.mfu).toFixed(1)}%`),
       cell(bytes(size(entry, "reserved"))), make("td", { class: "bars" }, memoryBar(entry, entry.fullest, limit)), make("td", { class: `left ${verdict}` }, say[verdict]),
       cell(percent((limit - size(entry, "reserved")) / limit)), cell(percent(at(entry, "bubble") / step)), cell(percent(exposed(entry) / step)))
   })
@@ -201,7 +201,7 @@ function drawFamilies(view) {
     const lost = best ? ITEMS.map(kind => [kind, at(entry, kind) - at(best, kind)]).sort((one, other) => other[1] - one[1])[0] : ["", 0]
     const fits = verdict !== "no"
     return make("tr", { onclick: () => write({ plan: entry.name }), "aria-selected": String(view.selected.entry === entry) },
-      make("td", {}, DATA.words[state.language].family[family]), make("td", { class: "left" }, ...planOf(entry)), make("td", {}, seconds(at(entry, "step"))),
+      make("td", {}, DATA.words[state.language].family[family]), make("td", { class: "left" }, ...planOf(entry)), make("td", {}, stepOf(at(entry, "step"))),
       make("td", {}, fits && best ? percent(at(entry, "step") / at(best, "step") - 1, true) : "\u2013"),
       make("td", {}, fits && lost[1] > 0 ? `${kindOf("time", lost[0])} +${seconds(lost[1])}` : "\u2013"),
       make("td", {}, bytes(size(entry, "reserved"))), make("td", { class: `left ${verdict}` }, say[verdict]))
