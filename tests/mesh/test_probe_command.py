@@ -53,6 +53,13 @@ def test_live_code_is_planned(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert answer["job"]["model"]["divisible"] == {"ffn": 160}
 
 
+def test_what_stays_whole_is_not_cut_along_the_sequence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", "--model", "a_live_model:Encoder", "--cluster", "1x4:a100-80gb"]
+    assert main([*command, "--plan", "dp2.tp2"]) == 0
+    assert main([*command, "--plan", "dp2.tp2.sp"]) == 2
+    assert "sp: layers.0.self_attn.in_proj_weight stays whole; leave sequence parallelism out" in capsys.readouterr().err
+
+
 def test_a_folder_of_another_family_is_planned_without_torch_once_it_is_known(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--model", "phi", "--cluster", "1x4:a100-80gb", "--json"]
     assert main(command) == 0

@@ -110,6 +110,7 @@ def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, ru
         context=few.positions if tokens > 1 else 1,
         divisible={what: size for what, size in anatomy.divisible.items() if what != "kv_heads" or size != heads},
         tensor_parallel=bool(anatomy.regions),
+        against_sequence=anatomy.against_sequence,
         vocabulary=anatomy.vocabulary,
         notes=(*anatomy.understood, *_remarks(anatomy, tokens)),
     )

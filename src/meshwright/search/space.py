@@ -209,6 +209,10 @@ class Space:
 
     # --- regions ----------------------------------------------------------------------------------------------------------------
 
+    def _against_cut(self, plan: Plan) -> Fault | None:
+        """Why the sequence cannot be cut as `plan` does."""
+        return next(sequence_faults(plan, self.job.workload.sequence, against=self.job.model.against_sequence), None)
+
     def _region(self, layout: Layout, shards: tuple[Shards, ...]) -> Iterator[Region]:
         """The regions of one layout, with what breaks a rule taken out and counted."""
         job, dp = self.job, shards[0].dp_replicate * shards[0].dp_shard
@@ -236,8 +240,8 @@ class Space:
         fault = self._fault(example)
         if fault is not None:
             return self._take(fault, example, size)
-        if True in parallel and (fault := next(sequence_faults(example.but(sequence_parallel=True), job.workload.sequence), None)):
-            self._take(fault, example.but(sequence_parallel=True), each * len(sizes))
+        if True in parallel and (fault := self._against_cut(cut := example.but(sequence_parallel=True))):
+            self._take(fault, cut, each * len(sizes))
             parallel = [choice for choice in parallel if not choice]
         whole = [micro_batch for micro_batch in sizes if batch % (dp * micro_batch) == 0]
         if len(whole) < len(sizes):

@@ -101,8 +101,13 @@ def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
         )
 
 
-def sequence_faults(plan: Plan, sequence: int, context: int = 0) -> Iterator[Fault]:
-    """Sequence parallelism cuts a sequence into tp pieces, context parallelism into 2 x cp; learned positions end somewhere."""
+def sequence_faults(plan: Plan, sequence: int, context: int = 0, against: str = "") -> Iterator[Fault]:
+    """Sequence parallelism cuts a sequence into tp pieces, context parallelism into 2 x cp; learned positions end somewhere.
+
+    `against` is why the model's layers cannot work on a piece of the sequence, where they cannot.
+    """
+    if plan.sequence_parallel and against:
+        yield Fault("sequence parallelism would be wrong", f"sp: {against}; leave sequence parallelism out")
     if plan.sequence_parallel and plan.cp == 1 and sequence % plan.tp:
         yield Fault("tp does not divide the sequence", f"sp: tp({plan.tp}) does not divide sequence({sequence})")
     if plan.sequence_parallel and plan.cp > 1 and sequence % (plan.tp * plan.cp):
@@ -124,7 +129,7 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     yield from context_faults(plan, job.model.divisible)
     yield from offload_faults(plan, job.cluster.host_bandwidth)
     yield from stage_faults(plan, job.model.blocks)
-    yield from sequence_faults(plan, job.workload.sequence)
+    yield from sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence)
     yield from batch_faults(plan, job.workload.batch)
 
 
