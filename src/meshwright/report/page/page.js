@@ -146,7 +146,7 @@ function drawPlans(view) {
     const { entry, verdict } = row, step = at(entry, "step"), limit = view.standing.limit
     const chosen = entry === view.selected.entry
     return make("tr", { tabindex: chosen ? 0 : -1, "aria-selected": String(chosen), "data-plan": entry.name, onclick: () => write({ plan: entry.name }) },
-      cell(...planOf(entry)), cell(stepOf(step)), make("td", { class: "bars" }, timeBar(entry, slowest)), cell(grouped(entry.speed)), cell(`${(100 * entry.mfu).toFixed(1)}%`),
+      make("td", { class: "plan" }, ...planOf(entry)), cell(stepOf(step)), make("td", { class: "bars" }, timeBar(entry, slowest)), cell(grouped(entry.speed)), cell(`${(100 * entry.mfu).toFixed(1)}%`),
       cell(bytes(size(entry, "reserved"))), make("td", { class: "bars" }, memoryBar(entry, entry.fullest, limit)), make("td", { class: `left ${verdict}` }, say[verdict]),
       cell(percent((limit - size(entry, "reserved")) / limit)), cell(percent(at(entry, "bubble") / step)), cell(percent(exposed(entry) / step)))
   })
@@ -155,7 +155,8 @@ function drawPlans(view) {
   fill("missing", [...view.rows, ...view.kin].some(row => row.entry.missing) ? say.missingNote : "")
 }
 
-const planOf = entry => [make("code", {}, entry.name), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, "\u25cb")] : [])]
+const parts = name => name.split(/(?<=\.)/).flatMap(part => [part, make("wbr")])
+const planOf = entry => [make("code", {}, ...parts(entry.name)), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, "\u25cb")] : [])]
 const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${kindOf("time", kind)} ${seconds(at(entry, kind))}`]), whole)
 const memoryBar = (entry, row, limit, whole = limit) => bar(KINDS.map(kind => [kind, size(entry, kind, row), `${kindOf("memory", kind)} ${bytes(size(entry, kind, row))}`]), whole, limit)
 const kindOf = (group, kind) => DATA.words[state.language][group][kind]
@@ -201,7 +202,7 @@ function drawFamilies(view) {
     const lost = best ? ITEMS.map(kind => [kind, at(entry, kind) - at(best, kind)]).sort((one, other) => other[1] - one[1])[0] : ["", 0]
     const fits = verdict !== "no"
     return make("tr", { onclick: () => write({ plan: entry.name }), "aria-selected": String(view.selected.entry === entry) },
-      make("td", {}, DATA.words[state.language].family[family]), make("td", { class: "left" }, ...planOf(entry)), make("td", {}, stepOf(at(entry, "step"))),
+      make("td", {}, DATA.words[state.language].family[family]), make("td", { class: "left plan" }, ...planOf(entry)), make("td", {}, stepOf(at(entry, "step"))),
       make("td", {}, fits && best ? percent(at(entry, "step") / at(best, "step") - 1, true) : "\u2013"),
       make("td", {}, fits && lost[1] > 0 ? `${kindOf("time", lost[0])} +${seconds(lost[1])}` : "\u2013"),
       make("td", {}, bytes(size(entry, "reserved"))), make("td", { class: `left ${verdict}` }, say[verdict]))
