@@ -16,6 +16,7 @@ import pytest
 
 from meshwright.base.errors import InputError
 from meshwright.cli.main import main
+from meshwright.cost.practice import OURS
 from meshwright.validation import collectives
 from meshwright.validation.cases import Meter, balanced, case_of
 from meshwright.validation.predict import predict
@@ -127,10 +128,14 @@ def test_what_a_source_leaves_out_is_the_fastest_plan_that_fits() -> None:
     assert "rc" not in chosen.plan.name
 
 
+def test_an_unknown_framework_is_taken_for_plain_modules_of_torch() -> None:
+    case = case_of(row(system="Someone's trainer"))
+    assert not isinstance(case, str) and case.practice == OURS
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"system": "Someone's trainer"}, "framework unknown"),
         ({"task": "q-lora"}, "adapters or single layers are not modelled"),
         ({"layers": ""}, "the source does not state the model"),
         ({"micro_batch": "", "global_batch": ""}, "the source states no batch"),

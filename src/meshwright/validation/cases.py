@@ -29,6 +29,8 @@ from meshwright.validation.tables import Row
 GIB = 2**30
 EFA = "efa-p5"
 
+VOCABULARIES = (("bert", 30522), ("gpt", 50257), ("llama-2", 32000), ("llama 2", 32000), ("llama-3", 128256), ("llama 3", 128256))
+
 
 class Meter(StrEnum):
     """What a source's memory figure means."""
@@ -60,14 +62,14 @@ def case_of(row: Row) -> Case | str:
     """The case, or why there is none."""
     system = system_of(row)
     reason = _unfit(row, system)
-    if reason or system is None:
-        return reason or "framework unknown"
+    if reason:
+        return reason
     try:
         sizes = sizes_of(row, system)
         cluster = cluster_of(row)
         job = Job(model=_spec(row.text("model"), sizes, system.kernels), cluster=cluster, workload=workload_of(row))
         plans = tuple(plan for plan in plans_of(row, system) if not any(faults(job, plan)))
-    except (InputError, ValueError) as error:
+    except (InputError, ValueError, ArithmeticError) as error:
         return f"not a plan of ours: {str(error).splitlines()[0][:90]}"
     if not plans:
         return "no plan of ours with these degrees"
@@ -79,13 +81,11 @@ def case_of(row: Row) -> Case | str:
     return Case(row, job, system.practice, plans, seconds, meter, memory * GIB if memory and meter else None)
 
 
-def _unfit(row: Row, system: System | None) -> str:
+def _unfit(row: Row, system: System) -> str:
     """Why `row` is out of the question."""
     task = row.text("task")
     if row.text("status") == "analytic":
         return "a formula, no measurement"
-    if system is None:
-        return "framework unknown"
     if re.search("lora|layer micro", task):
         return "adapters or single layers are not modelled"
     if "8bit" in row.text("optimizer").lower() or row.text("offload") not in ("", "none"):
@@ -94,7 +94,7 @@ def _unfit(row: Row, system: System | None) -> str:
         return "padded batches or an optimizer inside backward are not modelled"
     if "ddp" in system.name.lower() and row.count("seq") > 128 and "bert" in row.text("model").lower():
         return "sequences are binned by length: tokens are not stated"
-    if any(not row.states(name) for name in ("layers", "hidden", "heads", "vocab", "seq", "gpus")):
+    if any(not row.states(name) for name in ("layers", "hidden", "heads", "seq", "gpus")) or not vocabulary(row):
         return "the source does not state the model"
     if not row.states("global_batch") and not row.states("micro_batch"):
         return "the source states no batch"
@@ -107,7 +107,7 @@ def _unfit(row: Row, system: System | None) -> str:
 
 def sizes_of(row: Row, system: System) -> Sizes:
     """The architecture that the columns state; experts from the catalog's row of the same shape."""
-    shape = {name: row.count(name) for name in ("layers", "hidden", "heads", "vocab", "seq")}
+    shape = {name: row.count(name) for name in ("layers", "hidden", "heads", "seq")} | {"vocab": vocabulary(row)}
     shape["kv_heads"] = row.count("kv_heads", shape["heads"])
     experts = row.count("experts", 0)
     if experts > 1:
@@ -122,6 +122,12 @@ def sizes_of(row: Row, system: System) -> Sizes:
         return Sizes(kind="decoder", mlp="swiglu", norm="rms", pos="rope", **given)
     given |= {"mlp": mlp, "linear_bias": system.bias, "qkv_bias": system.bias, "pos": "learned" if system.learned else "rope"}
     return Sizes(kind="decoder", norm="ln", **given)
+
+
+def vocabulary(row: Row) -> int:
+    """As stated; else that of the tokenizer that every model of that name has; 0 where there is none."""
+    name = row.text("model").lower()
+    return row.count("vocab", 0) or next((size for word, size in VOCABULARIES if word in name), 0)
 
 
 def _expert_sizes(shape: dict[str, int], experts: int) -> Sizes:
@@ -153,7 +159,7 @@ def _cluster(nodes: int, devices: int, device: str, network: str) -> Cluster:
 
 def device_name(row: Row) -> str:
     """`A100` with 80 GB is a100-80gb; parts with one memory size have their plain name."""
-    name, memory = row.text("gpu").lower().replace(" ", "-"), row.text("gpu_mem_gb").split(".")[0]
+    name, memory = row.text("gpu").lower().rstrip("?").replace(" ", "-"), row.text("gpu_mem_gb").split(".")[0]
     rows = catalog.devices()
     for word in (f"{name}-{memory}gb", name, name.replace("rtx", "rtx-"), f"rtx-{name}"):
         if (found := catalog.find(rows, word)) is not None:

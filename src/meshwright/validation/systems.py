@@ -196,12 +196,21 @@ def _engine(flags: dict[str, Any]) -> System:
     )
 
 
-def system_of(row: Row) -> System | None:
-    """The framework of `row`, with what the row says of its kernels."""
+PLAIN = System(
+    "plain",
+    "",
+    "no framework of the list: modules of torch, operation by operation, gradients summed beside backward",
+    Practice(),
+    EAGER,
+    bias=True,
+    learned=True,
+)
+
+
+def system_of(row: Row) -> System:
+    """The framework of `row`, with what the row says of its kernels; PLAIN where it is not known."""
     word = row.text("system")
-    found = next((system for system in SYSTEMS if re.search(system.pattern, word)), None)
-    if found is None:
-        return None
+    found = next((system for system in SYSTEMS if re.search(system.pattern, word)), PLAIN)
     if (flags := row.flags).get("transformer-impl") == "transformer_engine":
         found = _engine(flags)
     kernels, practice = found.kernels, found.practice
