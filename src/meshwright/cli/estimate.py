@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobPath, Shared, say, say_json
+from meshwright.cli.options import AsJson, JobPath, Language, Shared, say, say_json
 
 
 def estimate(
@@ -16,6 +17,7 @@ def estimate(
     shared: Shared = Shared(),  # noqa: B008
     layers: Annotated[bool, Parameter(negative="", help="what the model was found to be, layer by layer, instead of a plan")] = False,
     json: AsJson = False,
+    lang: Language = None,
 ) -> int:
     """Memory and time of one plan, item by item and stage by stage. Without --plan it is the planner's first choice.
 
@@ -25,7 +27,9 @@ def estimate(
     from meshwright.cost.step import estimate as price
     from meshwright.intake.job import resolve
     from meshwright.report.plans import entry_data, estimate_text
+    from meshwright.words.say import language_of
 
+    language = language_of(lang, os.environ)
     file = read_file(job, shared)
     question = resolve(file)
     if layers:
@@ -45,5 +49,5 @@ def estimate(
     if json:
         say_json(entry_data(plan, priced))
     else:
-        say(estimate_text(question, plan, priced))
+        say(estimate_text(question, plan, priced, language))
     return 0

@@ -40,7 +40,7 @@ def _outcome(answer: Answer, found: Against) -> list[Any]:
     values: dict[str, Any] = {
         "plan": found.plan.name,
         "chosen": chosen.name,
-        "gap": abs(found.gap),
+        "gap": abs(_gap(chosen.estimate, priced)),
         "share": abs(priced.time.step / step - 1.0),
         "verdict": verdict(priced),
     }
@@ -52,11 +52,23 @@ def _outcome(answer: Answer, found: Against) -> list[Any]:
     return said
 
 
-def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
-    """Both steps item by item, in whole units of their last digit, so that rows and columns add up."""
+def _digits(chosen: Estimate, other: Estimate) -> tuple[str, float, int]:
+    """The unit of both steps, its seconds, and the digits behind the point."""
     longest = max(chosen.time.step, other.time.step)
     unit, factor = next((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if longest >= factor or unit == "us")
-    digits = max(DIGITS - 1 - math.floor(math.log10(longest / factor)), 0) if longest else 0
+    return unit, factor, max(DIGITS - 1 - math.floor(math.log10(longest / factor)), 0) if longest else 0
+
+
+def _gap(chosen: Estimate, other: Estimate) -> float:
+    """Seconds between the two steps, as the table shows them."""
+    _, factor, digits = _digits(chosen, other)
+    ours, theirs = (round(priced.time.step / factor, digits) for priced in (chosen, other))
+    return factor * (theirs - ours)
+
+
+def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
+    """Both steps item by item, in whole units of their last digit, so that rows and columns add up."""
+    unit, factor, digits = _digits(chosen, other)
     items = [item for item, _ in chosen.time if item != "step" and (getattr(chosen.time, item) or getattr(other.time, item))]
     step = factor / 10**digits
     ours, theirs = (whole_parts([getattr(priced.time, item) for item in items], step) for priced in (chosen, other))

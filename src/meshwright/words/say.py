@@ -1,8 +1,8 @@
 """A sentence is a key and values; a language is a table from keys to texts with places for the values. Whoever finds something out says it as
 a `Sentence`; in which language it is read is decided where it is printed.
 
-A place is `{name}` or `{name:kind}`; kinds show numbers with their unit: bytes, seconds, percent, count, count NOUN (with a plural s),
-parameters, rate. A value can be a sentence, or several, which are said in the same language.
+A place is `{name}` or `{name:kind}`; kinds show numbers with their unit: bytes, seconds, percent, times, count, count NOUN (with a plural
+s), parameters, rate. A value can be a sentence, or several, which are said in the same language.
 
 >>> say(Sentence("verdict.fits", {"spare": 8 * 2**30, "share": 0.1}))
 'fits, 8.00 GiB (10%) to spare'
@@ -72,6 +72,8 @@ class _Shown(string.Formatter):
             return f"{100 * value:,.0f}%" if abs(value) >= 0.0095 or not value else f"{100 * value:.1f}%"
         if kind == "count":
             return f"{value:,.0f}" + (f" {noun}{'' if value == 1 else 's'}" if noun else "")
+        if kind == "times":
+            return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}"
         shown = {"bytes": show_bytes, "seconds": show_seconds, "parameters": show_count, "rate": show_rate}
         return shown[kind](value) if kind else str(value)
 
