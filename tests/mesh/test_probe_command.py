@@ -14,7 +14,7 @@ import transformers
 import meshwright
 from meshwright.cli.main import main
 from meshwright.cli.options import Shared
-from meshwright.cli.preparation import choose
+from meshwright.cli.preparation import choose, source_of
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
 LIVE = """
@@ -90,6 +90,20 @@ def test_a_model_that_cannot_be_traced_is_one_line_for_plan_and_data_parallel_fo
     choice = choose(file, None, None, {}, None)
     assert (choice.plan.name, choice.estimate) == ("dp4", None)
     assert "is not priced" in choice.why[0]
+
+
+def test_a_folder_that_nobody_knows_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "odd").mkdir()
+    (here / "odd" / "config.json").write_text('{"model_type": "nobodys", "hidden_size": 4}')
+    assert main(["plan", "--model", "odd", "--cluster", "1x4:a100-80gb"]) == 2
+    error = capsys.readouterr().err
+    assert "config.json: transformers" in error and "`nobodys`" in error and error.count("\n") == 1
+
+
+def test_live_code_in_a_job_file_needs_no_section(here: Path) -> None:
+    (here / "short.yaml").write_text("model: a_live_model:Encoder\ncluster: {name: 1x4:a100-80gb}\n")
+    file = Shared().job_file(here / "short.yaml")
+    assert source_of(file).module == "a_live_model:Encoder"
 
 
 def test_sizes_of_what_has_none_cannot_be_changed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,11 +48,12 @@ def read_file(path: Path | None, shared: Shared) -> JobFile:
 def source_of(file: JobFile) -> ModelSource:
     """How the ranks build the model that the planner only counts."""
     from meshwright.intake.job import sizes_of
+    from meshwright.intake.models import is_module
     from meshwright.spec.launch import ModelSource
 
     name = file.model.source
     path = Path(name).expanduser()
-    if file.model.module:
+    if file.model.module or (is_module(name) and not path.exists()):
         return ModelSource(name=name, module=name)
     if path.is_dir():
         return ModelSource(name=path.resolve().name, folder=str(path.resolve()))

@@ -34,7 +34,11 @@ def _from_folder(folder: Path, weights: bool) -> nn.Module:
         import transformers
     except ImportError:
         raise InputError(f"model folder {str(folder)!r} needs transformers: pip install 'meshwright[huggingface]'") from None
-    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0][:200]
+        raise InputError(f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: {reason}") from error
     names = list(getattr(config, "architectures", None) or [])
     kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
     if kind is None:
