@@ -211,6 +211,14 @@ def test_a_page_is_of_all_devices(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--page ranks plans on all devices, --objective fewest on fewer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--page", "--save"])
+def test_a_place_that_cannot_be_written_is_said_before_the_search(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--cluster", "1x4:cpu", option, str(tmp_path / "no" / "out.html")]) == 2
+    assert f"folder {tmp_path / 'no'} does not exist; name a file in one" in capsys.readouterr().err
+    assert main(["plan", "--cluster", "1x4:cpu", option, str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
 def test_an_installation_brings_every_part_of_the_page() -> None:
     root = Path(__file__).parents[2]
     globs = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["meshwright"]

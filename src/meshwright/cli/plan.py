@@ -73,6 +73,11 @@ def plan(
 
     if shown.top < 1:
         raise InputError(f"--top {shown.top}: must be at least 1")
+    for option, path in (("--save", shown.save), ("--page", shown.page)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise InputError(
+                f"{option} {path}: {'is a folder' if path.is_dir() else f'folder {path.parent} does not exist'}; name a file in one"
+            )
     if shown.page is not None and wanted.objective in ("fewest", "cheapest"):
         raise InputError(
             f"--page ranks plans on all devices, --objective {wanted.objective} on fewer; leave one out: the page has a slider"
