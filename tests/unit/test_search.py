@@ -108,7 +108,7 @@ def equals_brute_force(job: Job) -> None:
         return
     answer = search(job, top=5)
     found = [entry.plan for entry in answer.plans]
-    assert found[0] == every[0]
+    assert found[0] == every[0], (found[0].name, every[0].name)
     assert [plan for plan in found if usual(plan)] == plain[: sum(map(usual, found))]
     assert answer.considered == considered(job)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost import constants
+from meshwright.cost import constants, unlike
 from meshwright.cost.box import Box, box_of
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Seconds
@@ -21,6 +21,8 @@ from meshwright.spec.rules import check_plan
 def estimate(job: Job, plan: Plan) -> Estimate:
     """The price of one plan. Raises InputError when the plan cannot run, with the rule that it breaks."""
     check_plan(job, plan)
+    if plan.placement:
+        return placed(job, plan)
     pricer = Pricer(job)
     return estimate_of(pricer, box_of(plan, job.workload.batch, job.model.blocks))
 
@@ -47,6 +49,32 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
         verdict=verdict,
         limit=limit,
         notes=pricer.setting.notes,
+    )
+
+
+def placed(job: Job, plan: Plan) -> Estimate:
+    """A plan whose pipeline ranks lie on unlike groups; `memory` and `limit` are of the rank that has least left."""
+    box = box_of(plan, job.workload.batch, job.model.blocks)
+    on = unlike.pricers(job, plan.placement, plan.world)
+    per_stage = tuple(_per_stage(on[group], box)[rank] for rank, group in enumerate(plan.placement))
+    limits = [usable(on[group].setting) for group in plan.placement]
+    safe = [float(reserved(on[group].setting, np.array(it.total))[1]) for it, group in zip(per_stage, plan.placement, strict=True)]
+    fullest = min(range(plan.pp), key=lambda rank: limits[rank] - per_stage[rank].reserved)
+    fits = all(it.reserved <= limit for it, limit in zip(per_stage, limits, strict=True))
+    roomy = all(taken <= limit for taken, limit in zip(safe, limits, strict=True))
+    seconds = _time(box, unlike.seconds(on, plan.placement, box))
+    rates = sum(on[group].setting.rate * (plan.world // plan.pp) for group in plan.placement)
+    unused = [group.device.name for at, group in enumerate(job.cluster.groups) if at not in plan.placement]
+    return Estimate(
+        memory=per_stage[fullest],
+        per_stage=per_stage,
+        time=seconds,
+        tokens_per_second=job.workload.tokens / seconds.step,
+        mfu=model_flops(job) / (seconds.step * rates),
+        fits=fits,
+        verdict=Fits.no if not fits else Fits.fits if roomy else Fits.tight,
+        limit=limits[fullest],
+        notes=(f"the devices of {' and '.join(unused)} are left out",) if unused else (),
     )
 
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 
 from meshwright.base.errors import InputError
-from meshwright.cost.step import estimate_of
+from meshwright.cost.step import estimate, estimate_of
+from meshwright.search import unlike
 from meshwright.search.answer import Answer, Entry, Family, Objective, Rejection
 from meshwright.search.near import nothing_fits
 from meshwright.search.survey import Ranking, Survey, survey
@@ -26,9 +27,13 @@ def search(job: Job, top: int = 10, objective: Objective = Objective.fastest, ru
     """
     began = time.perf_counter()
     found = best(job, top, objective, runnable)
-    if not found.ranking.best:
+    scored = [(each.score, Entry(plan=each.plan, estimate=estimate_of(found.pricer, each.alone))) for each in found.ranking.best]
+    if objective == Objective.fastest and not runnable:
+        scored += [(score, Entry(plan=plan, estimate=estimate(job, plan))) for score, plan in unlike.plans(job, top)]
+    if not scored:
         raise nothing_fits(found)
-    entries = (Entry(plan=each.plan, estimate=estimate_of(found.pricer, each.alone), runs=runs(each.plan)) for each in found.ranking.best)
+    scored = sorted(scored, key=lambda pair: pair[0])[:top] if objective == Objective.fastest else scored
+    entries = (entry.but(runs=runs(entry.plan)) for _, entry in scored)
     return Answer(
         plans=tuple(entries),
         families=families(found.ranking),

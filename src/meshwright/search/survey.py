@@ -40,6 +40,9 @@ SLOWER = "slower for certain"
 TIGHT_GAIN = 0.05
 """A plan whose memory is tight stands before one that fits with a margin only when it is faster by more than this share."""
 
+FEW = 4096
+"""Plans of a box that are priced as quickly as a part of them."""
+
 ROUNDING = 1e-9
 """Share by which a sum in another order may differ."""
 
@@ -198,6 +201,7 @@ class Survey:
 
     def __post_init__(self) -> None:
         self._usable = usable(self.pricer.setting)
+        self._cramped: list[tuple[Region, Box, Priced]] = []
 
     def explore(self) -> None:
         """Prices what can be among what is shown."""
@@ -205,7 +209,11 @@ class Survey:
         legal = sum(region.legal for region in regions)
         floors = [self._floor(region.box) for region in regions]
         for at in sorted(range(len(regions)), key=lambda at: float(floors[at].min())):
-            self._region(regions[at], floors[at])
+            self._usual(regions[at], floors[at])
+        for region, box, priced in self._cramped:
+            self._beside(region, box, priced)
+        for region, floor in zip(regions, floors, strict=True):
+            self._others(region, floor)
         limit = show_bytes(self._usable)
         if self.fastest is not None:
             needs = f"{self.fastest.plan.name}: needs {show_bytes(self.fastest.reserved)} of the {limit} that a rank can take"
@@ -219,24 +227,35 @@ class Survey:
         floor = self.pricer.floor(box)
         return np.where(np.broadcast_to(box.legal[0, :, :, :, 0, 0, 0], floor.shape), floor, np.inf) * (1 - ROUNDING)
 
-    def _region(self, region: Region, floor: Array) -> None:
-        """First the usual layout, of which the families are; then what only the best can be of."""
+    def _usual(self, region: Region, floor: Array) -> None:
+        """The usual layout, of which the families are."""
         everything = self.objective == Objective.headroom
-        done = np.isfinite(floor) & (everything or (self.ranking.wanting(region.box) and _least(region.box)))
-        self._usual(region, done)
-        self._usual(region, (floor <= self.ranking.bound(region.box)) & ~done)
-        for layout in region.layouts[1:]:
-            near = np.isfinite(floor) & (everything or floor <= self.ranking.record)
-            if near.any():
-                other = _near(replace(region.box, layout=layout), near)
-                self.ranking.take(other, self.price(other), with_families=False)
+        few = everything or region.box.size <= FEW
+        done = np.isfinite(floor) & (everything or (self.ranking.wanting(region.box) and (few | _least(region.box))))
+        self._usually(region, done)
+        self._usually(region, (floor <= self.ranking.bound(region.box)) & ~done)
 
-    def _usual(self, region: Region, near: Array) -> None:
+    def _usually(self, region: Region, near: Array) -> None:
+        if not near.any():
+            return
+        box = _near(region.box, near)
+        priced = self.price(box)
+        self.ranking.take(box, priced)
+        if (region.offloads or any(region.parts)) and self._asked(priced).any():
+            self._cramped.append((region, box, priced))
+
+    def _asked(self, priced: Priced) -> Array:
+        """Plans that leave no margin without recompute, and are fast enough to be the best with it or with offload."""
+        return ~priced.roomy[:, :, :, :1] & (priced.seconds[:, :, :, :1] <= self.ranking.record)
+
+    def _others(self, region: Region, floor: Array) -> None:
+        """The other layouts, of which only the best can be."""
+        everything = self.objective == Objective.headroom
+        near = np.isfinite(floor) & (everything or floor <= self.ranking.record)
         if near.any():
-            box = _near(region.box, near)
-            priced = self.price(box)
-            self.ranking.take(box, priced)
-            self._beside(region, box, priced)
+            for layout in region.layouts[1:]:
+                box = _near(replace(region.box, layout=layout), near)
+                self.ranking.take(box, self.price(box), with_families=False)
 
     def price(self, box: Box) -> Priced:
         """Every plan of a box."""
@@ -270,7 +289,7 @@ class Survey:
         """Recompute of part of the blocks, and offload, where `box` leaves no margin without them."""
         self._partly(region, box, priced)
         if region.offloads:
-            asked = ~priced.roomy[:, :, :, :1] & (priced.seconds[:, :, :, :1] <= self.ranking.record)
+            asked = self._asked(priced)
             if asked.any():
                 sent = replace(crop(box, asked & np.ones(box.shape, bool))[0], offload=region.offloads)
                 found = self.price(sent)
@@ -283,7 +302,7 @@ class Survey:
         counts = sorted(set().union(*parts))
         if not counts or Recompute.none not in box.recompute:
             return
-        asked = ~priced.roomy[:, :, :, :1] & np.isfinite(priced.score[:, :, :, -1:]) & (priced.seconds[:, :, :, :1] <= self.ranking.record)
+        asked = self._asked(priced)
         best = np.full(asked.shape, np.inf)
         found = []
         for count in counts:

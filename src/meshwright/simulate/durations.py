@@ -133,7 +133,7 @@ def durations(pricer: Pricer, plan: Plan, box: Box) -> Durations:
     for number, content in enumerate(contents):
         waits = offload[number % box.pp] / box.orders[0].virtual_stages
         if (content, waits) not in made:
-            ends = [run.end for run in pricer.units(content, box.cut, bucket).runs for _ in range(run.times)]
+            ends = [run.end for run in pricer.flat.units(content, box.cut, bucket).runs for _ in range(run.times)]
             made[content, waits] = stage(data, stacked(table, content, box), ends, waits)
     return Durations(
         stages=tuple(made[content, offload[number % box.pp] / box.orders[0].virtual_stages] for number, content in enumerate(contents)),
@@ -295,7 +295,7 @@ def endings(pricer: Pricer, box: Box, data: Data) -> Iterator[Ending]:
     bucket = None if data.zero == 3 else max(-(-box.bucket // data.size), 1)
     experts = np.array([entry.experts(box.cut) if box.layout.ep > 1 else 0 for entry in pricer.setting.entries])
     for rank in ranks(pricer.setting.entries, box.orders[0], box.pp):
-        runs = [(run, count) for content, count in rank.stages for run in pricer.units(content, box.cut, bucket).runs]
+        runs = [(run, count) for content, count in rank.stages for run in pricer.flat.units(content, box.cut, bucket).runs]
         own = (rank.layers.sum(axis=0) * (experts > 0)).tolist()
         dense = [(run.end, run.times * count) for run, count in runs]
         apart = [(int(each), count) for each, count in zip(experts, own, strict=True)]

@@ -4,7 +4,7 @@ Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (Z
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
 micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank), `ls10-11-11` (blocks of each virtual stage),
 `rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `ulysses` (how context ranks attend; else
-by a ring), `ax-dp-pp-tp` (another order of axes).
+by a ring), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `ax-dp-pp-tp` (another order of axes).
 
 World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies inside of dp.
 """
@@ -85,6 +85,9 @@ class Plan(Noun):
     recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
     offload: tuple[Offload, ...] = ()
     context: Context = Field(default=Context.ring, description="how context ranks exchange keys and values")
+    placement: tuple[int, ...] = Field(
+        default=(), description="of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order"
+    )
     axes: tuple[Axis, ...] = Field(default=AXES, description="from the outermost to the innermost; cp lies inside of dp")
     bucket: int = Field(default=BUCKET, ge=1, description="bytes of gradients that one collective carries at least")
 
@@ -110,6 +113,8 @@ class Plan(Noun):
             raise ValueError(f"recompute_layers {self.recompute_layers} counts blocks that recompute as a whole: write recompute layer")
         if self.context == Context.ulysses and self.cp == 1:
             raise ValueError("ulysses says how context ranks attend and needs cp > 1")
+        if self.placement and (len(self.placement) != self.pp or self.schedule == Schedule.interleaved):
+            raise ValueError(f"placement names {len(self.placement)} ranks of pp({self.pp}); each has its group, in 1f1b or gpipe")
         if sorted(self.axes) != sorted(AXES):
             raise ValueError(f"axes {list(self.axes)} must name each of {', '.join(AXES)} once")
         if list(self.offload) != sorted(set(self.offload), key=list(Offload).index):
@@ -221,6 +226,7 @@ def plan_name(plan: Plan) -> str:
     parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}"] if plan.recompute != Recompute.none else []
     parts += [f"off-{what}" for what in plan.offload]
     parts += [str(plan.context)] if plan.context != Context.ring else []
+    parts += ["on" + "-".join(map(str, plan.placement))] if plan.placement else []
     parts += ["ax-" + "-".join(plan.axes)] if plan.axes != AXES else []
     return ".".join(parts)
 
@@ -267,6 +273,8 @@ def parse_plan(name: str) -> Plan:
             fields["recompute_layers"] = int(again[2] or 0)
         elif re.fullmatch(r"ls\d+(-\d+)*", part):
             put("layers_per_stage", tuple(map(int, part[2:].split("-"))), part)
+        elif re.fullmatch(r"on\d+(-\d+)*", part):
+            put("placement", tuple(map(int, part[2:].split("-"))), part)
         elif re.fullmatch(r"ax(-(pp|dp|tp)){3}", part):
             put("axes", tuple(part[3:].split("-")), part)
         elif part.startswith("off-") and part[4:] in list(Offload):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from meshwright.base.errors import InputError
+from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Context, Plan, Schedule
 
@@ -33,6 +34,21 @@ def world_faults(plan: Plan, devices: int) -> Iterator[Fault]:
         yield Fault(
             "ep does not divide", f"ep({plan.ep}) does not divide dp_shard({plan.dp_shard}) * cp({plan.cp}) * tp({plan.tp}) = {inner}"
         )
+
+
+def placement_faults(plan: Plan, cluster: Cluster) -> Iterator[Fault]:
+    """A group that holds pipeline ranks is taken whole: their devices are all of its devices."""
+    each = plan.world // plan.pp
+    for group in sorted(set(plan.placement)):
+        if group >= len(cluster.groups):
+            yield Fault("no such group", f"placement names group {group}, the cluster has groups 0 to {len(cluster.groups) - 1}")
+            continue
+        devices, ranks = cluster.groups[group].nodes * cluster.groups[group].devices, plan.placement.count(group)
+        if ranks * each != devices:
+            yield Fault(
+                "ranks do not fill a group",
+                f"{ranks} pipeline ranks of {each} devices on group {group} = {ranks * each} but it has {devices} devices",
+            )
 
 
 def tensor_faults(plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True) -> Iterator[Fault]:
@@ -123,7 +139,7 @@ def sequence_faults(plan: Plan, sequence: int, context: int = 0, against: str = 
 
 def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     """Every rule that `plan` breaks for `job`, the plainest first."""
-    yield from world_faults(plan, job.cluster.devices)
+    yield from placement_faults(plan, job.cluster) if plan.placement else world_faults(plan, job.cluster.devices)
     yield from tensor_faults(plan, job.model.divisible, job.model.tensor_parallel)
     yield from expert_faults(plan, job.model.experts)
     yield from context_faults(plan, job.model.divisible)

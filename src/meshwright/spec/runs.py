@@ -20,6 +20,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "recompute_layers": (0,),
     "offload": ((),),
     "context": (Context.ring,),
+    "placement": ((),),
     "axes": (AXES,),
 }
 """Values of the fields of a plan that run; every other field runs with all of its values."""
@@ -35,6 +36,7 @@ def missing(plan: Plan) -> tuple[str, ...]:
         "recompute_layers": f"rc-{plan.recompute}{plan.recompute_layers}",
         "offload": ".".join(f"off-{what}" for what in plan.offload),
         "context": str(plan.context),
+        "placement": "on" + "-".join(map(str, plan.placement)),
         "axes": "ax-" + "-".join(plan.axes),
     }
     return tuple(said[name] for name, values in RUNS.items() if getattr(plan, name) not in values)

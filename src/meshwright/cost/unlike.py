@@ -1,0 +1,65 @@
+"""Pipelines over unlike groups of nodes: each pipeline rank lies on one group, computes at its speed and fits in its memory.
+
+Each group prices the plan as if all devices were its own; of these prices each rank takes that of its group. Then, as for any pipeline,
+
+    step = m x (slowest rank's micro-batch) + bubble + messages + reductions not hidden + update,  the last three of the slowest group.
+
+Tensor, data and context ranks of a stage lie on one group, so that their traffic is on its own links; stages speak over the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+
+import numpy as np
+
+from meshwright.cost.box import Array, Box, lift
+from meshwright.cost.pipeline import idle
+from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Prices, Seconds
+from meshwright.cost.stages import ranks
+from meshwright.spec.cluster import NodeGroup
+from meshwright.spec.job import Job
+
+
+def pricers(job: Job, placement: Sequence[int], world: int) -> dict[int, Pricer]:
+    """For each group of `placement` the prices of `world` devices like its own."""
+    return {at: Pricer(job.but(cluster=job.cluster.but(groups=(even(job, at, world),)))) for at in sorted(set(placement))}
+
+
+def even(job: Job, group: int, world: int) -> NodeGroup:
+    """A group of at least `world` devices like those of `group`."""
+    like = job.cluster.groups[group]
+    return like.but(nodes=max(ceil(world / like.devices), 1))
+
+
+def prices(on: Mapping[int, Pricer], box: Box) -> dict[int, Prices]:
+    """What each group says of every pipeline rank."""
+    return {
+        group: pricer.price_ranks(box, [ranks(pricer.setting.entries, order, box.pp) for order in box.orders])
+        for group, pricer in on.items()
+    }
+
+
+def chosen(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
+    """Of each rank the part that its group says, over AXES; parts of one row are the same for all ranks."""
+    return np.concatenate([part[rank : rank + 1] if len(part := parts[group]) > 1 else part for rank, group in enumerate(placement)])
+
+
+def seconds(on: Mapping[int, Pricer], placement: Sequence[int], box: Box, said: Mapping[int, Prices] | None = None) -> Seconds:
+    """Parts of a step of the pipeline."""
+    found = {group: price.seconds for group, price in (said or prices(on, box)).items()}
+    shape = np.broadcast_shapes(*(it.each.shape for it in found.values()))
+    rows = {
+        group: [np.broadcast_to(part, np.broadcast_shapes(part.shape, shape)) for part in it[:PER_MICRO_BATCH]]
+        for group, it in found.items()
+    }
+    parts = [chosen({group: table[at] for group, table in rows.items()}, placement) for at in range(PER_MICRO_BATCH)]
+    each = sum(parts[1:], parts[0])
+    longest, bubble = idle(each, np.ones((box.pp, 1, 1, 1, 1, 1, 1)), np.array(1.0))
+    slowest = [
+        np.maximum.reduce(np.broadcast_arrays(*values))
+        for values in zip(*(it[PER_MICRO_BATCH + 1 : -2] for it in found.values()), strict=True)
+    ]
+    step = lift([count for _, count in box.micro_batches], "b") * longest + bubble + sum(slowest)
+    return Seconds(*parts, bubble, *slowest, each, step)  # type: ignore[call-arg]

@@ -1,0 +1,82 @@
+"""Unlike groups of nodes: the plan found is that of pricing every plan by itself, and uses each group by its speed and memory."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import cluster, decoder, device, small_job
+
+from meshwright.base.errors import InputError
+from meshwright.cost.step import estimate
+from meshwright.search.rank import search
+from meshwright.search.survey import TIGHT_GAIN
+from meshwright.search.unlike import plans
+from meshwright.spec.estimate import Fits
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.rules import faults
+
+
+def unlike_job(slower: float = 2.0, less: float = 1.0, batch: int = 8, blocks: int = 4) -> Job:
+    """Two nodes of two devices, the second with 1 / `slower` of the speed and 1 / `less` of the memory."""
+    model = decoder(((blocks, 512),), hidden=256, heads=4)
+    on = cluster(1, 2, 64e6)
+    first = on.groups[0]
+    slow = device(64e6 / less, bandwidth=2e12 / slower, peak={name: rate / slower for name, rate in first.device.peak.items()})
+    return small_job(model, on.but(groups=(first, first.but(device=slow))), batch, sequence=512)
+
+
+def score(job: Job, plan: Plan) -> float | None:
+    found = estimate(job, plan)
+    return found.time.step * (1 + TIGHT_GAIN * (found.verdict == Fits.tight)) if found.fits else None
+
+
+def every_pipeline(job: Job) -> list[Plan]:
+    """1f1b over both groups, every cut of the blocks, one by one."""
+    names = []
+    blocks = job.model.blocks
+    layouts = [("dp2.", 2, "0-1"), ("dp2.", 2, "1-0"), ("", 4, "0-0-1-1"), ("", 4, "1-1-0-0"), ("tp2.", 2, "0-1"), ("tp2.", 2, "1-0")]
+    cuts = {2: [(at, blocks - at) for at in range(1, blocks)], 4: [(1, 1, 1, 1)] if blocks == 4 else []}
+    for head, pp, on in layouts:
+        for cut in cuts[pp]:
+            for parallel in ("", "sp.") if head == "tp2." else ("",):
+                for size in (1, 2, 4, 8):
+                    for again in ("", "rc-layer."):
+                        for zero in ("", "z1.", "z2.", "z3.") if head == "dp2." else ("",):
+                            split = "-".join(map(str, cut))
+                            names.append(f"{head}{parallel}pp{pp}.{zero}mb{size}.ls{split}.{again}on{on}")
+    plans = [parse_plan(name) for name in names]
+    return [plan for plan in plans if not any(faults(job, plan))]
+
+
+@pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize("less", [1.0, 2.0])
+def test_the_best_pipeline_over_two_groups_is_that_of_brute_force(slower: float, less: float) -> None:
+    job = unlike_job(slower, less)
+    expected = min(found for plan in every_pipeline(job) if (found := score(job, plan)) is not None)
+    both = [found for found, plan in plans(job, 100) if len(set(plan.placement)) == 2]
+    assert min(both) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_faster_group_holds_more_blocks() -> None:
+    job = unlike_job(slower=3.0, batch=32)
+    model = decoder(((8, 8192),), hidden=2048, heads=4)
+    job = job.but(model=model, cluster=job.cluster.with_memory(64e9), workload=job.workload.but(sequence=2048))
+    best = next(plan for _, plan in plans(job, 100) if len(set(plan.placement)) == 2)
+    held = {group: sum(count for count, on in zip(best.layers_per_stage, best.placement, strict=True) if on == group) for group in (0, 1)}
+    assert held[0] > held[1]
+
+
+def test_a_group_that_only_slows_is_left_out() -> None:
+    answer = search(unlike_job(slower=50.0))
+    assert set(answer.chosen.plan.placement) == {0}
+    assert not answer.chosen.runs
+    assert answer.chosen.estimate.notes == ("the devices of test are left out",)
+
+
+def test_equal_groups_are_one() -> None:
+    assert plans(unlike_job(slower=1.0), 10) == []
+
+
+def test_a_placement_that_leaves_part_of_a_group_is_explained() -> None:
+    with pytest.raises(InputError, match=r"1 pipeline ranks of 1 devices on group 0 = 1 but it has 2 devices"):
+        estimate(unlike_job(), parse_plan("pp2.ls2-2.on0-1"))
