@@ -68,7 +68,7 @@ def told(said: Sequence[Sentence], language: str = "en") -> str:
 
 
 def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -> str:
-    """One plan a line; `exposed` is communication that nothing hides, `spare` what is left of the device."""
+    """One plan a line; `memory` is what is reserved, `spare` what is left of the device, `exposed` communication that nothing hides."""
     rows = [[label(head, language) for head in ("plan", "step", "tokens/s", "MFU", "memory", "verdict", "spare", "bubble", "exposed")]]
     for plan, estimate in entries:
         time = estimate.time
@@ -78,7 +78,7 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
                 show_step(time.step),
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.mfu:.1%}",
-                show_bytes(estimate.memory.total),
+                show_bytes(estimate.memory.reserved),
                 label(str(estimate.verdict), language),
                 f"{estimate.spare / estimate.limit:.0%}" if estimate.limit else "-",
                 share(time.bubble, time),
