@@ -43,6 +43,12 @@ function write(changes) {
   draw()
 }
 
+// What a hand was on is drawn anew: it stays on it.
+function again(changes, where) {
+  write(changes)
+  document.querySelector(where).focus()
+}
+
 // --- what the state points at -----------------------------------------------------------------------------------------------------
 
 function look() {
@@ -139,7 +145,7 @@ function drawPlans(view) {
   const heads = Object.entries(COLUMNS).map(([name, by]) => {
     const sorted = state.sort.replace("-", "") === name && by ? (state.sort.startsWith("-") ? "descending" : "ascending") : undefined
     const next = sorted === "ascending" ? `-${name}` : sorted === "descending" ? "" : name
-    return make("th", { scope: "col", "aria-sort": sorted, class: by || name === "verdict" ? "" : "bars" }, by ? make("button", { type: "button", onclick: () => write({ sort: next }) }, say[name]) : say[name])
+    return make("th", { scope: "col", "aria-sort": sorted, class: by || name === "verdict" ? "" : "bars" }, by ? make("button", { type: "button", "data-sort": name, onclick: () => again({ sort: next }, `[data-sort=${name}]`) }, say[name]) : say[name])
   })
   const slowest = Math.max(...view.rows.map(row => at(row.entry, "step")))
   const rows = view.sorted.map(row => {
@@ -201,7 +207,8 @@ function drawFamilies(view) {
   const rows = view.kin.filter(row => row.entry !== best).map(({ family, entry, verdict }) => {
     const lost = best ? ITEMS.map(kind => [kind, at(entry, kind) - at(best, kind)]).sort((one, other) => other[1] - one[1])[0] : ["", 0]
     const fits = verdict !== "no"
-    return make("tr", { onclick: () => write({ plan: entry.name }), "aria-selected": String(view.selected.entry === entry) },
+    const choose = () => again({ plan: entry.name }, "#kin [aria-selected=true]")
+    return make("tr", { tabindex: 0, onclick: choose, onkeydown: event => event.key === "Enter" && choose(), "aria-selected": String(view.selected.entry === entry) },
       make("td", {}, DATA.words[state.language].family[family]), make("td", { class: "left plan" }, ...planOf(entry)), make("td", {}, stepOf(at(entry, "step"))),
       make("td", {}, fits && best ? percent(at(entry, "step") / at(best, "step") - 1, true) : "\u2013"),
       make("td", {}, fits && lost[1] > 0 ? `${kindOf("time", lost[0])} +${seconds(lost[1])}` : "\u2013"),
@@ -237,8 +244,7 @@ function move(by) {
   const now = view.sorted.findIndex(row => row.entry === view.selected?.entry)
   const next = view.sorted[Math.min(Math.max(now + by, 0), view.sorted.length - 1)]
   if (!next) return
-  write({ plan: next.entry.name })
-  document.querySelector("#ranked [aria-selected=true]").focus({ preventScroll: false })
+  again({ plan: next.entry.name }, "#ranked [aria-selected=true]")
 }
 
 addEventListener("keydown", event => {
