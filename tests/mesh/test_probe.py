@@ -106,6 +106,7 @@ def test_every_family_computes_the_matrix_products_of_its_formulas(kind: str) ->
     found, formula = hugging_face(kind)
     assert found.parameters == formula.parameters
     assert total(found, "flops") == total(formula, "flops")
+    assert total(found, "routed") == total(formula, "routed")
     assert total(found, "attention_flops") in (total(formula, "attention_flops"), 2 * total(formula, "attention_flops"))
 
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.anatomy import Split
 from meshwright.probe.attention import attention
-from meshwright.probe.work import FUSED, cost, name_of
+from meshwright.probe.work import FUSED, GROUPED, cost, name_of
 
 STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"})
 MULTI_HEAD_DROPOUT = 10
@@ -54,6 +54,7 @@ class Tally:
     core_fixed: float = 0.0
     query_width: float = 0.0
     key_value_width: float = 0.0
+    routed: float = 0.0
     transient: float = 0.0
     output: float = 0.0
 
@@ -182,6 +183,8 @@ class Watch:
         if name in FUSED:
             tally.query_width += given[0].numel()
             tally.key_value_width += given[1].numel() + given[2].numel()
+        if name == GROUPED and not tally.routed:  # the first product of the experts reads what is sent to them
+            tally.routed = given[0].numel()
         if name in FUSED or name in STATISTICS:
             for tensor in made[1:]:
                 storage = tensor.untyped_storage()
