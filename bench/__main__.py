@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from bench import labels, peers, simulate, start
+from bench import labels, peers, search, simulate, start
 
-KNOWN = {"start": start, "simulate": simulate, "labels": labels, "peers": peers}
+KNOWN = {"start": start, "search": search, "simulate": simulate, "labels": labels, "peers": peers}
 
 
 def main(arguments: list[str]) -> None:
