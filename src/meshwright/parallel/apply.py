@@ -26,6 +26,7 @@ from meshwright.parallel.zero import Zero
 from meshwright.spec.layout import LayerSlots, Slot, units
 from meshwright.spec.plan import Recompute
 from meshwright.spec.precision import Recipe
+from meshwright.spec.runs import missing
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def parallelize_model(
 
 def _check(anatomy: Anatomy, mesh: Mesh) -> None:
     plan = mesh.plan
-    if plan.cp > 1 or plan.ep > 1 or plan.offload:
-        raise InputError(f"plan {plan.name}: context and expert parallelism and offload do not run yet; use cp1, ep1 and no off-")
+    if missing(plan):
+        raise InputError(f"plan {plan.name}: {', '.join(missing(plan))} can be planned and priced but do not run yet; leave them out")
     if plan.tp > 1 and not anatomy.regions:
         raise InputError(
             f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none: use tp1"
