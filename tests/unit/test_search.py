@@ -15,8 +15,9 @@ from meshwright.cost.box import box_of
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
+from meshwright.search.answer import Objective
 from meshwright.search.explain import explain
-from meshwright.search.rank import search
+from meshwright.search.rank import search, smaller
 from meshwright.search.space import Space
 from meshwright.search.survey import TIGHT_GAIN, simplicity, survey
 from meshwright.spec.estimate import Estimate, Fits
@@ -264,3 +265,42 @@ def test_a_chosen_plan_never_needs_more_than_a_rank_can_take() -> None:
     job = named_job("llama2-13b", "4x8:a100-40gb", 512, 4096)
     answer = search(job)
     assert all(entry.estimate.memory.reserved <= usable(Pricer(job).setting) < 40 * GIB for entry in answer.plans)
+
+
+def priced(job: Job, price: float) -> Job:
+    group = job.cluster.groups[0]
+    return job.but(cluster=job.cluster.but(groups=(group.but(device=group.device.but(price=price)),)))
+
+
+def test_the_fewest_devices_are_those_on_which_one_less_fits_nothing() -> None:
+    job = small_job(on=cluster(1, 4, 2.2e6), batch=4)
+    answer = search(job, 1, Objective.fewest)
+    sizes = [search(job.but(cluster=each), 1).devices for each in smaller(job.cluster) if survey(job.but(cluster=each), 1).ranking.best]
+    assert answer.devices == min(sizes)
+    assert answer.chosen.plan.world == answer.devices
+
+
+def test_the_cheapest_plan_takes_the_least_money_of_all_numbers_of_devices() -> None:
+    job = priced(small_job(on=cluster(1, 4), batch=4), 2.0)
+    found = (survey(job.but(cluster=each), 1).ranking.best[0].score * each.devices * 2.0 for each in smaller(job.cluster))
+    answer = search(job, 1, Objective.cheapest)
+    assert answer.chosen.estimate.time.step * answer.devices * 2.0 == pytest.approx(min(found))
+    with pytest.raises(InputError, match="needs a price"):
+        search(small_job(batch=4), 1, Objective.cheapest)
+
+
+def test_the_most_headroom_is_the_least_memory_of_plans_that_offload_nothing() -> None:
+    job = small_job(on=cluster(1, 2), batch=4)
+    pricer = Pricer(job)
+    plans = [plan for plan in every_plan(job) if not plan.offload and not any(faults(job, plan))]
+    least = min(
+        float(reserved(pricer.setting, pricer.price(box_of(plan, 4, job.model.blocks)).allocated)[0].item())
+        for plan in plans
+        if not plan.recompute_layers
+    )
+    assert search(job, 1, Objective.headroom).chosen.estimate.memory.reserved == pytest.approx(least)
+
+
+def test_what_runs_is_what_the_table_says() -> None:
+    job = named_job("llama2-7b", "2x8:a100-80gb", 64, 4096)
+    assert all(entry.runs for entry in search(job, 20, runnable=True).plans)
