@@ -64,10 +64,12 @@ def _quantity(kind: str) -> BeforeValidator:
     return BeforeValidator(lambda value: parse_quantity(value, kind), json_schema_input_type=float | str)
 
 
-Bytes = Annotated[float, _quantity("B"), Field(ge=0)]
-BytesPerSecond = Annotated[float, _quantity("B/s"), Field(ge=0)]
-FlopsPerSecond = Annotated[float, _quantity("FLOP/s"), Field(ge=0)]
-Seconds = Annotated[float, _quantity("s"), Field(ge=0)]
+MOST = 1e21
+"""No quantity is larger: beyond what any machine has, and products of several still are numbers."""
+Bytes = Annotated[float, _quantity("B"), Field(ge=0, le=MOST)]
+BytesPerSecond = Annotated[float, _quantity("B/s"), Field(ge=0, le=MOST)]
+FlopsPerSecond = Annotated[float, _quantity("FLOP/s"), Field(ge=0, le=MOST)]
+Seconds = Annotated[float, _quantity("s"), Field(ge=0, le=MOST)]
 
 
 def _show(value: float, step: float, units: tuple[str, ...]) -> str:
