@@ -151,6 +151,12 @@ def test_context_and_expert_ranks_offload_and_partial_recompute_are_in_the_play(
     assert played.seconds == pytest.approx(played.estimate.time.step, rel=0.03)
 
 
+def test_on_unlike_groups_each_pipeline_rank_is_played_at_the_speed_of_its_own() -> None:
+    job = named_job("llama2-13b", "2x8:a100-80gb+4x8:v100-32gb", 480, 2048, "fp16")
+    played = simulate(job, "dp16.pp3.z1.ls23-9-8.on0-1-1")
+    assert played.seconds == pytest.approx(played.estimate.time.step, rel=0.03)
+
+
 def everyone(plan: Plan, faults: Faults) -> list[Lane]:
     """Every replica as a lane of its own."""
     found = []

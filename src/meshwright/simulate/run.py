@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.cost.box import box_of
+from meshwright.cost import unlike
+from meshwright.cost.box import Box, box_of
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
 from meshwright.schedules.order import orders
-from meshwright.simulate.durations import durations
+from meshwright.simulate.durations import Durations, durations
 from meshwright.simulate.fleet import Policy
 from meshwright.simulate.lanes import Lane, lanes, rank_at, tier
 from meshwright.simulate.network import Tier
@@ -100,7 +101,7 @@ def played(job: Job, plan: Plan, faults: Faults) -> list[Cell]:
     return Player(
         Play(
             orders=orders(plan.schedule, plan.pp, plan.virtual_stages, plan.micro_batches(job.workload.batch)),
-            durations=durations(pricer, plan, box),
+            durations=on_groups(job, plan, box) if plan.placement else durations(pricer, plan, box),
             lanes=rows,
             lines={Tier.near: line(fabric.near), Tier.far: line(fabric.far)},
             hops=hops,
@@ -111,6 +112,17 @@ def played(job: Job, plan: Plan, faults: Faults) -> list[Cell]:
             barrier=job.workload.optimizer.clip is not None,
         )
     ).run()
+
+
+def on_groups(job: Job, plan: Plan, box: Box) -> Durations:
+    """Each pipeline rank at the speed of its own group of nodes."""
+    each = {group: durations(pricer, plan, box) for group, pricer in unlike.pricers(job, plan.placement, plan.world).items()}
+    said = [each[group] for group in plan.placement]
+    return said[0]._replace(
+        stages=tuple(said[stage % plan.pp].stages[stage] for stage in range(plan.stages)),
+        endings=tuple(one.endings[rank] for rank, one in enumerate(said)),
+        tie=max(one.tie for one in said),
+    )
 
 
 def line(link: Link) -> Line:
