@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from equality import MODELS, ROWS, alone, check, train
+from equality import alone, check, train
 
-from meshwright.base.errors import InputError
-from meshwright.spec.plan import Plan, Recompute, Schedule
+from meshwright.spec.plan import Plan
 
 SAMPLE = [
     ("llama", "dp1"), ("llama", "dp1.mb2.rc-layer"), ("llama", "dp1.z3"), ("llama", "dp2"), ("llama", "dp2.z1"), ("llama", "dp2.z2"), ("llama", "dp2.z3"),
@@ -47,50 +45,3 @@ def parse(name: str) -> Plan:
     from meshwright.spec.plan import parse_plan
 
     return parse_plan(name)
-
-
-def product() -> Iterator[tuple[str, str]]:
-    """Every legal plan of 1, 2, 4 and 8 ranks on every model."""
-    schedules = [(Schedule.one_f_one_b, 1), (Schedule.gpipe, 1), (Schedule.interleaved, 2)]
-    for model in MODELS:
-        for world in (1, 2, 4, 8):
-            for tp in (1, 2, 4):
-                for pp in (1, 2, 4):
-                    dp, rest = divmod(world, tp * pp)
-                    if rest or not dp or (model == "convnet" and tp * pp > 1):
-                        continue
-                    for fields in _variants(dp, tp, pp, schedules):
-                        try:
-                            plan = Plan(**fields)
-                            plan.stage_layers(4)
-                            plan.micro_batches(ROWS)
-                        except (InputError, ValueError):
-                            continue
-                        yield model, plan.name
-
-
-def _variants(dp: int, tp: int, pp: int, schedules: list[tuple[Schedule, int]]) -> Iterator[dict[str, Any]]:
-    for zero in range(4):
-        for replicate in (1, 2) if zero and dp >= 4 else (1,):
-            for recompute in Recompute:
-                for schedule, virtual in schedules if pp > 1 else schedules[:1]:
-                    for sequence_parallel in (False, True) if tp > 1 else (False,):
-                        groups = {"dp_replicate": dp} if zero == 0 else {"dp_replicate": replicate, "dp_shard": dp // replicate}
-                        yield {
-                            **groups, "tp": tp, "pp": pp, "zero": zero, "recompute": recompute, "schedule": schedule,
-                            "virtual_stages": virtual, "sequence_parallel": sequence_parallel,
-                        }  # fmt: skip
-
-
-@pytest.mark.soak
-def test_every_plan_of_the_product_computes_what_one_device_computes(ranks: Any) -> None:
-    pairs = sorted(set(product()))
-    failures = []
-    for precision in ("fp64", "fp32"):
-        for model, plan in pairs:
-            try:
-                check(expected(model, precision), ranks.run(parse(plan).world, train, model, plan, precision, 2), precision)
-            except AssertionError as error:
-                failures.append(f"{model} {plan} {precision}: {str(error).splitlines()[0]}")
-    print(f"{len(pairs)} pairs in two precisions, {len(failures)} differ")
-    assert not failures, "\n".join(failures)

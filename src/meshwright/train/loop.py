@@ -38,7 +38,7 @@ from meshwright.train.trainer import Share, parallelize
 
 HELD_OUT_ROWS = 64
 WATCHED = 2  # which step of a launch the profiler watches for memory: the first two warm up
-PROMPT, SAMPLE_TOKENS = "def ", 120
+PROMPT, SAMPLE_TOKENS = "\n\ndef", 160
 
 
 def train(channel: Channel, payload: Message) -> int:
@@ -218,4 +218,4 @@ class Loop:
         assert tokenizer is not None
         model = build_model(launch.model, launch.workload.seed)
         text = write_text(model, weights, tokenizer, PROMPT, SAMPLE_TOKENS, launch.workload.sequence, launch.workload.seed)
-        self._say("sample", text=text, parameters=show_count(self.parameters))
+        self._say("sample", text=text.strip("\n"), parameters=show_count(self.parameters))

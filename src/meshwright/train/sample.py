@@ -17,7 +17,7 @@ LARGEST = 4 * 2**30  # bytes of weights that one host is asked to hold for a sam
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt: list[int], count: int, *, temperature: float = 0.8, top: int = 40, seed: int = 1, context: int = 0
+    model: nn.Module, prompt: list[int], count: int, *, temperature: float = 0.5, top: int = 40, seed: int = 1, context: int = 0
 ) -> list[int]:
     """`prompt` and up to `count` tokens after it. `context` is how many tokens the model can read at once, 0 for any number."""
     random = torch.Generator().manual_seed(seed)
