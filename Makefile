@@ -26,7 +26,7 @@ train: $(READY)
 	$(BIN)/meshwright train $(ARGS)
 
 test: check
-	$(PYTEST) -m "not soak" $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
