@@ -107,13 +107,20 @@ def routed_kept(sizes: Sizes) -> float:
     return sum(entry.elements for entry in feed_forward_kept(sizes, sizes.moe_ffn * sizes.top_k))
 
 
-def context_widths(sizes: Sizes) -> dict[str, float]:
+class Widths(TypedDict):
+    """Elements a token of what attention reads."""
+
+    query_width: float
+    key_value_width: float
+
+
+def context_widths(sizes: Sizes) -> Widths:
     """Elements a token of queries, and of keys and values, as attention reads them."""
     if sizes.mla is None:
-        return {"query_width": float(sizes.query_width), "key_value_width": 2.0 * sizes.key_width}
+        return Widths(query_width=float(sizes.query_width), key_value_width=2.0 * sizes.key_width)
     part = sizes.mla
     key = sizes.heads * (part.nope + part.rope)
-    return {"query_width": float(key), "key_value_width": float(key + sizes.heads * part.v)}
+    return Widths(query_width=float(key), key_value_width=float(key + sizes.heads * part.v))
 
 
 def block_kept(sizes: Sizes, experts: bool) -> Account:
