@@ -25,7 +25,7 @@ class Rate(NamedTuple):
 def read_failures(text: str) -> Rate:
     """
     >>> read_failures("2e-5").per_device_hour, round(read_failures("5 y").per_device_hour, 9)
-    (2e-05, 2.2816e-05)
+    (2e-05, 2.2815e-05)
     """
     rows = catalog.failures()
     row = catalog.find(rows, text)

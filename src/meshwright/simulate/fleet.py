@@ -121,7 +121,7 @@ def expected(policy: Policy, mean: float, interval: float) -> Shares:
     >>> policy = Policy(save=60, durable=0, detect=1800, rebuild=0, restore=0)
     >>> mean = mean_between(1.973e-5, 16384)
     >>> round(100 * expected(policy, mean, optimal_interval(60, mean)).progress, 1)
-    76.6
+    76.5
     """
     period = (interval + policy.save) / mean
     if period + policy.recovery / mean > 500.0:
