@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from peak import of_second_step
 
 from meshwright.cost.step import estimate
 from meshwright.intake.architecture import model_spec
@@ -17,7 +16,7 @@ from meshwright.models.registry import build
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload
-from meshwright.train.trainer import parallelize
+from meshwright.train.trainer import Trainer, parallelize
 
 SMALL = {"layers": 2, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 1000, "seq": 128}
 LEARNED = {"mlp": "gelu", "norm": "ln", "linear_bias": True, "pos": "learned", "tied_embeddings": True}
@@ -30,24 +29,12 @@ BATCH = 8
 
 
 def peak(sizes: dict[str, Any], plan: str, precision: str) -> tuple[float, dict[str, int]]:
-    """Most bytes allocated during the second step of a fresh process' worth of tensors, and the bytes of states."""
-    torch.set_num_threads(1)
-    gc.collect()  # what earlier tests left must not be freed, and counted, in the middle of this one
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        torch.manual_seed(0)
+    def made() -> tuple[Trainer, dict[str, torch.Tensor]]:
         trainer = parallelize(build(sizes), lambda params: torch.optim.AdamW(params, fused=True), plan, precision=precision)
         ids = torch.randint(sizes["vocab"], (BATCH, sizes["seq"]))
-        trainer.step({"input_ids": ids, "labels": ids})
-        with record_function("second step"):
-            trainer.step({"input_ids": ids, "labels": ids})
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    began = next(event.start_ns() for event in events if event.name() == "second step")
-    allocated = highest = 0
-    for event in events:
-        if event.name() == "[memory]":
-            allocated += event.nbytes()
-            highest = max(highest, allocated) if event.start_ns() >= began else 0
-    return float(highest), trainer.bytes()
+        return trainer, {"input_ids": ids, "labels": ids}
+
+    return of_second_step(made)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from peak import of_second_step
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.cost.step import estimate
 from meshwright.intake.clusters import read_cluster
@@ -19,7 +18,7 @@ from meshwright.probe import describe
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload
-from meshwright.train.trainer import parallelize
+from meshwright.train.trainer import Trainer, parallelize
 
 BATCH, SEQUENCE, VOCABULARY = 8, 128, 1000
 PLAN = "dp1.mb8"
@@ -80,24 +79,11 @@ def batch_of(name: str) -> dict[str, torch.Tensor]:
 
 
 def peak(name: str, precision: str) -> float:
-    """Most bytes allocated during the second step."""
-    torch.set_num_threads(1)
-    gc.collect()  # what earlier tests left must not be freed, and counted, in the middle of this one
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        torch.manual_seed(0)
+    def made() -> tuple[Trainer, dict[str, torch.Tensor]]:
         trainer = parallelize(MODELS[name](), lambda params: torch.optim.AdamW(params, fused=True), PLAN, precision=precision)
-        batch = batch_of(name)
-        trainer.step(batch)
-        with record_function("second step"):
-            trainer.step(batch)
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    began = next(event.start_ns() for event in events if event.name() == "second step")
-    allocated = highest = 0
-    for event in events:
-        if event.name() == "[memory]":
-            allocated += event.nbytes()
-            highest = max(highest, allocated) if event.start_ns() >= began else 0
-    return float(highest)
+        return trainer, batch_of(name)
+
+    return of_second_step(made)[0]
 
 
 CASES = [(name, precision) for name in MODELS for precision in ("fp32", "bf16") if (name, precision) != ("convnet", "bf16")]

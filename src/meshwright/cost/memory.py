@@ -109,9 +109,11 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     """
     size, head, where = setting.recipe.size, setting.head, away(box)
     zero, shards = lift([each.zero for each in box.shards], "z"), lift(box.holders, "z")
-    again = lift([count > 1 for _, count in box.micro_batches], "b")
-    copies = np.where(shards > 1, (constants.GLOO_COPIES if setting.on_host else 1) + 1 / shards, 1)
-    left = np.where(again, states.opening, 0) * copies
+    again = lift([min(count - 1, constants.REDUCTIONS_IN_FLIGHT) for _, count in box.micro_batches], "b")
+    before = np.where(states.units > 1, again > 0, again / constants.REDUCTIONS_IN_FLIGHT)
+    sent_whole = setting.on_host and not setting.shares_memory
+    copies = np.where(shards > 1, (constants.GLOO_COPIES if sent_whole else 1) + 1 / shards, 1)
+    left = states.opening * before * copies
     filling = np.maximum(states.filling, states.expert)
     waiting = np.maximum(left, states.closing * copies) + filling
     elsewhere = np.where(zero == 3, waiting + 2 * filling, np.where(zero == 2, waiting, 0))
@@ -122,7 +124,7 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
         at_head = at_head + np.maximum(gradient - lift(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0)
     messages = constants.MESSAGES_HELD * message(setting, box, tokens) / size
     at_head, elsewhere = at_head + messages, elsewhere + messages
-    sent = (states.numel + states.experts) * size if setting.on_host else 0
+    sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = np.maximum(states.largest / shards, states.expert / lift(box.expert_holders, "z"))
     master = largest * setting.recipe.master * (1 - where.optimizer)
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)

@@ -73,6 +73,11 @@ class Setting:
         return self.device.name.lower().startswith("cpu")
 
     @cached_property
+    def shares_memory(self) -> bool:
+        """All ranks are processes of one host and read each other's buffers instead of being sent them."""
+        return self.on_host and sum(group.nodes for group in self.job.cluster.groups) == 1
+
+    @cached_property
     def head(self) -> Entry | None:
         """The layer that ends in the loss."""
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)

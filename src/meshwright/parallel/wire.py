@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.mesh import WIRES, Mesh
-from meshwright.parallel.shared import Host, Segment
+from meshwright.parallel.shared import PAGE, Host, Segment
 from meshwright.schedules.action import Kind
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -62,6 +62,8 @@ class Wire:
             header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
             header = header.to(tensor.device)
             self.sending.append((dist.isend(header, rank, group=group, tag=self._tag(message, True)), header))
+        while self.sending and _is_sent(self.sending[0][0]):
+            self.sending.popleft()
         self.sending.append((dist.isend(tensor, rank, group=group, tag=self._tag(message, False)), tensor))
 
     def post(self, message: Message, source: int, key: Any, *, wait_for_shape: bool) -> None:
@@ -96,6 +98,10 @@ class Wire:
                 work.wait()
 
 
+def _is_sent(work: dist.Work | None) -> bool:
+    return work is None or work.is_completed()
+
+
 RING = 128
 """Messages of one direction that a rank can have sent before the receiver takes the first."""
 
@@ -106,7 +112,7 @@ _TAKEN = WIRES + 2 * RING * _SIZE
 
 class SharedWire:
     """[Note: ring] Message n of a direction (forward, back) is announced in place n % RING of the sender's words; the receiver says n in its
-    own word of that place once it has copied it, and the sender's memory is free again. No message waits for another to be taken.
+    own word of that place once it has copied it, and the sender's memory is free again. Message n waits until n - RING is taken, no other.
     """
 
     def __init__(self, mesh: Mesh, host: Host) -> None:
@@ -116,7 +122,7 @@ class SharedWire:
         self._heard = {Kind.F: 0, Kind.B: 0}
         self._there: dict[int, tuple[int, torch.Tensor]] = {}
         self._out: dict[Kind, deque[tuple[int, int, Segment]]] = {Kind.F: deque(), Kind.B: deque()}
-        self._free: dict[int, list[Segment]] = {}
+        self._free: list[Segment] = []
 
     def send(self, tensor: torch.Tensor, message: Message, to: int, key: Any) -> None:
         rank, kind = self.mesh.pipeline_rank(to), message.kind
@@ -166,12 +172,17 @@ class SharedWire:
         out = self._out[kind]
         while out and self.host.words[out[0][0]][self._taken(kind, out[0][1])] == out[0][1]:
             segment = out.popleft()[2]
-            self._free.setdefault(segment.size, []).append(segment)
+            self._free.append(segment)
 
     def _segment(self, size: int) -> Segment:
-        size = max(4096, 1 << (size - 1).bit_length())
-        free = self._free.get(size)
-        return free.pop() if free else self.host.segment(size)
+        """The tightest that is free, or a new one, a little longer than needed so that messages of many lengths share few."""
+        fitting = [segment for segment in self._free if segment.size >= size]
+        if not fitting:
+            step = max(PAGE, 1 << size.bit_length() - 4)
+            return self.host.segment(-(-size // step) * step)
+        taken = min(fitting, key=lambda segment: segment.size)
+        self._free.remove(taken)
+        return taken
 
     def _place(self, kind: Kind, number: int) -> int:
         return WIRES + ((kind == Kind.B) * RING + number % RING) * _SIZE

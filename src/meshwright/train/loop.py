@@ -124,7 +124,7 @@ class Loop:
                 held = sum(value for kind, value in record.memory.items())
                 memory = {**record.memory, "resident": resident()}
                 if watch is not None:
-                    memory["total"] = held + watch.peak - watch.kept
+                    memory["total"] = held + watch.peak - watch.kept + self.trainer.passing
                 if self.device.type == "cuda":
                     memory |= cuda_memory(self.device)
                 seconds = time.perf_counter() - start

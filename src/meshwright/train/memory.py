@@ -2,7 +2,8 @@
 
 CUDA's allocator keeps its own peak. On a CPU nothing does: there one step is watched by the profiler, whose memory events add up to the
 bytes alive at each moment of the step (a watched step takes longer; its numbers are the same). What the step leaves behind is held by the
-trainer and counted there, so: peak = held after the step - what the step added for good + the highest sum of its events.
+trainer and counted there, so: peak = held after the step - what the step added for good + the highest sum of its events. Memory that ranks
+of one host share is not the allocator's: the trainer counts its flat buffers, and `passing` what is on its way to others.
 """
 
 from __future__ import annotations

@@ -201,6 +201,11 @@ class Trainer:
         }
 
     @property
+    def passing(self) -> int:
+        """Bytes of shared memory that this rank holds for what is on its way to other ranks of its host."""
+        return self.mesh.host.passing if self.mesh.host is not None else 0
+
+    @property
     def run_state(self) -> RunState:
         return RunState(
             step=self.steps,

@@ -1,0 +1,82 @@
+"""The most that a rank allocates in a step is what the estimate says, on ranks that really run: within 5 %, for every plan of the main job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.models.registry import build
+from meshwright.train.memory import watching
+from meshwright.train.trainer import parallelize
+
+SIZES: dict[str, Any] = {"kind": "llama", "layers": 4, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 1024, "seq": 128}
+BATCH = 16
+PLANS = (
+    "dp2",
+    "dp2.z1",
+    "dp2.mb4.z2",
+    "dp4.z3",
+    "tp2.mb4",
+    "tp2.sp.mb2",
+    "pp2",
+    "pp4.mb2",
+    "pp2.gpipe",
+    "dp2.tp2.z3.rc-layer",
+    "dp2.pp2.z2",
+)
+
+
+def most(plan: str, precision: str) -> float:
+    """Of the third step, on every rank: what is held after it, and what came and went above that."""
+    torch.manual_seed(0)
+    trainer = parallelize(build(SIZES), lambda parameters: torch.optim.AdamW(parameters, fused=True), plan, precision=precision)
+    ids = torch.randint(SIZES["vocab"], (BATCH, SIZES["seq"]))
+    for _ in range(2):
+        trainer.step({"input_ids": ids, "labels": ids})
+    with watching() as watch:
+        trainer.step({"input_ids": ids, "labels": ids})
+    trainer.close()
+    return sum(trainer.bytes().values()) + trainer.passing + watch.peak - watch.kept
+
+
+def expected(plan: str, precision: str) -> float:
+    from meshwright.cost.step import estimate
+    from meshwright.intake.architecture import model_spec
+    from meshwright.intake.clusters import read_cluster
+    from meshwright.intake.sizes import Sizes
+    from meshwright.spec.job import Job
+    from meshwright.spec.plan import parse_plan
+    from meshwright.spec.workload import Workload
+
+    chosen = parse_plan(plan)
+    workload = Workload(batch=BATCH, sequence=SIZES["seq"], precision=precision)
+    job = Job(model=model_spec("llama", Sizes(**SIZES)), cluster=read_cluster(f"1x{chosen.world}:cpu"), workload=workload)
+    return estimate(job, chosen).memory.total
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_fullest_rank_allocates_what_the_estimate_says(ranks: Any, plan: str) -> None:
+    from meshwright.spec.plan import parse_plan
+
+    measured = max(ranks.run(parse_plan(plan).world, most, plan, "fp32"))
+    assert expected(plan, "fp32") == pytest.approx(measured, rel=0.05)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from pool import Pool
+
+    from meshwright.spec.plan import parse_plan
+
+    pool = Pool()
+    for plan in sys.argv[1:] or PLANS:
+        found = [sorted(pool.run(parse_plan(plan).world, most, plan, "fp32"))[-1] for _ in range(2)]
+        print(
+            f"{plan:30}",
+            *(f"{each / 2**20:8.3f}" for each in found),
+            f"{expected(plan, 'fp32') / 2**20:8.3f}",
+            f"{expected(plan, 'fp32') / found[0]:.3f}",
+        )
