@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
+from meshwright.parallel.master import Master
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.layout import Unit
 from meshwright.spec.precision import Recipe
@@ -42,6 +43,7 @@ class FlatUnit:
         self._arrived = dict.fromkeys(unit.offsets, 0)
         self._full_gradient: torch.Tensor | None = None
         self.on_complete: Callable[[FlatUnit], None] | None = None
+        self._gaps = _gaps(unit, parameters)
         self._gathering: Pending | None = None
         self.is_open = True
         self.gated = False
@@ -74,13 +76,13 @@ class FlatUnit:
 
     def _lay_gradients(self) -> None:
         size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
-        self.gradients = self._zeros(size, shared=self.zero < 2)
+        self.gradients = self._zeros(size, shared=self.zero < 2 or self.replicas is not None)
         self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
     def _make_master(self, recipe: Recipe) -> None:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
         self.has_master = bool(recipe.master)
-        self.master = nn.Parameter(self.shard.to(torch.float32) if self.has_master else self.shard)
+        self.master = Master(self.shard.to(torch.float32) if self.has_master else self.shard)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside a whole buffer of this unit."""
@@ -110,9 +112,7 @@ class FlatUnit:
             target.copy_(gradient) if arrived == 1 else target.add_(gradient)
             complete = arrived == self.arrivals and min(self._arrived.values()) == arrived
         else:
-            if self._full_gradient is None:
-                self._full_gradient = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.mesh.device)
-            self.view(self._full_gradient, name).copy_(gradient)
+            self.view(self._full(), name).copy_(gradient)
             complete = min(self._arrived.values()) == arrived
         if complete and self.on_complete is not None:
             self.on_complete(self)
@@ -121,13 +121,24 @@ class FlatUnit:
         """After backward pass number `passes`: parameters that took no part count as zero. True when that completes the unit."""
         if min(self._arrived.values()) >= passes:
             return False
+        whole = self._full() if self.zero >= 2 else self.gradients
         for name, arrived in self._arrived.items():
-            if arrived == 0 and self.zero < 2:
-                self.view(self.gradients, name).zero_()
+            if arrived < passes and (self.zero >= 2 or arrived == 0):
+                self.view(whole, name).zero_()
             self._arrived[name] = max(arrived, passes)
-        if self.zero >= 2 and self._full_gradient is None:
-            self._full_gradient = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.mesh.device)
         return self.zero >= 2 or passes == self.arrivals
+
+    def _full(self) -> torch.Tensor:
+        """ZeRO 2 and 3: the buffer in which one backward pass gathers whole gradients, where ranks of this host can read it."""
+        if self._full_gradient is None:
+            lanes = self.group.lanes if self.group is not None else None
+            if lanes is not None:
+                self._full_gradient = lanes.stage(self.unit.numel, self.dtype)
+            else:
+                self._full_gradient = torch.empty(self.unit.numel, dtype=self.dtype, device=self.mesh.device)
+            for gap in self._gaps:
+                self._full_gradient[gap].zero_()
+        return self._full_gradient
 
     def reduce(self) -> Pending:
         """Sum the gradients of this unit over the data ranks (over the shard group only at ZeRO 2 and 3, whose shards accumulate)."""
@@ -167,7 +178,6 @@ class FlatUnit:
         """Before the first of `arrivals` backward passes."""
         self.arrivals = arrivals
         self._arrived = dict.fromkeys(self._arrived, 0)
-        self._full_gradient = None
 
     # --- weights --------------------------------------------------------------------------------------------------------------
 
@@ -200,7 +210,7 @@ class FlatUnit:
     def write_back(self) -> None:
         """After the update: the master's values into the weights of the compute type."""
         if self.has_master:
-            self.shard.copy_(self.master.detach())
+            self.shard.copy_(self.master.flat)
 
     def share(self) -> Pending:
         """After the update: everyone's updated run into everyone's weights (ZeRO 1 and 2)."""
@@ -210,3 +220,12 @@ class FlatUnit:
         """Held for weights and for gradients."""
         weights = self.shard if self.zero == 3 else self.weights
         return weights.numel() * weights.element_size(), self.gradients.numel() * self.gradients.element_size()
+
+
+def _gaps(unit: Unit, parameters: dict[str, nn.Parameter]) -> list[slice]:
+    """What lies between and behind the parameters of a buffer."""
+    gaps, end = [], 0
+    for start, stop in sorted((offset, offset + parameters[name].numel()) for name, offset in unit.offsets.items()):
+        gaps += [slice(end, start)] if end < start else []
+        end = stop
+    return gaps + ([slice(end, unit.numel)] if end < unit.numel else [])

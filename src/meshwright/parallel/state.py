@@ -58,7 +58,7 @@ def _units(engine: Parallel, saving: bool) -> Iterator[FlatUnit]:
 
 def weight_pieces(engine: Parallel, saving: bool) -> Iterator[Held]:
     for unit in _units(engine, saving):
-        yield from _runs(engine, "model", unit, unit.master.detach(), saving)
+        yield from _runs(engine, "model", unit, unit.master.flat, saving)
 
 
 def gradient_pieces(engine: Parallel) -> Iterator[Held]:
@@ -69,9 +69,8 @@ def gradient_pieces(engine: Parallel) -> Iterator[Held]:
 def optimizer_pieces(engine: Parallel, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[Held]:
     """States that have one element per weight. Scalars such as the step count stand in `optimizer_scalars`."""
     for unit in _units(engine, saving):
-        for key, value in sorted(optimizer.state.get(unit.master, {}).items()):
-            if isinstance(value, torch.Tensor) and value.numel() == unit.master.numel() and value.ndim:
-                yield from _runs(engine, f"optimizer/{key}", unit, value, saving)
+        for key, value in unit.master.states(optimizer).items():
+            yield from _runs(engine, f"optimizer/{key}", unit, value, saving)
 
 
 def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -79,11 +78,8 @@ def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dic
     kinds: dict[str, str] = {}
     scalars: dict[str, float] = {}
     for unit in engine.zero.units:
-        for key, value in optimizer.state.get(unit.master, {}).items():
-            if isinstance(value, torch.Tensor) and value.ndim and value.numel() == unit.master.numel():
-                kinds[key] = str(value.dtype).removeprefix("torch.")
-            elif isinstance(value, torch.Tensor | int | float):
-                scalars[key] = float(value)
+        kinds |= {key: str(value.dtype).removeprefix("torch.") for key, value in unit.master.states(optimizer).items()}
+        scalars |= dict(unit.master.scalars(optimizer))
     options = [{key: value for key, value in group.items() if _is_plain(value)} for group in optimizer.param_groups]
     return {"kinds": kinds, "scalars": scalars, "groups": options}
 
@@ -95,13 +91,7 @@ def _is_plain(value: Any) -> bool:
 def prepare_optimizer(engine: Parallel, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading."""
     for unit in engine.zero.units:
-        state: dict[str, Any] = {}
-        for key, kind in saved["kinds"].items():
-            state[key] = torch.zeros_like(unit.master, dtype=getattr(torch, kind), requires_grad=False)
-        for key, value in saved["scalars"].items():
-            state[key] = torch.tensor(value, dtype=torch.float32)
-        if state:
-            optimizer.state[unit.master] = state
+        unit.master.prepare(optimizer, saved["kinds"], saved["scalars"])
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
 

@@ -145,7 +145,7 @@ class Zero:
     # --- update ---------------------------------------------------------------------------------------------------------------
 
     def masters(self) -> list[nn.Parameter]:
-        return [unit.master for unit in self.units]
+        return [run for unit in self.units for run in unit.master.runs]
 
     def update(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
         """Gradients times `scale` through the optimizer.
@@ -158,16 +158,18 @@ class Zero:
         for unit in plain:
             if scale != 1.0:
                 unit.own_gradients.mul_(scale)
-            unit.master.grad = unit.own_gradients
+            unit.master.give(unit.own_gradients)
         if plain:
             optimizer.step()
         for unit in plain:
-            unit.master.grad = None
+            unit.master.take_back()
+            unit.master.states(optimizer)
         for unit in self.units:
             if unit.has_master:
-                unit.master.grad = unit.own_gradients.to(torch.float32).mul_(scale)
+                unit.master.give(unit.own_gradients.to(torch.float32).mul_(scale))
                 optimizer.step()
-                unit.master.grad = None
+                unit.master.take_back()
+                unit.master.states(optimizer)
                 unit.write_back()
         for pending in [unit.share() for unit in self.units]:
             self._wait(pending)
