@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 import meshwright.checkpoint
 from meshwright.base.errors import InputError
 from meshwright.checkpoint.assemble import cut
-from meshwright.checkpoint.huggingface import export, import_weights, load_weights
+from meshwright.checkpoint.huggingface import export, import_weights
 from meshwright.checkpoint.load import full_tensors, load
 from meshwright.checkpoint.save import save
+from meshwright.checkpoint.weights import load_weights
 from meshwright.spec.piece import Piece
 
 CONFIG = {
@@ -117,7 +118,7 @@ def test_a_damaged_checkpoint_exports_nothing(tmp_path):
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 20), "cannot be read"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b""), "cannot be read"),
         (lambda folder: save_file({"v": torch.ones(4)}, folder / "model.safetensors"), "has no tensor 'w'"),
-        (lambda folder: save_file({"w": torch.ones(5)}, folder / "model.safetensors"), r"shape \[5\], this model's is \[4\]"),
+        (lambda folder: save_file({"w": torch.ones(5)}, folder / "model.safetensors"), r"shape \[5\], this model's w is \[4\]"),
         (lambda folder: _index(folder, {"w": "../secret.safetensors"}), "must name safetensors files beside it"),
         (lambda folder: _index(folder, {"w": "gone.safetensors"}), "gone.safetensors: cannot be read"),
         (lambda folder: _index(folder, [1]), "must name safetensors files beside it"),

@@ -222,7 +222,7 @@ def test_a_hugging_face_folder_is_built_as_it_is_named_from_its_weights_where_it
     assert not torch.equal(fresh.lm_head.weight, made.lm_head.weight)
     assert (objective_of(source, fresh), vocabulary_of(source, fresh)) == ("causal", 50)
     made.save_pretrained(tmp_path)
-    assert torch.equal(build_model(source, seed=1).lm_head.weight, made.lm_head.weight)
+    assert build_model(source, seed=1).lm_head.weight.is_meta, "weights of a folder are read when the model is cut"
 
 
 def test_live_code_is_called_and_what_is_wrong_with_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

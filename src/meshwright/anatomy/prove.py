@@ -23,6 +23,9 @@ from meshwright.anatomy.nouns import Region, Split, local_slice
 TOLERANCE = 1e-3
 """Relative, in float32: rounding stays below 1e-5, a wrong layout is of the order of 1."""
 
+READ = 512
+"""Rows of the vocabulary that hold the proof's token ids."""
+
 
 class Caught(Exception):
     """Leaves a forward with what was looked for. Not an error."""
@@ -75,6 +78,32 @@ class Proof:
         args, kwargs = copy.deepcopy((self.args, self.kwargs))  # a cache of keys among them would remember the last run
         result: torch.Tensor = caught(handle, lambda: functional_call(self.block, state, args, kwargs))
         return result
+
+
+@contextmanager
+def lent(model: nn.Module, blocks: str) -> Iterator[None]:
+    """Parameters on the meta device, but for those of all blocks behind the first, hold numbers for a while: the same on every rank."""
+    random = torch.Generator().manual_seed(0)
+    before: list[tuple[nn.Module, str, nn.Parameter, bool]] = []
+    numbers: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        if path.startswith(f"{blocks}.") and not f"{path}.".startswith(f"{blocks}.0."):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                before.append((module, name, parameter, path.startswith(f"{blocks}.")))
+    try:
+        for module, name, parameter, inside in before:
+            if id(parameter) not in numbers:
+                width = parameter.shape[-1] if parameter.ndim else 1
+                tensor = torch.zeros(parameter.shape)  # of a large vocabulary only the rows that the proof reads ever take memory
+                tensor.view(-1)[: None if inside else READ * width].normal_(0, width**-0.5, generator=random)
+                numbers[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            module._parameters[name] = numbers[id(parameter)]
+        yield
+    finally:
+        for module, name, parameter, _ in before:
+            module._parameters[name] = parameter
 
 
 @contextmanager

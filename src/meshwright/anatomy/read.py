@@ -7,20 +7,24 @@ carry (`base_model_tp_plan`), and without one to replication. `understood` says 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from meshwright.anatomy.nouns import Anatomy, Split
-from meshwright.anatomy.prove import Proof
+from meshwright.anatomy.prove import Proof, lent
 from meshwright.anatomy.published import published_regions
 from meshwright.anatomy.regions import Found, regions_of_block
 from meshwright.anatomy.trace import Trace, trace
 
 
-def read(model: nn.Module) -> Anatomy:
-    """What `model` is made of. Leaves it as it was."""
+def read(model: nn.Module, lend: bool = False) -> Anatomy:
+    """What `model` is made of. Leaves it as it was.
+
+    `lend`: parameters without memory are lent numbers as far as the proof needs them (the first block and what lies outside of all blocks).
+    """
     names = tuple(name for name, _ in model.named_parameters())
     blocks = find_blocks(model)
     if blocks is None:
@@ -36,7 +40,9 @@ def read(model: nn.Module) -> Anatomy:
         seen = _trace(model, blocks, said)
         outline = _run_outline(model, blocks, seen) if seen else _declared_outline(model, blocks)
         found = _blocks_alike(model, blocks, count, seen, said)
-        return _anatomy(model, blocks, count, outline, _proven(model, blocks, found, outline, said), said)
+        with lent(model, blocks) if lend else nullcontext():
+            found = _proven(model, blocks, found, outline, said)
+        return _anatomy(model, blocks, count, outline, found, said)
     finally:
         for module, training in modes:
             module.training = training
@@ -128,7 +134,7 @@ def _blocks_alike(model: nn.Module, blocks: str, count: int, seen: Trace | None,
 
 def _proven(model: nn.Module, blocks: str, found: list[list[Found]], outline: Outline, said: list[str]) -> list[list[Found]]:
     """The regions whose shares were seen to sum to the whole."""
-    if not found[0] or any(tensor.is_meta for tensor in model.parameters()):
+    if not found[0] or any(tensor.is_meta for tensor in model.get_submodule(f"{blocks}.0").parameters()):
         return found
     splits = {name: split for one in found[0] for name, split in one.splits.items()}
     vocabulary = model.get_parameter(f"{outline.embedding}.weight").shape[0] if outline.embedding else 0

@@ -53,6 +53,10 @@ class Parallel:
     gates: list[Gate]
     bounds: dict[int, tuple[int, int]]
     pipeline: Pipeline
+    aliases: frozenset[str] = frozenset()
+    """Other names in the model's saved state: buffers, and tied weights under their second name."""
+    unfilled: frozenset[str] = frozenset()
+    """Parameters that were built without memory and have no values yet."""
 
     def forward_backward(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
         """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
@@ -92,21 +96,25 @@ def parallelize_model(
     Raises InputError before anything is changed when a size does not divide.
     """
     plan = mesh.plan
-    anatomy = anatomy or read(model)
+    anatomy = anatomy or read(model, lend=True)
     _check(anatomy, mesh)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice
-    model.to(mesh.device)
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(mesh.device))
     if recipe.compute == "float64":
         model.double()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta)
+    aliases = frozenset(model.state_dict().keys() - shapes.keys())
     table = _place_layers(layers(model, anatomy), anatomy, mesh)
     accounted = [name for layer in table for name in layer.parameters]
     if sorted(accounted) != sorted(shapes):
         raise AssertionError(f"parameters lost or doubled in the cut: {sorted(set(shapes) ^ set(accounted))[:3]}")
     objective = Objective(model, loss, mesh.tp if anatomy.head is not None else None)
     shard_model(model, anatomy, mesh.tp, plan.sequence_parallel)
+    if unfilled:
+        _give_places(model, mesh.device)
     parameters = dict(model.named_parameters())
     stages = range(mesh.place.pp, plan.stages, plan.pp)
     mine = {stage: [layer for layer in table if layer.stage == stage] for stage in stages}
@@ -125,6 +133,7 @@ def parallelize_model(
     gates = _set_gates(model, anatomy, mesh, run, by_layer, {name: layer for layer in table for name in layer.parameters})
     pipeline = Pipeline(mesh, lambda *arguments: engine.stage_forward(*arguments), zero.end_backward)
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, _bounds(anatomy, mesh), pipeline)
+    engine.aliases, engine.unfilled = aliases, unfilled
     return engine
 
 
@@ -139,6 +148,17 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
     if plan.stages > 1 and anatomy.blocks is None:
         raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
     plan.stage_layers(max(anatomy.count, 1))
+
+
+def _give_places(model: nn.Module, device: torch.device) -> None:
+    """Parameters without memory become NaN of one element each, so that they can be laid flat and are never silently zero."""
+    places: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                nan = torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
+                places.setdefault(id(parameter), nn.Parameter(nan, requires_grad=parameter.requires_grad))
+                module._parameters[name] = places[id(parameter)]
 
 
 def _bounds(anatomy: Anatomy, mesh: Mesh) -> dict[int, tuple[int, int]]:

@@ -67,6 +67,7 @@ def load_trainer(trainer: Trainer, path: Path) -> dict[str, Any]:
         for unit in engine.zero.units:
             unit.write_back()
             unit.share().wait()
+    engine.unfilled = frozenset()
     run = build(RunState, saved["run"], str(path))
     trainer.steps, trainer.samples = run.step, run.samples
     trainer.scale.factor, trainer.scale.good_steps = run.loss_scale, run.good_steps

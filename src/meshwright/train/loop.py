@@ -170,6 +170,8 @@ class Loop:
         """Goes on from the newest valid checkpoint of the run folder, which rank 0 chooses. Returns the steps done."""
         chosen = newest(self.folder / "checkpoints", say=self._note) if self.channel.rank == 0 else None
         path = ranks_of(self.trainer.mesh).share(str(chosen or ""))[0]
+        if self.trainer.engine.unfilled:
+            self.trainer.load_weights(self.launch.model.folder)
         if not path:
             return 0
         identity = self.trainer.load(path)
@@ -216,6 +218,6 @@ class Loop:
             return
         launch, tokenizer = self.launch, self.dataset.tokenizer
         assert tokenizer is not None
-        model = build_model(launch.model, launch.workload.seed)
+        model = build_model(launch.model, launch.workload.seed, weights=False)
         text = write_text(model, weights, tokenizer, PROMPT, SAMPLE_TOKENS, launch.workload.sequence, launch.workload.seed)
         self._say("sample", text=text.strip("\n"), parameters=show_count(self.parameters))

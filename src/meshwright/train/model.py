@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError, did_you_mean
+from meshwright.checkpoint.weights import has_weights
 from meshwright.data.dataset import Objective
 from meshwright.models.registry import build
 from meshwright.spec.launch import ModelSource
+from meshwright.train.start import without_memory
 
 
 def build_model(source: ModelSource, seed: int, weights: bool = True) -> nn.Module:
-    """The whole model, on the host, in float32; without `weights` as it is initialized, whatever its folder holds."""
+    """The whole model, on the host, in float32. Where its folder holds weights it is built without memory, to be filled when it is cut
+    (start.py); without `weights` as it is initialized, whatever its folder holds."""
     torch.manual_seed(seed)
     if source.sizes:
         return build(source.sizes)
@@ -35,7 +39,7 @@ def _from_folder(folder: Path, weights: bool) -> nn.Module:
     except ImportError:
         raise InputError(f"model folder {str(folder)!r} needs transformers: pip install 'meshwright[huggingface]'") from None
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0][:200]
         raise InputError(f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: {reason}") from error
@@ -43,9 +47,12 @@ def _from_folder(folder: Path, weights: bool) -> nn.Module:
     kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
     if kind is None:
         raise InputError(f"{folder / 'config.json'}: transformers {transformers.__version__} has no architecture {names[0]!r}")
-    if weights and any(folder.glob("*.safetensors")):
-        return kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-    return kind.from_config(config) if kind is transformers.AutoModelForCausalLM else kind(config)
+    later = weights and has_weights(folder)
+    if later and getattr(config, "quantization_config", None):
+        raise InputError(f"{folder / 'config.json'}: its weights are quantized and cannot be trained: undo the quantization first")
+    with without_memory() if later else nullcontext():
+        model: nn.Module = kind.from_config(config, dtype=torch.float32) if kind is transformers.AutoModelForCausalLM else kind(config)
+    return model
 
 
 def _from_module(name: str) -> nn.Module:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.base.errors import InputError
 from meshwright.parallel import state
 from meshwright.parallel.apply import Parallel, parallelize_model
 from meshwright.parallel.exchange import all_reduce
@@ -120,9 +121,18 @@ class Trainer:
         loss, square = sums.tolist()
         return loss / max(tokens, 1), tokens, square
 
+    def load_weights(self, path: str | Path) -> None:
+        """Fill a model that was built without memory from safetensors or a checkpoint; every rank calls it and reads its own part."""
+        from meshwright.train.start import fill
+
+        fill(self, path)
+
     def _share(self, batch: Batch | Share) -> tuple[list[Batch], int]:
         """This replica's micro-batches on the device, and the valid labels of the whole batch."""
         objective = self.engine.objective
+        if self.engine.unfilled:
+            name = min(self.engine.unfilled)
+            raise InputError(f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) first")
         if isinstance(batch, Share):
             batches = batch.micro_batches
             tokens = batch.tokens
@@ -189,7 +199,7 @@ class Trainer:
     def bytes(self) -> dict[str, int]:
         """Held on this rank for weights, gradients and optimizer (states and master weights)."""
         held = [unit.bytes() for unit in self.engine.zero.units]
-        optimizer = sum(unit.master.bytes() for unit in self.engine.zero.units if unit.has_master)
+        optimizer = sum(unit.master.numel() * unit.master.element_size() for unit in self.engine.zero.units if unit.has_master)
         for values in self.optimizer.state.values():
             optimizer += sum(
                 value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor) and value.ndim

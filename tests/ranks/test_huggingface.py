@@ -1,0 +1,198 @@
+"""Hugging Face in and out: a start from weights that no rank holds whole trains what one device trains, and what is exported loads there."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import check, make_batch, make_optimizer
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.base.errors import InputError
+from meshwright.checkpoint.huggingface import export
+from meshwright.spec.launch import ModelSource
+from meshwright.spec.plan import parse_plan
+from meshwright.train.model import build_model
+from meshwright.train.trainer import parallelize
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            bos_token_id=1, eos_token_id=1,
+        )
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, eos_token_id=1)
+    ),
+}  # fmt: skip
+STARTS = [
+    ("llama", "dp2"), ("llama", "dp2.z3"), ("llama", "tp2"), ("llama", "pp2"), ("llama", "dp2.tp2.z1"), ("llama", "tp2.pp2.mb4"),
+    ("gpt2", "dp2.z2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.pp2.z3"), ("mixtral", "dp2.z3"), ("mixtral", "pp2"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each family as `save_pretrained` leaves it, in several files with an index."""
+    found = {}
+    for name, make in FAMILIES.items():
+        torch.manual_seed(3)
+        found[name] = tmp_path_factory.mktemp(name)
+        make().save_pretrained(found[name], max_shard_size="20kB")
+        assert len(list(found[name].glob("model-*.safetensors"))) > 1
+    return found
+
+
+def start(folder: str) -> nn.Module:
+    return build_model(ModelSource(name="model", folder=folder), seed=1)
+
+
+def train(folder: str, plan: str, precision: str, steps: int, save: str = "") -> dict[str, Any]:
+    """On every rank, as equality.train does, from the weights of `folder`."""
+    model = start(folder)
+    assert all(tensor.is_meta for tensor in model.parameters()) and not any(tensor.is_meta for tensor in model.buffers())
+    trainer = parallelize(model, make_optimizer, plan, precision=precision, clip=1.0)
+    trainer.load_weights(folder)
+    return measured(trainer, steps, save)
+
+
+def measured(trainer: Any, steps: int, save: str = "") -> dict[str, Any]:
+    loss, tokens, gradients = trainer.gradients(make_batch("model", 0))
+    records = [trainer.step(make_batch("model", step)) for step in range(steps)]
+    if save:
+        trainer.save(save)
+    return {
+        "first": loss,
+        "tokens": tokens,
+        "gradients": gradients,
+        "losses": [record.loss for record in records],
+        "norms": [record.gradient_norm for record in records],
+        "weights": trainer.full_state_dict(),
+        "evaluated": trainer.evaluate(make_batch("model", 99)),
+    }
+
+
+def by_itself(model: nn.Module, steps: int) -> dict[str, Any]:
+    """What transformers' model computes on one device, with torch's own loss. Only what takes gradients is trained."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = make_optimizer(trained.values())
+
+    def loss_of(step: int) -> tuple[torch.Tensor, int]:
+        batch = make_batch("model", step)
+        labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        logits = model(input_ids=batch["input_ids"]).logits
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100), int((labels != -100).sum())
+
+    loss, tokens = loss_of(0)
+    loss.backward()
+    result: dict[str, Any] = {"first": loss.item(), "tokens": tokens, "losses": [], "norms": []}
+    result["gradients"] = {name: parameter.grad.clone() for name, parameter in trained.items()}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss, _ = loss_of(step)
+        loss.backward()
+        result["losses"].append(loss.item())
+        result["norms"].append(float(nn.utils.clip_grad_norm_(list(trained.values()), 1.0)))
+        optimizer.step()
+    result["weights"] = {name: parameter.detach() for name, parameter in trained.items()}
+    with torch.no_grad():
+        result["evaluated"] = loss_of(99)[0].item()
+    return result
+
+
+@functools.cache
+def expected(name: str, folder: str) -> dict[str, Any]:
+    dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision_of(name)]
+    return by_itself(type(FAMILIES[name]()).from_pretrained(folder, dtype=dtype).train(), 2)
+
+
+def precision_of(name: str) -> str:
+    """torch groups the products of experts in float32 at most."""
+    return "fp32" if name == "mixtral" else "fp64"
+
+
+@pytest.mark.parametrize(("name", "plan"), STARTS)
+def test_a_start_from_weights_that_no_rank_holds_whole_trains_what_one_device_trains(
+    ranks: Any, folders: dict[str, Path], name: str, plan: str
+) -> None:
+    folder, precision = str(folders[name]), precision_of(name)
+    check(expected(name, folder), ranks.run(parse_plan(plan).world, train, folder, plan, precision, 2), precision)
+
+
+def test_a_step_before_the_weights_are_read_is_refused(folders: dict[str, Path]) -> None:
+    trainer = parallelize(start(str(folders["llama"])), make_optimizer, "dp1", precision="fp32")
+    with pytest.raises(InputError, match="has no values: call trainer"):
+        trainer.step(make_batch("model", 0))
+
+
+def renamed(folder: Path, change: Any) -> None:
+    """The one file of `folder` with its tensors changed."""
+    from safetensors.torch import load_file, save_file
+
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda folder: renamed(folder, lambda held: {k: v for k, v in held.items() if "o_proj" not in k}), r"has no tensor '.*o_proj.weight' and 1 more"),
+        (lambda folder: renamed(folder, lambda held: {**held, "model.layers.2.mlp.up_proj.weight": torch.ones(4)}), "holds a tensor that this model has not"),
+        (lambda folder: renamed(folder, lambda held: {**held, "model.norm.weight": torch.ones(5)}), r"has shape \[5\]"),
+        (lambda folder: renamed(folder, lambda held: {**held, "model.norm.weight": torch.ones(32, dtype=torch.int8)}), "holds I8, not floating-point"),
+        (lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]), "cut short"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "pickle and is not read: convert it once"),
+        (lambda folder: quantized(folder), "quantized and cannot be trained"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_one_line_before_any_is_read(tmp_path: Path, spoil: Any, sentence: str) -> None:
+    torch.manual_seed(0)
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(InputError, match=sentence) as caught:
+        parallelize(start(str(tmp_path)), make_optimizer, "dp1").load_weights(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def quantized(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+
+
+def test_rotary_frequencies_and_tensors_of_earlier_versions_do_not_hinder_a_start(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    renamed(tmp_path, lambda held: {**held, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    model = start(str(tmp_path))
+    parallelize(model, make_optimizer, "dp1").load_weights(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(model.get_buffer("model.rotary_emb.inv_freq"), again.get_buffer("model.rotary_emb.inv_freq"))
+    ids = torch.arange(32).view(2, 16)
+    assert torch.equal(model(ids).logits, again(ids).logits)
+
+
+@pytest.mark.parametrize(("name", "plan"), [("llama", "tp2.pp2.mb4"), ("gpt2", "dp2.z3"), ("mixtral", "dp2.z1")])
+def test_a_run_under_any_plan_is_exported_as_a_folder_that_transformers_loads(
+    ranks: Any, folders: dict[str, Path], tmp_path: Path, name: str, plan: str
+) -> None:
+    folder = str(folders[name])
+    ours = ranks.run(parse_plan(plan).world, train, folder, plan, "fp32", 2, str(tmp_path / "run"))[0]["weights"]
+    config = json.loads((folders[name] / "config.json").read_text())
+    export(tmp_path / "run" / "step-00000002", tmp_path / "out", config, largest=20_000)
+    again = type(FAMILIES[name]()).from_pretrained(tmp_path / "out")
+    one = type(again).from_pretrained(folder)
+    one.load_state_dict(ours, strict=False)
+    one.tie_weights()
+    ids = torch.arange(40).view(2, 20)
+    assert torch.equal(again(ids).logits, one(ids).logits)
