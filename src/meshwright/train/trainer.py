@@ -199,7 +199,7 @@ class Trainer:
     def bytes(self) -> dict[str, int]:
         """Held on this rank for weights, gradients and optimizer (states and master weights)."""
         held = [unit.bytes() for unit in self.engine.zero.units]
-        optimizer = sum(unit.master.numel() * unit.master.element_size() for unit in self.engine.zero.units if unit.has_master)
+        optimizer = sum(unit.master.bytes() for unit in self.engine.zero.units if unit.has_master)
         for values in self.optimizer.state.values():
             optimizer += sum(
                 value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor) and value.ndim
