@@ -9,26 +9,27 @@ from hypothesis import strategies as st
 from meshwright.base.errors import InputError
 from meshwright.schedules import Action, Kind, Playback, check, in_flight, messages, names, orders, owners, play
 from meshwright.schedules.action import parse_action
-from meshwright.spec.plan import Schedule
+from meshwright.schedules.table import read_table, shape_of
+from meshwright.spec.plan import Schedule, lies_as_v, rank_of
 
 
 def actions(text: str) -> list[Action]:
     return [parse_action(word) for word in text.split()]
 
 
-V_SHAPED = ("zb-v", "dualpipe-v")
+V_SHAPED = ("zbv", "dualpipev")
 shapes = st.tuples(st.sampled_from(names()), st.integers(1, 6), st.integers(2, 4), st.integers(1, 5)).map(
     lambda it: (
         it[0],
         it[1],
         it[2] if it[0] == "interleaved" else 2 if it[0] in V_SHAPED else 1,
-        it[1] * (max(it[3], 2) if it[0] == "dualpipe-v" else it[3]),
+        it[1] * (max(it[3], 2) if it[0] == "dualpipev" else it[3]),
     )
 )
 
 
 def test_every_schedule_of_a_plan_has_an_order() -> None:
-    assert set(names()) >= {str(schedule) for schedule in Schedule}
+    assert {*names(), "actions"} == {str(schedule) for schedule in Schedule}
     assert orders(Schedule.one_f_one_b, 2, 1, 2) == orders("1f1b", 2, 1, 2)
 
 
@@ -75,7 +76,7 @@ def thirds(schedule: str, p: int, m: int, f: float = 1.0, b: float = 1.0, w: flo
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (8, 16), (8, 64)])
-@pytest.mark.parametrize(("schedule", "over"), [("zb-h1", 1.0), ("zb-v", 0.5), ("dualpipe-v", 0.5)])
+@pytest.mark.parametrize(("schedule", "over"), [("zb1", 1.0), ("zbv", 0.5), ("dualpipev", 0.5)])
 def test_zero_bubble_schedules_idle_as_their_formulas_say_and_less_than_half_of_1f1b(schedule: str, over: float, p: int, m: int) -> None:
     played = thirds(schedule, p, m)
     assert played.makespan == pytest.approx(3.0 * m + (p - 1) * over)
@@ -86,7 +87,7 @@ def test_zero_bubble_schedules_idle_as_their_formulas_say_and_less_than_half_of_
 @pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.2, 0.8), (1.0, 1.5, 0.5), (1.3, 1.4, 1.0), (1.0, 1.0, 1.0)])
 @pytest.mark.parametrize(("p", "m"), [(4, 16), (8, 32)])
 def test_zb_h1_idles_p_minus_1_times_f_plus_b_minus_w(p: int, m: int, f: float, b: float, w: float) -> None:
-    assert thirds("zb-h1", p, m, f, b, w).makespan == pytest.approx(m * (f + b + w) + (p - 1) * (f + b - w))
+    assert thirds("zb1", p, m, f, b, w).makespan == pytest.approx(m * (f + b + w) + (p - 1) * (f + b - w))
 
 
 @pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.2, 0.8), (1.0, 0.9, 1.1), (1.0, 1.0, 1.0)])
@@ -97,29 +98,29 @@ def test_dualpipe_v_idles_no_more_than_its_published_formula_and_within_three_po
     """(p - 1) (F&B + B - 3 W) for the halves that a rank's two stages are, forward and backward one after the other."""
     published = (p - 1) * ((f + b + w) + (b + w) - 3 * w) / 2
     share = published / (m * (f + b + w) + published)
-    assert share - 0.03 < thirds("dualpipe-v", p, m, f, b, w).bubble <= share
+    assert share - 0.03 < thirds("dualpipev", p, m, f, b, w).bubble <= share
 
 
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_zero_bubble_schedules_hold_no_more_than_the_first_rank_of_1f1b(p: int, m: int) -> None:
-    assert [in_flight(order) for order in orders("zb-h1", p, 1, m)] == [min(m, p)] * p
-    assert all(held <= min(m, p) for held in map(in_flight, orders("zb-v", p, 2, m)))
+    assert [in_flight(order) for order in orders("zb1", p, 1, m)] == [min(m, p)] * p
+    assert all(held <= min(m, p) for held in map(in_flight, orders("zbv", p, 2, m)))
     if m > 2 * p:
-        assert [in_flight(order) for order in orders("dualpipe-v", p, 2, m)] == [p + 0.5] * p
+        assert [in_flight(order) for order in orders("dualpipev", p, 2, m)] == [p + 0.5] * p
 
 
 def test_zero_bubble_counts_in_flight_are_those_of_torchs_own_tables_at_p_4_and_m_16() -> None:
     """Counted from the tables of torch 2.13's ScheduleZBVZeroBubble and ScheduleDualPipeV until BACKWARD_WEIGHT frees them."""
-    assert [in_flight(order) for order in orders("zb-v", 4, 2, 16)] == [4, 4, 4, 4]
-    assert [in_flight(order) for order in orders("dualpipe-v", 4, 2, 16)] == [4.5, 4.5, 4.5, 4.5]
+    assert [in_flight(order) for order in orders("zbv", 4, 2, 16)] == [4, 4, 4, 4]
+    assert [in_flight(order) for order in orders("dualpipev", 4, 2, 16)] == [4.5, 4.5, 4.5, 4.5]
 
 
 @pytest.mark.parametrize(
     ("schedule", "virtual", "m", "words"),
     [
-        ("zb-h1", 2, 4, "zb-h1 holds 1 stage a rank, the plan has 2"),
-        ("zb-v", 1, 4, "zb-v holds 2 stages a rank, the plan has 1"),
-        ("dualpipe-v", 2, 5, r"at least 2 \* pp\(4\) = 8 micro-batches, the batch gives 5; use schedule zb-v"),
+        ("zb1", 2, 4, "zb1 holds 1 stage a rank, the plan has 2"),
+        ("zbv", 1, 4, "zbv holds 2 stages a rank, the plan has 1"),
+        ("dualpipev", 2, 5, r"at least 2 \* pp\(4\) = 8 micro-batches, the batch gives 5; use schedule zbv"),
     ],
 )
 def test_what_a_zero_bubble_schedule_cannot_order_is_said(schedule: str, virtual: int, m: int, words: str) -> None:
@@ -167,7 +168,7 @@ def test_interleaving_a_count_that_pp_does_not_divide_is_one_error_that_names_th
 
 
 def test_a_misspelt_schedule_is_named_with_the_nearest() -> None:
-    with pytest.raises(InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v; did you mean '1f1b'\?"):
+    with pytest.raises(InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved, zb1, zbv, dualpipev; did you mean '1f1b'\?"):
         orders("1f1d", 2, 1, 2)
 
 
@@ -197,6 +198,59 @@ def test_a_wrong_order_is_named_by_its_first_action(table: list[str], words: str
         check([actions(line) for line in table], stages=2, micro_batches=micro_batches)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+TORCHS = "0F0,,,0B0\n1F0,1I0,1W0,\n"
+
+
+def test_a_table_as_torch_writes_it_and_the_same_as_json_are_one_order() -> None:
+    rows = read_table(TORCHS, "here")
+    assert rows == ("0F0 0B0", "1F0 1B0 1W0") == read_table('["0F0 0B0", ["1F0", "1B0", "1W0"]]', "here")
+    assert shape_of(rows) == (2, 1)
+    assert orders("actions", 2, 1, 1, rows) == [actions("0F0 0B0"), actions("1F0 1B0 1W0")]
+
+
+@given(shapes)
+@settings(max_examples=30, deadline=None)
+def test_every_schedule_written_as_actions_is_itself(shape: tuple[str, int, int, int]) -> None:
+    schedule, pp, virtual, micro_batches = shape
+    table = orders(schedule, pp, virtual, micro_batches)
+    rows = read_table("\n".join(",".join(map(str, order)) for order in table), "here")
+    assert orders("actions", pp, virtual, micro_batches, rows) == table
+    assert pp == 1 or lies_as_v(Schedule.actions, rows) == (schedule in V_SHAPED)
+    assert all(rank_of(stage, pp, schedule in V_SHAPED) == rank for stage, rank in owners(table).items())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0F0,0B0\n1F0,1X0", "here, pipeline rank 1: action '1X0' is not stage, F, B, I or W, and micro-batch, such as '2F5'"),
+        ("", "here: no actions; a row for each pipeline rank"),
+        ("[1]", "here: a schedule is a list of rows, one for each pipeline rank"),
+        ('["0F0"', "here: line 1: Expecting ',' delimiter"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_one_line_with_the_place(text: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_table(text, "here")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (("0F0 0B0", "1F0"), "1B0 is missing on pipeline rank 1"),
+        (("0F0 0B0 0F0", "1F0 1B0"), "0F0 stands 2 times (pipeline rank 0, place 1 of 3)"),
+        (("0F0 0B0 0F1 0B1", "1F0 1B0"), "0F1 is outside 2 stages and 1 micro-batches (pipeline rank 0, place 3 of 4)"),
+        (("1F0 1B0", "0F0 0B0"), "stage 0 is on pipeline rank 1; stages lie round after round (this one on rank 0), or all of them as a V"),
+        (("0B0 0F0", "1F0 1B0"), "0B0 on pipeline rank 0 can never run; it needs 0F0, which comes later on the same rank"),
+    ],
+)
+def test_actions_that_are_wrong_are_named_with_their_place(rows: tuple[str, ...], words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        orders("actions", 2, 1, 1, rows)
+    assert words in str(caught.value)
 
 
 def test_a_stage_separates_the_gradient_of_its_weights_for_all_micro_batches_or_none() -> None:

@@ -69,21 +69,31 @@ def _deadlock(orders: Orders, position: Sequence[int], rank: int, waiting: dict[
 
 def check(orders: Orders, stages: int, micro_batches: int) -> None:
     """Raises InputError with the first action that is missing, doubled, astray or can never run."""
-    owners(orders)
+    owner = owners(orders)
     counts = Counter(action for order in orders for action in order)
     for action, count in counts.items():
         if action.stage >= stages or action.micro_batch >= micro_batches:
-            raise InputError(f"pipeline action {action} is outside {stages} stages and {micro_batches} micro-batches")
+            raise InputError(
+                f"pipeline action {action} is outside {stages} stages and {micro_batches} micro-batches{_place(orders, action)}"
+            )
         if count > 1:
-            raise InputError(f"pipeline action {action} stands {count} times; each stands once")
+            raise InputError(f"pipeline action {action} stands {count} times{_place(orders, action)}; each stands once")
     split = {action.stage for action in counts if action.kind is Kind.W}
     for stage in range(stages):
         for kind in Kind if stage in split else (Kind.F, Kind.B):
             for micro_batch in range(micro_batches):
                 if Action(kind, stage, micro_batch) not in counts:
-                    raise InputError(f"pipeline action {Action(kind, stage, micro_batch)} is missing; every stage runs every micro-batch")
+                    where = f" on pipeline rank {owner[stage]}" if stage in owner else ""
+                    raise InputError(
+                        f"pipeline action {Action(kind, stage, micro_batch)} is missing{where}; every stage runs every micro-batch"
+                    )
     for _ in walk(orders):
         pass
+
+
+def _place(orders: Orders, action: Action) -> str:
+    rank, order = next((rank, order) for rank, order in enumerate(orders) if action in order)
+    return f" (pipeline rank {rank}, place {order.index(action) + 1} of {len(order)})"
 
 
 def messages(orders: Orders) -> dict[tuple[int, int], list[Action]]:

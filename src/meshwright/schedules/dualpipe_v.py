@@ -20,7 +20,7 @@ from meshwright.schedules.zero_bubble_v import Turns
 def order(rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
     if micro_batches < 2 * pp:
         raise InputError(
-            f"schedule dualpipe-v needs at least 2 * pp({pp}) = {2 * pp} micro-batches, the batch gives {micro_batches}; use schedule zb-v"
+            f"schedule dualpipev needs at least 2 * pp({pp}) = {2 * pp} micro-batches, the batch gives {micro_batches}; use schedule zbv"
         )
     F, B, W = Kind
     turns, behind = Turns(rank, pp), pp - rank - 1

@@ -1,32 +1,41 @@
-"""From the name of a schedule to the actions of every pipeline rank. The values of `spec.plan.Schedule` are among the names.
+"""From the name of a schedule to the actions of every pipeline rank. The names are the values of `spec.plan.Schedule`.
 
-Stages lie on ranks as the order says: stage s on rank s % p, but for the two that are laid as a V.
+Stages lie on ranks as `spec.plan.rank_of` says: stage s on rank s % p, but for those that are laid as a V. `actions` is the one schedule whose
+order the plan brings along; it is checked here, wherever it comes from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
 from meshwright.schedules.action import Action
+from meshwright.schedules.table import read_orders
 
 _FILES = (
     ("gpipe", gpipe.order, 1),
     ("1f1b", one_f_one_b.order, 1),
     ("interleaved", interleaved.order, 0),
-    ("zb-h1", zero_bubble.order, 1),
-    ("zb-v", zero_bubble_v.order, 2),
-    ("dualpipe-v", dualpipe_v.order, 2),
+    ("zb1", zero_bubble.order, 1),
+    ("zbv", zero_bubble_v.order, 2),
+    ("dualpipev", dualpipe_v.order, 2),
 )
 """Name, order, stages that a rank holds; 0: as many as one likes."""
 
 
+ACTIONS = "actions"
+
+
 def names() -> tuple[str, ...]:
-    """The schedules that have an order."""
+    """The schedules that have an order of their own."""
     return tuple(name for name, _, _ in _FILES)
 
 
-def orders(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> list[list[Action]]:
-    """One list of actions for each pipeline rank. Raises InputError for numbers that the schedule cannot order."""
+def orders(schedule: str, pp: int, virtual_stages: int, micro_batches: int, actions: Sequence[str] = ()) -> list[list[Action]]:
+    """One list of actions for each pipeline rank; those of schedule `actions` are given. Raises InputError for what cannot be ordered."""
+    if schedule == ACTIONS:
+        return read_orders(actions, pp * virtual_stages, micro_batches)
     order, held = next(((order, held) for name, order, held in _FILES if name == schedule), (None, 0))
     if order is None:
         raise InputError(f"schedule {schedule!r} is not one of {', '.join(names())}{did_you_mean(str(schedule), names())}")

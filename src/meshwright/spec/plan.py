@@ -2,7 +2,8 @@
 
 Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (ZeRO 0) or a shard group of 8 (ZeRO 1-3); `dp2x4` is
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
-micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank), `ls10-11-11` (blocks of each virtual stage),
+micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
+that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage),
 `rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `ulysses` (how context ranks attend; else
 by a ring), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `ax-dp-pp-tp` (another order of axes).
 
@@ -29,6 +30,34 @@ class Schedule(StrEnum):
     gpipe = "gpipe"
     one_f_one_b = "1f1b"
     interleaved = "interleaved"
+    zb1 = "zb1"
+    """ZB-H1: 1F1B with a backward in two actions (arXiv 2401.10241)."""
+    zbv = "zbv"
+    """ZB-V: the same over two stages a rank, laid as a V."""
+    dualpipev = "dualpipev"
+    """DualPipe-V (arXiv 2412.19437), laid as a V too."""
+    actions = "actions"
+    """As the plan itself says, action by action."""
+
+
+HELD = {Schedule.zbv: 2, Schedule.dualpipev: 2}
+"""Stages a rank where they are not one; interleaved and actions have as many as one likes."""
+
+
+def rank_of(stage: int, pp: int, as_v: bool) -> int:
+    """The pipeline rank of a stage: round after round, or down and up again as a V. Arrays of stages give arrays of ranks.
+
+    >>> [rank_of(stage, 4, False) for stage in range(8)], [rank_of(stage, 4, True) for stage in range(8)]
+    ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0])
+    """
+    return (2 * pp - 1 - abs(2 * stage - 2 * pp + 1)) // 2 if as_v else stage % pp
+
+
+def lies_as_v(schedule: Schedule, actions: tuple[str, ...] = ()) -> bool:
+    """Whether the stages of a rank are s and 2 pp - 1 - s instead of s, s + pp, ... Actions say it themselves: the last rank runs stage pp."""
+    if schedule == Schedule.actions:
+        return len(actions) > 1 and re.search(rf"(^|\s){len(actions)}[FBW]", actions[-1]) is not None
+    return schedule in (Schedule.zbv, Schedule.dualpipev)
 
 
 class Recompute(StrEnum):
@@ -80,6 +109,7 @@ class Plan(Noun):
     micro_batch: int = Field(default=1, ge=1, description="sequences per pass of one replica")
     schedule: Schedule = Schedule.one_f_one_b
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
+    actions: tuple[str, ...] = Field(default=(), description="schedule actions: what each pipeline rank does, such as '0F0 0F1 0B0 0B1'")
     layers_per_stage: tuple[int, ...] = Field(default=(), description="blocks of each virtual stage; empty: as even as can be")
     recompute: Recompute = Recompute.none
     recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
@@ -97,12 +127,7 @@ class Plan(Noun):
             raise ValueError(f"ZeRO 0 shards nothing: write dp{self.dp} without a shard group, or z1 to z3")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence parallelism (sp) splits activations over tensor ranks and needs tp > 1")
-        if (self.schedule == Schedule.interleaved) != (self.virtual_stages > 1):
-            raise ValueError(
-                f"schedule {self.schedule} with {self.virtual_stages} virtual stages: interleaved needs 2 or more, the others 1"
-            )
-        if self.virtual_stages > 1 and self.pp == 1:
-            raise ValueError("virtual stages need pp > 1")
+        self._has_stages()
         if self.layers_per_stage and len(self.layers_per_stage) != self.stages:
             raise ValueError(
                 f"layers_per_stage names {len(self.layers_per_stage)} stages, the plan has pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages}"
@@ -123,6 +148,20 @@ class Plan(Noun):
             )
         return self
 
+    def _has_stages(self) -> None:
+        """Each schedule has its number of stages a rank."""
+        least = HELD.get(self.schedule, 2 if self.schedule == Schedule.interleaved else 1)
+        free = self.schedule in (Schedule.interleaved, Schedule.actions)
+        if self.virtual_stages < least or (self.virtual_stages > least and not free):
+            needs = "2 or more" if self.schedule == Schedule.interleaved else least
+            raise ValueError(f"schedule {self.schedule} with {self.virtual_stages} virtual stages: it needs {needs}")
+        if self.virtual_stages > 1 and self.pp == 1:
+            raise ValueError("virtual stages need pp > 1")
+        if (self.schedule == Schedule.actions) != bool(self.actions) or (self.actions and len(self.actions) != self.pp):
+            raise ValueError(
+                f"schedule {self.schedule} with the actions of {len(self.actions)} of pp({self.pp}) ranks: schedule actions lists all"
+            )
+
     @property
     def dp(self) -> int:
         """Replicas that read different data."""
@@ -136,6 +175,15 @@ class Plan(Noun):
     def shards(self) -> int:
         """Ranks that share the states of one replica: the shard group and its context ranks. 1 at ZeRO 0."""
         return self.dp_shard * self.cp if self.zero else 1
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same states: the replicas of the shard group; at ZeRO 0 all data and context ranks.
+
+        >>> Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1).copies, Plan(dp_replicate=2, cp=2).copies
+        (2, 4)
+        """
+        return self.dp * self.cp // self.shards
 
     @property
     def expert_tensor(self) -> int:
@@ -161,8 +209,22 @@ class Plan(Noun):
 
     @property
     def stages(self) -> int:
-        """Virtual stages in all. Stage s runs on pipeline rank s % pp."""
+        """Virtual stages in all."""
         return self.pp * self.virtual_stages
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank of a stage."""
+        return rank_of(stage, self.pp, lies_as_v(self.schedule, self.actions))
+
+    def separates(self, stage: int) -> bool:
+        """Whether the backward of a stage is two actions, B and W."""
+        if self.schedule == Schedule.actions:
+            return any(re.search(rf"(^|\s){stage}W", line) for line in self.actions)
+        return self.schedule in (Schedule.zb1, Schedule.zbv, Schedule.dualpipev)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a pipeline rank, ascending."""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def micro_batches(self, batch: int) -> int:
         """Micro-batches per step of one replica. Raises InputError when `batch` does not divide."""
@@ -220,6 +282,8 @@ def plan_name(plan: Plan) -> str:
     parts += [f"mb{plan.micro_batch}"] if plan.micro_batch > 1 else []
     if plan.schedule == Schedule.interleaved:
         parts.append(f"interleaved{plan.virtual_stages}")
+    elif plan.schedule == Schedule.actions:
+        parts.append("actions-" + hashlib.sha256("\n".join(plan.actions).encode()).hexdigest()[:8])
     elif plan.schedule != Schedule.one_f_one_b:
         parts.append(str(plan.schedule))
     parts += ["ls" + "-".join(map(str, plan.layers_per_stage))] if plan.layers_per_stage else []
@@ -234,8 +298,8 @@ def plan_name(plan: Plan) -> str:
 _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch"}
 _WORDS = {"sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
 _KNOWN = (
-    *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "ls10-11-11"),
-    *("rc-selective", "rc-layer", "rc-layer8", "off-optimizer", "ulysses", "ax-dp-pp-tp"),
+    *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "zb1", "zbv", "dualpipev"),
+    *("ls10-11-11", "rc-selective", "rc-layer", "rc-layer8", "off-optimizer", "ulysses", "ax-dp-pp-tp"),
 )
 
 
@@ -264,8 +328,11 @@ def parse_plan(name: str) -> Plan:
         elif match and match[1] == "interleaved" and not match[3]:
             put("schedule", "interleaved", part)
             fields["virtual_stages"] = int(match[2])
-        elif part in ("gpipe", "1f1b"):
+        elif part in ("gpipe", "1f1b", "zb1", "zbv", "dualpipev"):
             put("schedule", part, part)
+            fields["virtual_stages"] = HELD.get(Schedule(part), 1)
+        elif part.startswith("actions-"):
+            raise InputError(f"plan {name!r}: the actions behind {part!r} stand in a plan's file, not in its name: give the file")
         elif part in _WORDS:
             put(*_WORDS[part], part)
         elif (again := re.fullmatch(r"rc-(none|selective|layer)(\d*)", part)) is not None:
@@ -291,4 +358,4 @@ def parse_plan(name: str) -> Plan:
     return build(Plan, {**fields, "offload": tuple(offload)}, f"plan {name!r}")
 
 
-__all__ = ["AXES", "BUCKET", "Context", "Offload", "Plan", "Recompute", "Schedule", "parse_plan", "plan_name"]
+__all__ = ["AXES", "BUCKET", "Context", "Offload", "Plan", "Recompute", "Schedule", "lies_as_v", "parse_plan", "plan_name", "rank_of"]

@@ -31,13 +31,16 @@ def reduced(plan: Plan, most: int = MOST) -> Plan:
             sizes[above] = max(sizes[above] // 2, 2)
         else:
             sizes[next(axis for axis in AXES if sizes[axis] == 2)] = 1
-    virtual = min(plan.virtual_stages, 2) if sizes["pp"] > 1 else 1
-    interleaved = plan.schedule == Schedule.interleaved
+    most_held = plan.virtual_stages if plan.schedule == Schedule.actions else 2
+    virtual = min(plan.virtual_stages, most_held) if sizes["pp"] > 1 else 1
+    plain = plan.virtual_stages > virtual == 1 or (plan.schedule == Schedule.actions and sizes["pp"] != plan.pp)
+    virtual = 1 if plain else virtual
     changes: dict[str, Any] = {
         **sizes,
         "ep": math.gcd(plan.ep, sizes["dp_shard"] * sizes["cp"] * sizes["tp"]),
         "virtual_stages": virtual,
-        "schedule": Schedule.one_f_one_b if interleaved and virtual == 1 else plan.schedule,
+        "schedule": Schedule.one_f_one_b if plain else plan.schedule,
+        "actions": () if plain else plan.actions,
         "sequence_parallel": plan.sequence_parallel and sizes["tp"] > 1,
         "micro_batch": min(plan.micro_batch, 2),
         "layers_per_stage": (),

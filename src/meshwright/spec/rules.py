@@ -7,7 +7,8 @@ Why so early: ranks with unlike sizes abort inside gloo without a Python error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.base.errors import InputError
@@ -103,7 +104,8 @@ def stage_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
 
 
 def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
-    """The batch is a whole number of micro-batches on every replica; interleaving turns in rounds of pp of them."""
+    """The batch is a whole number of micro-batches on every replica; interleaving turns in rounds of pp of them, dualpipev needs 2 pp, and a
+    schedule of actions orders just so many."""
     slice_of_all = plan.dp * plan.micro_batch
     if batch % slice_of_all:
         yield Fault(
@@ -115,6 +117,25 @@ def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
             f"interleaved: {batch // slice_of_all} micro-batches are not a multiple of pp({plan.pp}); "
             f"a batch of {slice_of_all * plan.pp} sequences or a multiple of it would be",
         )
+    elif plan.schedule == Schedule.dualpipev and batch // slice_of_all < 2 * plan.pp:
+        yield Fault(
+            "dualpipev has too few micro-batches",
+            f"dualpipev: {batch // slice_of_all} micro-batches are fewer than 2 * pp({plan.pp}) = {2 * plan.pp}; zbv takes any number",
+        )
+    elif plan.schedule == Schedule.actions and batch // slice_of_all != (ordered := micro_batches_of(plan.actions)):
+        yield Fault(
+            "the actions order another batch",
+            f"its actions order {ordered} micro-batches, batch {batch} / (dp({plan.dp}) * micro_batch({plan.micro_batch})) is {batch // slice_of_all}",
+        )
+
+
+def micro_batches_of(actions: Sequence[str]) -> int:
+    """How many micro-batches the actions of a plan order.
+
+    >>> micro_batches_of(("0F0 0F1 0B0 0B1",))
+    2
+    """
+    return 1 + max((int(re.sub(r".*[FBW]", "", action)) for line in actions for action in line.split()), default=-1)
 
 
 def sequence_faults(plan: Plan, sequence: int, context: int = 0, against: str = "") -> Iterator[Fault]:
