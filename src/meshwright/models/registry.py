@@ -15,8 +15,9 @@ from meshwright.models.bert import Bert, BertConfig
 from meshwright.models.convnet import ConvNet, ConvNetConfig
 from meshwright.models.gpt2 import GPT2, GPT2Config
 from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.models.mixture import MixtureConfig, MixtureLM
 
-KINDS = ("llama", "gpt2", "bert", "convnet")
+KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
 
 
 def build(model: Mapping[str, Any]) -> nn.Module:
@@ -29,18 +30,18 @@ def build(model: Mapping[str, Any]) -> nn.Module:
     kind = str(given.get("kind") or kind_of(given))
     if kind not in KINDS:
         raise InputError(f"model kind {kind!r} is not one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
-    _refuse(given)
+    _refuse(given, kind)
     if kind == "convnet":
         return ConvNet(
             ConvNetConfig(_size(given, "layers"), _size(given, "hidden"), _size(given, "classes"), channels=int(given.get("channels", 3)))
         )
     layers, hidden, heads, ffn, vocab, seq = (_size(given, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"))
     head_dim = int(float(given.get("head_dim", 0)))
-    if kind != "llama" or not head_dim:  # the others have no size of a head of their own
+    if kind not in ("llama", "decoder") or not head_dim:  # the others have no size of a head of their own
         head_dim = head_dim or hidden // heads
         if head_dim * heads != hidden:
             raise InputError(f"hidden ({hidden}) must be heads ({heads}) times head_dim ({head_dim}): choose heads that divide hidden")
-    tied = bool(int(given.get("tied", given.get("tied_embeddings", kind != "llama"))))
+    tied = bool(int(given.get("tied", given.get("tied_embeddings", kind not in ("llama", "decoder")))))
     if kind == "gpt2":
         return GPT2(GPT2Config(layers, hidden, heads, ffn, vocab, _positions(given, seq), tied))
     if kind == "bert":
@@ -50,7 +51,10 @@ def build(model: Mapping[str, Any]) -> nn.Module:
         raise InputError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
     bias = bool(int(given.get("qkv_bias", 0)))
     base = float(given.get("rope_base", LlamaConfig.rope_base))
-    return Llama(LlamaConfig(layers, hidden, heads, kv_heads, ffn, vocab, seq, tied, head_dim, bias, base))
+    if not _count(given, "experts"):
+        return Llama(LlamaConfig(layers, hidden, heads, kv_heads, ffn, vocab, seq, tied, head_dim, bias, base))
+    inner = LlamaConfig(layers, hidden, heads, kv_heads, _count(given, "moe_ffn") or ffn, vocab, seq, tied, head_dim, bias, base)
+    return MixtureLM(MixtureConfig(inner, _count(given, "experts"), _size(given, "top_k")))
 
 
 def kind_of(sizes: Mapping[str, Any]) -> str:
@@ -62,10 +66,19 @@ def kind_of(sizes: Mapping[str, Any]) -> str:
     return "gpt2" if sizes.get("pos", "rope") == "learned" else "llama"
 
 
-def _refuse(given: Mapping[str, Any]) -> None:
+def _refuse(given: Mapping[str, Any], kind: str) -> None:
     """What no model here has yet."""
-    if int(float(given.get("experts", 0))) > 1:
-        raise InputError(f"experts ({given['experts']}): no reference model has experts; name a Hugging Face folder or a module instead")
+    if _count(given, "experts") and kind != "decoder":
+        raise InputError(f"experts ({given['experts']}): the reference model {kind!r} has no experts, 'decoder' has")
+    beside = next((name for name in ("shared_experts", "dense_first_layers", "router_bias") if _count(given, name)), None)
+    if beside is not None:
+        raise InputError(f"{beside} ({given[beside]}): no reference model has them; name a Hugging Face folder or a module instead")
+    if kind == "decoder" and not (
+        _count(given, "experts") and given.get("norm", "rms") == "rms" and given.get("mlp", "swiglu") == "swiglu"
+    ):
+        raise InputError(
+            "kind 'decoder': the reference model has experts, norm rms and mlp swiglu; name a Hugging Face folder or a module instead"
+        )
     if given.get("mla") not in (None, 0, "0"):
         raise InputError("mla: no reference model has latent attention; name a Hugging Face folder or a module instead")
     if given.get("qk_norm") not in (None, 0, "0"):
@@ -81,6 +94,11 @@ def _size(given: Mapping[str, Any], name: str) -> int:
     if value < 1:
         raise InputError(f"{name} ({value}) must be at least 1")
     return value
+
+
+def _count(given: Mapping[str, Any], name: str) -> int:
+    """A whole number that may be left out or be empty."""
+    return int(float(given.get(name) or 0))
 
 
 def _positions(given: Mapping[str, Any], seq: int) -> int:

@@ -1,0 +1,271 @@
+"""Finds the experts of a mixture: the module that is given hidden states, the numbers of each token's experts and their weights.
+
+Rule: inside the blocks, a module whose forward takes just these three, whose parameters are all stacked expert by expert along their first
+dimension, and which computes each pair of token and expert by itself. What follows from it is proven with numbers (as in prove.py):
+- a rank that holds some of the experts, given the pairs that are theirs, computes its part of the sum (expert parallelism);
+- a weight on the output is a factor, so that it may be applied where the token came from;
+- tensor ranks that hold a share of each expert's inner features compute parts of the sum. A bias behind the inner features is whole on every
+  rank, and each adds its part of it (`once`).
+Which dimension is the inner one, and how a fused projection is cut, is tried until the numbers agree. Models without data (on the meta
+device) are taken at their shapes. Experts in a plain list that the block itself runs through stay whole, and are said.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.anatomy.nouns import Anatomy, Experts, Split, local_slice
+
+TOLERANCE = 1e-3
+"""Relative, in float32: rounding stays below 1e-5, a wrong layout is of the order of 1."""
+
+TRIALS = 64
+"""Ways to cut an expert that are tried at most."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way that tensor ranks may share an expert; names are relative to the module."""
+
+    splits: dict[str, Split]
+    once: tuple[str, ...]
+    width: int
+
+
+def find_experts(model: nn.Module, blocks: str, widths: Mapping[str, int], said: list[str]) -> tuple[Experts, ...]:
+    """All of them in forward order. `widths`: features of what each module inside the blocks is given."""
+    found: list[Experts] = []
+    known: dict[object, Experts | None] = {}
+    for path, module in model.get_submodule(blocks).named_modules(prefix=blocks):
+        count = _count(module)
+        if not count or path not in widths or any(path.startswith(f"{other.path}.") for other in found):
+            continue
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+        key = (type(module), count, shapes)
+        if key not in known:
+            known[key] = _understood(module, path, count, widths[path], said)
+        like = known[key]
+        if like is not None:
+            found.append(replace(like, path=path))
+    return tuple(found)
+
+
+def add_experts(model: nn.Module, anatomy: Anatomy, inputs: Mapping[str, torch.Tensor]) -> Anatomy:
+    """`anatomy` with the experts of the model. `inputs`: what each module inside the blocks was given in a run."""
+    said: list[str] = []
+    widths = {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
+    found = find_experts(model, anatomy.blocks or "", widths, said) if anatomy.blocks else ()
+    splits = {f"{experts.path}.{name}": split for experts in found for name, split in experts.splits.items()}
+    widths_shared = [experts.width for experts in found if experts.splits]
+    divisible = {"moe_ffn": math.gcd(*widths_shared)} if widths_shared else {}
+    names = tuple(name for name in anatomy.replicated if name not in splits)
+    return replace(
+        anatomy,
+        experts=found,
+        splits={**anatomy.splits, **splits},
+        divisible={**anatomy.divisible, **divisible},
+        partial=(*anatomy.partial, *(f"{experts.path}.{name}" for experts in found for name in experts.once)),
+        understood=(*anatomy.understood, *said),
+        replicated=names,
+    )
+
+
+def _count(module: nn.Module) -> int:
+    """How many experts are stacked in `module`; 0 where it is no such module."""
+    shapes = [parameter.shape for parameter in module.parameters()]
+    takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    if len(shapes) < 2 or takes.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) != 3 or not all(shapes):
+        return 0
+    counts = {value for _, _, value in _counters(module)}
+    stacked = {shape[0] for shape in shapes}
+    if len(stacked) == 1 and sum(len(shape) == 3 for shape in shapes) >= 2:
+        return max(stacked) if max(stacked) > 1 else 0
+    return next((count for count in sorted(counts) if count > 1 and all(size % count == 0 for size in stacked)), 0)
+
+
+def _counters(module: nn.Module) -> Iterator[tuple[str, str, int]]:
+    """Integers of the module, and of those inside it, that may count experts: path, name, value."""
+    for path, inside in module.named_modules():
+        for name, value in vars(inside).items():
+            if type(value) is int and "expert" in name:
+                yield path, name, value
+
+
+def _understood(module: nn.Module, path: str, count: int, width: int, said: list[str]) -> Experts | None:
+    """What is known of `module`, or None with the reason said."""
+    counters = tuple((where, name) for where, name, value in _counters(module) if value == count)
+    plain = Experts(path, count, tuple(name for name, _ in module.named_parameters()), counters)
+    ways = list(itertools.islice(_ways(module, count, width), TRIALS))
+    if any(tensor.is_meta for tensor in module.parameters()):
+        way: Way | None = ways[0] if ways else None
+    else:
+        try:
+            proof = Proof(module, plain, width)
+            if not proof.divides():
+                said.append(f"{path}: {count} experts stay whole: what one computes is not its part of the sum")
+                return None
+            way = next((each for each in ways if proof.shares(each)), None)
+        except Exception as error:
+            said.append(f"{path} stays whole: it does not run by itself ({(str(error).splitlines() or [''])[0][:100]})")
+            return None
+    if way is None:
+        said.append(f"{count} experts in {path}, each of them whole on a tensor rank")
+        return plain
+    said.append(f"{count} experts in {path}, each shared by its {way.width} inner features")
+    return replace(plain, splits=way.splits, once=way.once, width=way.width)
+
+
+def _ways(module: nn.Module, count: int, width: int) -> Iterator[Way]:
+    """Ways to cut every expert by its inner features, the likeliest first."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    weights = [name for name, shape in shapes.items() if len(shape) == 3 and shape[0] == count]
+    if not weights or any(shape[0] != count or len(shape) not in (2, 3) for shape in shapes.values()):
+        return
+    turned = bool(getattr(module, "is_transposed", False))
+    joined = bool(getattr(module, "is_concatenated", True))
+    for dims in itertools.product((1, 2), repeat=len(weights)):
+        inner = {name: shapes[name][dim] for name, dim in zip(weights, dims, strict=True)}
+        if any(shapes[name][3 - dim] != width for name, dim in zip(weights, dims, strict=True)):
+            continue
+        features = min(inner.values())
+        if any(size % features for size in inner.values()):
+            continue
+        expected = [2 if turned else 1] * (len(weights) - 1) + [1 if turned else 2]
+        if list(dims) != expected and any(tensor.is_meta for tensor in module.parameters()):
+            continue
+        for together in (joined, not joined):
+            cuts = {name: _cut(dim, inner[name], features, together) for name, dim in zip(weights, dims, strict=True)}
+            options: list[list[Split | None]] = [[cuts[name]] if name in cuts else [] for name in shapes]
+            for option, (name, shape) in zip(options, shapes.items(), strict=True):
+                if name not in cuts and shape[1] in inner.values():
+                    option.append(_cut(1, shape[1], features, together))
+                if name not in cuts and shape[1] == width:
+                    option.insert(0, None)
+            for chosen in itertools.product(*options):
+                named = dict(zip(shapes, chosen, strict=True))
+                splits = {name: split for name, split in named.items() if split is not None}
+                yield Way(splits, tuple(name for name in named if name not in splits), features)
+
+
+def _cut(dim: int, size: int, features: int, together: bool) -> Split:
+    """A projection of `size` features: plain, or `size / features` of them fused, one behind the other (`together`) or alternating."""
+    return Split(dim, (features,) * (size // features) if together and size > features else ())
+
+
+class Proof:
+    """A module of experts with a few tokens for some of them."""
+
+    def __init__(self, module: nn.Module, experts: Experts, width: int) -> None:
+        self.module, self.experts = module, experts
+        self.state = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        one = next(iter(self.state.values()))
+        random = torch.Generator().manual_seed(0)
+        for name, tensor in self.state.items():  # biases begin as zeros, which any cut leaves zeros
+            if tensor.ndim == 2 and tensor.shape[0] == experts.count:
+                self.state[name] = torch.randn(tensor.shape, generator=random).to(one.device, one.dtype)
+        count = experts.count
+        some = torch.tensor(sorted({0, 1 % count, count // 2, count - 1}))
+        index = torch.stack([some, some.roll(1)], 1).repeat(2, 1)
+        self.index = index.to(one.device)
+        self.hidden = torch.randn(len(index), width, generator=random).to(one.device, one.dtype)
+        self.weights = (torch.rand(index.shape, generator=random) + 0.5).to(one.device, one.dtype)
+        self.whole = self._run(self.state, self.hidden, self.index, self.weights)
+
+    def _run(self, state: Mapping[str, torch.Tensor], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), holding(self.module, state):
+            return self.module.forward(hidden, index, weights).reshape(hidden.shape).float()
+
+    def _agrees(self, total: torch.Tensor) -> bool:
+        return bool((total - self.whole).norm() <= TOLERANCE * self.whole.norm()) and bool(self.whole.norm() > 0)
+
+    def divides(self) -> bool:
+        """Whether two or more ranks with some of the experts each, given pairs, compute the whole."""
+        count = self.experts.count
+        ranks = next(n for n in range(2, count + 1) if count % n == 0)
+        each, total = count // ranks, torch.zeros_like(self.whole)
+        for rank in range(ranks):
+            token, place = ((self.index >= rank * each) & (self.index < (rank + 1) * each)).nonzero(as_tuple=True)
+            state = {name: tensor.tensor_split(ranks)[rank] for name, tensor in self.state.items()}
+            with counting(self.module, self.experts, ranks):
+                pairs = (
+                    self.hidden[token],
+                    self.index[token, place, None] - rank * each,
+                    torch.ones_like(self.weights[token, place, None]),
+                )
+                part = self._run(state, *pairs) if len(token) else self.whole[:0]
+            total.index_add_(0, token, part * self.weights[token, place, None].float())
+        return self._agrees(total)
+
+    def shares(self, way: Way) -> bool:
+        """Whether two or more tensor ranks that cut every expert this way compute the whole."""
+        ranks = next((n for n in range(2, way.width + 1) if way.width % n == 0), 0)
+        if not ranks:
+            return False
+        total = torch.zeros_like(self.whole)
+        for rank in range(ranks):
+            state = {name: local_slice(tensor, way.splits[name], rank, ranks) for name, tensor in self.state.items() if name in way.splits}
+            state |= {name: self.state[name] / ranks for name in way.once}
+            try:
+                total += self._run(state, self.hidden, self.index, self.weights)
+            except (RuntimeError, ValueError, IndexError):
+                return False
+        return self._agrees(total)
+
+
+@contextmanager
+def holding(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """`module` with other tensors for its parameters, for a while."""
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for name, tensor in state.items():
+        path, _, short = name.rpartition(".")
+        places.append((vars(module.get_submodule(path))["_parameters"], short, tensor))
+    before = [held[short] for held, short, _ in places]
+    try:
+        for held, short, tensor in places:
+            held[short] = tensor
+        yield
+    finally:
+        for (held, short, _), parameter in zip(places, before, strict=True):
+            held[short] = parameter
+
+
+@contextmanager
+def counting(module: nn.Module, experts: Experts, ranks: int) -> Iterator[None]:
+    """`module` with the counts of a rank that holds 1 / `ranks` of the experts, for a while."""
+    count_experts(module, experts, experts.count // ranks)
+    try:
+        yield
+    finally:
+        count_experts(module, experts, experts.count)
+
+
+def count_experts(module: nn.Module, experts: Experts, count: int) -> None:
+    """`module` holds `count` experts from here on."""
+    for where, name in experts.counters:
+        setattr(module.get_submodule(where) if where else module, name, count)
+
+
+@contextmanager
+def standing_in(model: nn.Module) -> Iterator[None]:
+    """While shapes run through `model` without values, its experts hand on what they are given: how they sort tokens asks for values."""
+
+    def stand_in(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return next(tensor for tensor in (*args, *kwargs.values()) if tensor.is_floating_point()).clone()
+
+    modules = [module for module in model.modules() if "forward" not in vars(module) and _count(module)]
+    try:
+        for module in modules:
+            module.forward = stand_in  # type: ignore[method-assign]
+        yield
+    finally:
+        for module in modules:
+            del module.forward

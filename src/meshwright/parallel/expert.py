@@ -1,0 +1,264 @@
+"""Expert parallelism: each token goes to the ranks that hold its experts and comes back, around the model's own code on both ends.
+
+The model routes as ever. Its module of experts is given hidden states, the numbers of each token's experts and their weights; here its
+forward is replaced on the instance. Pairs of token and expert are put in order of expert, sent to the expert's rank in one all-to-all, run
+through the module's own forward there (it holds some of the experts, numbered from 0), sent back, and weighted and summed where they came
+from. No pair is dropped, so the sum is that of one device. Tensor ranks share each expert's inner features, or hold unlike experts and
+send a part of the tokens each ([Note: expert ranks]).
+
+    e      experts of this rank                            entered   gradient summed over the ranks that share an expert
+    order  pairs by expert, sent by rank                   parts     of the tokens that tensor ranks have alike, one each
+
+[Note: same steps everywhere] Ranks do unlike amounts of work here, and some of them none; collectives must come in the same order on all
+the same. So an expert that no token chose still gets its (zero) gradient in its place (`_Touch`), and what comes back is kept for backward,
+so that recomputation does not stop before the all-to-all on some ranks.
+Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al., MegaBlocks, arXiv 2211.15841 (dropless).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from meshwright.anatomy import Anatomy, Experts, local_slice
+from meshwright.anatomy.experts import count_experts, holding
+from meshwright.base.errors import InputError
+from meshwright.parallel import collectives, exchange
+from meshwright.parallel.expert_ranks import ExpertRanks
+from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.group import Group
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.layout import LayerSlots, Slot, unit_of
+from meshwright.spec.plan import Plan
+from meshwright.spec.precision import Recipe
+
+Rows = tuple[tuple[int, ...], ...]
+"""Rows that rank i (outer) sends to rank j."""
+
+
+def check(anatomy: Anatomy, plan: Plan) -> None:
+    """InputError where the experts cannot be dealt to so many ranks, or shared by so many."""
+    ep, shares = plan.ep, plan.expert_tensor
+    if ep > 1 and not anatomy.experts:
+        raise InputError(f"plan {plan.name}: ep({ep}) needs experts that are given pairs of token and expert; none were found: use ep1")
+    for experts in anatomy.experts:
+        if experts.count % ep:
+            raise InputError(f"plan {plan.name}: ep({ep}) does not divide experts({experts.count}) of {experts.path}")
+        if ep > 1 and shares > 1 and not experts.splits:
+            raise InputError(
+                f"plan {plan.name}: {shares} tensor ranks would share each expert of {experts.path}, known only whole: use another ep"
+            )
+        if experts.splits and experts.width % shares:
+            raise InputError(f"plan {plan.name}: {shares} tensor ranks do not divide the {experts.width} inner features of {experts.path}")
+
+
+def shard_experts(model: nn.Module, anatomy: Anatomy, ranks: ExpertRanks, sequence_parallel: bool) -> list[Mixture]:
+    """Each module of experts keeps this rank's, and sends the others their tokens. Parameters must be whole, or (ep 1) already cut by tp."""
+    found = []
+    for experts in anatomy.experts:
+        module = model.get_submodule(experts.path)
+        if ranks.ranks > 1:
+            for name in experts.names:
+                owner, _, short = name.rpartition(".")
+                held = module.get_submodule(owner)._parameters
+                full = held[short]
+                assert full is not None
+                held[short] = nn.Parameter(own_part(full.detach(), experts, name, ranks), requires_grad=full.requires_grad)
+            count_experts(module, experts, experts.count // ranks.ranks)
+        found.append(Mixture(module, experts, ranks, sequence_parallel))
+    return found
+
+
+def own_part(full: torch.Tensor, experts: Experts, name: str, ranks: ExpertRanks) -> torch.Tensor:
+    """A copy of what this rank holds of a whole parameter of the experts."""
+    each = full.shape[0] // ranks.ranks
+    mine = full.narrow(0, ranks.place.expert * each, each)
+    split = experts.splits.get(name)
+    return mine.clone() if split is None else local_slice(mine, split, ranks.place.share, ranks.shares)
+
+
+def lay_experts(
+    stages: dict[int, list[FlatUnit]],
+    layers: Mapping[str, Sequence[str]],
+    ranks: ExpertRanks,
+    parameters: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    recipe: Recipe,
+) -> dict[str, FlatUnit]:
+    """A flat unit for each layer's dealt experts, behind the unit of the layer itself; by the layer's name and '.experts'."""
+    made: dict[str, FlatUnit] = {}
+    for units in stages.values() if ranks.dealt else ():
+        for dense in list(units):
+            place = units.index(dense) + 1
+            for layer in dense.unit.layers:
+                dealt = {name: parameters[name] for name in layers.get(layer, ()) if name in ranks.dealt}
+                slots = tuple(Slot(name, tensor.numel(), ranks.shares > 1 and is_split(ranks, name)) for name, tensor in dealt.items())
+                if slots:
+                    unit = unit_of([LayerSlots(f"{layer}.experts", slots)], ranks.sharing.shards)
+                    made[f"{layer}.experts"] = FlatUnit(unit, dealt, mesh, recipe, ranks.sharing)
+                    units.insert(place, made[f"{layer}.experts"])
+                    place += 1
+    return made
+
+
+def is_split(ranks: ExpertRanks, name: str) -> bool:
+    """Whether the ranks that share an expert each hold a share of its parameter `name`."""
+    experts = ranks.dealt[name]
+    return name.removeprefix(f"{experts.path}.") in experts.splits
+
+
+class Mixture:
+    """The forward of one module of experts. `load`: pairs that each expert was given since the step began."""
+
+    def __init__(self, module: nn.Module, experts: Experts, ranks: ExpertRanks, sequence_parallel: bool) -> None:
+        self.module, self.experts, self.ranks = module, experts, ranks
+        self.inner = module.forward
+        self.each = experts.count // ranks.ranks
+        self.shared = ranks.tensor if experts.splits else None
+        self.sequence_parallel = sequence_parallel
+        self.load = torch.zeros(0)
+        module.forward = self  # type: ignore[method-assign]
+
+    def begin_step(self) -> None:
+        self.load = torch.zeros(0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = [*args, *kwargs.values()]
+        index = next(at for at, tensor in enumerate(given) if not tensor.is_floating_point())
+        hidden, weights = [at for at, tensor in enumerate(given) if tensor.is_floating_point()]
+        count = torch.bincount(given[index].flatten(), minlength=self.experts.count)
+        self.load = count if not self.load.numel() else self.load + count
+        if self.ranks.ranks == 1 and self.shared is None:
+            return self.inner(*args, **kwargs)
+        shape = given[hidden].shape
+        given[hidden] = given[hidden].reshape(-1, shape[-1])
+        given = self._enter(given, (hidden, weights))
+        if self.ranks.ranks == 1:
+            output = self._compute(given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True)))
+        else:
+            output = self._exchanged(given[hidden], given[index], given[weights])
+        return self._leave(output, shape[:-1].numel()).reshape(shape)
+
+    def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, int]) -> list[torch.Tensor]:
+        """This rank's tokens: of those that tensor ranks have alike its part; those of all ranks that share an expert."""
+        if self.sequence_parallel:
+            return given if self.shared is None else [_Gather.apply(tensor, self.shared) for tensor in given]
+        joined = self.ranks.joined
+        if joined is not None:
+            missing = -given[0].shape[0] % joined.size
+            given = [collectives.scatter_sequence(F.pad(tensor, (0, 0, 0, missing)), joined, 0) for tensor in given]
+        if self.shared is None:
+            return given
+        return [_Enter.apply(tensor, self.shared) if at in differentiable else tensor for at, tensor in enumerate(given)]
+
+    def _leave(self, output: torch.Tensor, tokens: int) -> torch.Tensor:
+        if self.sequence_parallel:
+            return collectives.leave_scattered(output, self.shared, 0)
+        return collectives.gather_whole(collectives.leave(output, self.shared), self.ranks.joined, 0)[:tokens]
+
+    def _compute(self, args: list[torch.Tensor], kwargs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The module's own forward; each rank that shares an expert adds its part of what all of them hold whole."""
+        if self.shared is None or not self.experts.once:
+            return self.inner(*args, **kwargs)
+        once = {name: self.module.get_parameter(name) / self.ranks.shares for name in self.experts.once}
+        with holding(self.module, once):
+            return self.inner(*args, **kwargs)
+
+    def _exchanged(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden (N, C), index and weights (N, K) to (N, C)."""
+        group = self.ranks.group
+        assert group is not None
+        chosen = index.flatten()
+        order = chosen.argsort(stable=True)
+        counts = _all_counts(torch.bincount(chosen, minlength=self.experts.count), group)
+        rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
+        received = _Exchange.apply(hidden[order // index.shape[1]], rows, group)
+        mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()
+        local = torch.arange(self.each, device=index.device).repeat(group.size).repeat_interleave(mine.to(index.device))
+        if len(local):
+            ones = weights.new_ones(len(local), 1)
+            computed = self._compute([received, local.unsqueeze(1), ones], {}).reshape(received.shape)
+        else:
+            computed = _Touch.apply(received, *self.module.parameters())
+        back = _Exchange.apply(computed, tuple(zip(*rows, strict=True)), group)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        pairs = back[place].view(*index.shape, hidden.shape[1])
+        return (pairs * weights.unsqueeze(2)).sum(1).to(hidden.dtype)
+
+
+def _all_counts(counts: torch.Tensor, group: Group) -> torch.Tensor:
+    """Pairs of each rank for each expert, (ranks, experts), on the host."""
+    table = torch.empty(group.size, len(counts), dtype=counts.dtype, device=counts.device)
+    exchange.all_gather(table.view(-1), counts, group).wait()
+    return table.cpu()
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows (P, C), those for rank 0 first, to the rows that all ranks sent here, those of rank 0 first. Backward the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: torch.Tensor, rows: Rows, group: Group) -> torch.Tensor:
+        ctx.rows, ctx.group = rows, group
+        return _exchange(sent, rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _exchange(gradient, tuple(zip(*ctx.rows, strict=True)), ctx.group), None, None
+
+
+def _exchange(sent: torch.Tensor, rows: Rows, group: Group) -> torch.Tensor:
+    received = sent.new_empty(sum(row[group.index] for row in rows), sent.shape[1])
+    exchange.all_to_all_rows(received, sent.contiguous(), rows, group).wait()
+    return received
+
+
+class _Touch(torch.autograd.Function):
+    """No rows came: parameters take part all the same, with zeros for gradients ([Note: same steps everywhere])."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return received.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        return gradient, *(torch.zeros_like(tensor) if asked else None for tensor, asked in zip(ctx.saved_tensors, wanted, strict=True))
+
+
+class _Enter(torch.autograd.Function):
+    """The same tensor on all ranks, whose gradients are parts of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        exchange.all_reduce(total, ctx.group).wait()
+        return total, None
+
+
+class _Gather(torch.autograd.Function):
+    """The tokens of all ranks, whose gradients are parts of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return collectives.join(x, group, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return collectives.sum_and_cut(gradient, ctx.group, 0), None

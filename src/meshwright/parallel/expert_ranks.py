@@ -1,0 +1,115 @@
+"""Which ranks hold which experts: where this rank stands among them, and the groups in which it exchanges tokens and sums.
+
+[Note: expert ranks] ep is taken from the data ranks first (dp_shard x cp, neighbours), then from the tensor ranks. With D data ranks,
+g = gcd(ep, D) and j = ep / g, the experts are dealt to g data ranks times j of the tp tensor ranks, and the other x = tp / j tensor ranks
+share each expert's inner features (`Plan.expert_tensor`). The same experts lie on D / g data ranks and in every replica; their gradients are
+summed there, and there ZeRO shards them.
+
+    data rank d, tensor rank t    expert rank (d mod g) j + t div x    share t mod x    shard d div g
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from meshwright.anatomy import Anatomy, Experts
+from meshwright.parallel.group import Group, Sharing, of_lanes, of_process
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.grid import Grid
+
+
+class ExpertPlace(NamedTuple):
+    """Where a rank stands: `expert` of ep, `share` of x, `rest` of D / g; `data` is its data rank, `joined` its part among j tensor ranks."""
+
+    pp: int
+    replicate: int
+    data: int
+    expert: int
+    share: int
+    joined: int
+    rest: int
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """This rank among those that hold experts. Groups of one rank are None."""
+
+    place: ExpertPlace
+    ranks: int
+    """ep: over how many ranks the experts are dealt."""
+    shares: int
+    """x: how many tensor ranks share each expert."""
+    group: Group | None
+    """The ep ranks that hold all experts, and send each other tokens."""
+    tensor: Group | None
+    """The x tensor ranks that share this rank's experts."""
+    joined: Group | None
+    """The j tensor ranks that hold unlike experts, each sending its part of the tokens that all of them have."""
+    sharing: Sharing
+    dealt: dict[str, Experts]
+    """The parameters that are dealt to expert ranks, by their full names; none without ep."""
+
+    def dense(self, anatomy: Anatomy) -> Anatomy:
+        """`anatomy` for what tensor ranks cut without regard to expert ranks."""
+        return replace(anatomy, splits={name: split for name, split in anatomy.splits.items() if name not in self.dealt})
+
+
+def expert_place(grid: Grid, rank: int) -> ExpertPlace:
+    """See [Note: expert ranks].
+
+    >>> from meshwright.spec.plan import Plan
+    >>> grid = Grid(Plan(dp_shard=2, zero=1, tp=4, ep=4))
+    >>> [(place.expert, place.share) for place in (expert_place(grid, rank) for rank in range(8))]
+    [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+    """
+    plan, place = grid.plan, grid.place(rank)
+    data = place.dp_shard * plan.cp + place.cp
+    dealt = math.gcd(plan.ep, plan.dp_shard * plan.cp)
+    joined, share = divmod(place.tp, plan.expert_tensor)
+    return ExpertPlace(place.pp, place.dp_replicate, data, data % dealt * (plan.ep // dealt) + joined, share, joined, data // dealt)
+
+
+def expert_ranks(mesh: Mesh, anatomy: Anatomy) -> ExpertRanks:
+    """All ranks call it. Without ep the tensor ranks share every expert, and its data ranks are those of the dense weights."""
+    plan, grid = mesh.plan, mesh.grid
+    place = expert_place(grid, mesh.rank)
+    if plan.ep == 1:
+        return ExpertRanks(place, 1, plan.tp, None, mesh.tp, None, mesh.sharing, {})
+
+    def group(name: str, key: Callable[[ExpertPlace], Hashable]) -> Group | None:
+        return _group(mesh, name, key)
+
+    experts = group("experts", lambda at: (at.pp, at.replicate, at.rest, at.share))
+    tensor = group("expert_tensor", lambda at: (at.pp, at.replicate, at.data, at.joined))
+    joined = group("expert_joined", lambda at: (at.pp, at.replicate, at.data, at.share))
+    rests = plan.dp_shard * plan.cp // math.gcd(plan.ep, plan.dp_shard * plan.cp)
+    if plan.zero:
+        shards = group("expert_shards", lambda at: (at.pp, at.replicate, at.expert, at.share))
+        copies = group("expert_copies", lambda at: (at.pp, at.rest, at.expert, at.share))
+        sharing = Sharing(rests, place.rest, plan.dp_replicate, place.replicate, shards, copies, tensor)
+    else:
+        copies = group("expert_copies", lambda at: (at.pp, at.expert, at.share))
+        sharing = Sharing(1, 0, rests * plan.dp_replicate, place.replicate * rests + place.rest, None, copies, tensor)
+    dealt = {f"{each.path}.{name}": each for each in anatomy.experts for name in each.names}
+    return ExpertRanks(place, plan.ep, plan.expert_tensor, experts, tensor, joined, sharing, dealt)
+
+
+def _group(mesh: Mesh, name: str, key: Callable[[ExpertPlace], Hashable]) -> Group | None:
+    """This rank's among the groups of ranks whose places have the same `key`. All ranks make all of them, in the same order."""
+    parts: dict[Hashable, list[int]] = {}
+    for rank in range(mesh.plan.world):
+        parts.setdefault(key(expert_place(mesh.grid, rank)), []).append(rank)
+    mine: Group | None = None
+    together = all(map(mesh.shares_memory, parts.values()))
+    for ranks in parts.values() if len(next(iter(parts.values()))) > 1 else ():
+        process = None if together else dist.new_group(ranks)
+        if mesh.rank in ranks:
+            mine = of_lanes(mesh.lanes(name, ranks)) if mesh.shares_memory(ranks) else of_process(process)
+    if mine is not None:
+        mesh.groups[name] = mine
+    return mine

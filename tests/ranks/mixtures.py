@@ -1,0 +1,59 @@
+"""Mixtures of experts at tiny sizes: our own, and families of transformers built from their configurations, unmodified.
+
+The experts of transformers run their plain loop: its grouped product knows no float64. Rates of dropout are 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 96
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 16, "max_position_embeddings": 32, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixture": ("", {"kind": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 16, "vocab": VOCABULARY, "seq": 32, "experts": 8, "top_k": 2, "moe_ffn": 16}),
+    "mixtral": ("MixtralForCausalLM", {**COMMON, "num_local_experts": 8}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {**COMMON, "num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", {**COMMON, "num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32}),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", {**COMMON, **LATENT, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "intermediate_size": 32}),
+    "gpt-oss": ("GptOssForCausalLM", {**COMMON, "num_local_experts": 8, "sliding_window": 8}),
+    "olmoe": ("OlmoeForCausalLM", {**COMMON, "num_experts": 8}),
+    "granite-moe": ("GraniteMoeForCausalLM", {**COMMON, "num_local_experts": 8}),
+    "glm4-moe": ("Glm4MoeForCausalLM", {**COMMON, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}),
+    "dbrx": ("DbrxForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32, "vocab_size": VOCABULARY, "use_cache": False, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 32}}),
+}  # fmt: skip
+"""name: (class of transformers or '', configuration or sizes)."""
+
+
+def build_mixture(name: str) -> nn.Module:
+    """The model in float32, the same at every call; biases, norms and routers away from where they begin, so that mistakes show."""
+    kind, sizes = MIXTURES[name]
+    torch.manual_seed(0)
+    if not kind:
+        from meshwright.models.registry import build
+
+        model: nn.Module = build(sizes)
+    else:
+        import transformers
+
+        config = getattr(transformers, kind).config_class(**sizes)
+        for key, value in config.to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(config, key, 0.0)
+        config._experts_implementation = "eager"
+        model = getattr(transformers, kind)(config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.ndim < 2 or path.endswith("_bias"):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            elif ".gate.weight" in path or ".router." in path:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
