@@ -18,13 +18,13 @@ from meshwright.anatomy import Anatomy, layers, read
 from meshwright.base.errors import InputError
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.gates import Absent, Gate, Run, StageDone
+from meshwright.parallel.keeping import Keeping, storage_of
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import Batch, LossFunction, Objective
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
 from meshwright.parallel.zero import Zero
 from meshwright.spec.layout import LayerSlots, Slot, units
-from meshwright.spec.plan import Recompute
 from meshwright.spec.precision import Recipe
 from meshwright.spec.runs import missing
 
@@ -62,7 +62,6 @@ class Parallel:
         """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
         if scale is not None:
             self.zero.begin_step(len(batches))
-            self.run.recompute = self.mesh.plan.recompute == Recompute.layer
         self._open_ungated()
         total = self.pipeline.run(batches, scale)
         self.zero.close_all()
@@ -129,7 +128,8 @@ def parallelize_model(
         tied,
         tie_group(mesh) if anatomy.tied else None,
     )
-    run = Run(start=0, stop=max(anatomy.count, 1))
+    weights = {storage_of(unit.weights) for unit in zero.units}
+    run = Run(start=0, stop=max(anatomy.count, 1), keeping=Keeping.of(plan, weights))
     gates = _set_gates(model, anatomy, mesh, run, by_layer, {name: layer for layer in table for name in layer.parameters})
     pipeline = Pipeline(mesh, lambda *arguments: engine.stage_forward(*arguments), zero.end_backward)
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, _bounds(anatomy, mesh), pipeline)

@@ -11,14 +11,14 @@ A gate is also where weights are gathered (ZeRO 3), where a layer is recomputed,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.keeping import Keeping
 
 
 class StageDone(Exception):
@@ -37,7 +37,7 @@ class Run:
     stop: int = 0
     is_last: bool = True
     received: torch.Tensor | None = None
-    recompute: bool = False
+    keeping: Keeping = field(default_factory=Keeping)
 
 
 class Absent(nn.Module):
@@ -104,8 +104,8 @@ class Gate:
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _open(self.units, self.following)
-        if self.index is not None and self.run.recompute and torch.is_grad_enabled():
-            output = checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+        if self.index is not None and torch.is_grad_enabled():
+            output = self.run.keeping(self.inner, self.index - self.run.start, args, kwargs)
         else:
             output = self.inner(*args, **kwargs)
         for unit in self.units:

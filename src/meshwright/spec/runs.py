@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.spec.plan import AXES, Context, Plan, Recompute, Schedule
+from meshwright.spec.plan import AXES, Context, Offload, Plan, Schedule
 
 RUNS: dict[str, tuple[Any, ...]] = {
     "cp": (1,),
     "ep": (1,),
     "schedule": (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved),
-    "recompute": (Recompute.none, Recompute.layer),
-    "recompute_layers": (0,),
-    "offload": ((),),
+    "offload": ((), (Offload.activations,)),
     "context": (Context.ring,),
     "placement": ((),),
     "axes": (AXES,),
@@ -32,8 +30,6 @@ def missing(plan: Plan) -> tuple[str, ...]:
         "cp": f"cp{plan.cp}",
         "ep": f"ep{plan.ep}",
         "schedule": str(plan.schedule),
-        "recompute": f"rc-{plan.recompute}",
-        "recompute_layers": f"rc-{plan.recompute}{plan.recompute_layers}",
         "offload": ".".join(f"off-{what}" for what in plan.offload),
         "context": str(plan.context),
         "placement": "on" + "-".join(map(str, plan.placement)),

@@ -1,0 +1,55 @@
+"""What is computed again or fetched from host memory is what was there: gradients bit for bit, in less memory, as much as estimated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equality import make_batch, make_model
+from test_peak import expected, most
+
+from meshwright.base.errors import InputError
+from meshwright.train.trainer import parallelize
+
+WAYS = ("rc-layer", "rc-layer1", "rc-selective", "off-activations", "rc-layer.off-activations", "rc-layer1.off-activations")
+
+
+def gradients(name: str, plan: str) -> dict[str, torch.Tensor] | None:
+    trainer = parallelize(make_model(name), torch.optim.AdamW, plan)
+    return trainer.gradients(make_batch(name, 0))[2]
+
+
+@pytest.mark.parametrize("around", ["dp1.mb4", "pp2.interleaved2", "dp2.z3", "tp2.sp"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_bit_for_bit_those_of_keeping_everything(ranks: Any, around: str, way: str) -> None:
+    from meshwright.spec.plan import parse_plan
+
+    world = parse_plan(around).world
+    plain, kept = (ranks.run(world, gradients, "llama", plan)[0] for plan in (around, f"{around}.{way}"))
+    assert plain.keys() == kept.keys()
+    assert all(torch.equal(plain[name], kept[name]) for name in plain)
+
+
+@pytest.mark.parametrize("plan", ["dp1.mb4.rc-layer2", "dp1.mb4.rc-selective", "pp2.mb2.rc-layer1", "tp2.mb4.rc-selective"])
+def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str) -> None:
+    from meshwright.spec.plan import parse_plan
+
+    assert expected(plan, "fp32") == pytest.approx(max(ranks.run(parse_plan(plan).world, most, plan, "fp32")), rel=0.05)
+
+
+def refusal() -> str:
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=32, attn_implementation="eager")
+    trainer = parallelize(transformers.GPT2LMHeadModel(config), torch.optim.AdamW, "dp1.rc-selective")
+    try:
+        trainer.step(make_batch("hf-gpt2", 0))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_selective_recompute_without_an_attention_kernel_is_refused_in_one_line(ranks: Any) -> None:
+    found = ranks.run(1, refusal)[0]
+    assert "scaled_dot_product_attention" in found and "\n" not in found
