@@ -31,8 +31,8 @@ from meshwright.words.say import say
 def every_plan(job: Job) -> Iterator[Plan]:
     """All plans of the space, one by one: the boxes of every region taken apart."""
     for box in Space(job).boxes():
-        for index in np.ndindex(*box.shape):
-            yield box.plan(index)
+        for index in np.argwhere(np.broadcast_to(box.legal[0], box.shape)).tolist():
+            yield box.plan(tuple(index))
 
 
 def price_of(pricer: Pricer, plan: Plan) -> tuple[float, Plan] | None:

@@ -3,15 +3,18 @@
 Prices of a box are arrays over AXES, each with length 1 along the axes that it does not depend on, so that NumPy's broadcasting does
 each piece of work once, however many plans share it.
 
-    r  kinds of pipeline ranks      o  orders: schedule and stages    b  micro-batch sizes
-    s  sequence parallelism         c  recompute                      z  ZeRO stage, replicas and shards of the data ranks
+    r  kinds of pipeline ranks      o  orders: schedule and stages    b  micro-batches: sequences, context ranks and how these attend
+    s  sequence parallelism         c  recompute: of which blocks     z  ZeRO stage, replicas and shards of the data and context ranks
     f  what is offloaded
+
+Not every product is a plan: `Box.legal` says which are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,14 +28,23 @@ AXES = "robsczf"
 CHOICES = ("orders", "micro_batches", "sequence_parallel", "recompute", "shards", "offload")
 """Fields of a box along `obsczf`."""
 
+PARTS = 8
+"""Into how many parts the blocks of a stage are divided, of which some recompute."""
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def lift(array: Any, axes: str) -> Array:
     """`array`, whose dimensions are `axes` in this order, with length 1 along all other axes."""
     values = np.asarray(array)
-    assert values.ndim == len(axes) and list(axes) == sorted(axes, key=AXES.index)
-    return values.reshape([values.shape[axes.index(axis)] if axis in axes else 1 for axis in AXES])
+    return values.reshape([values.shape[at] if at >= 0 else 1 for at in _places(axes, values.ndim)])
+
+
+@cache
+def _places(axes: str, dimensions: int) -> tuple[int, ...]:
+    """Of each of AXES its place among `axes`, -1 where it is not."""
+    assert dimensions == len(axes) and list(axes) == sorted(axes, key=AXES.index)
+    return tuple(axes.find(axis) for axis in AXES)
 
 
 class Cut(NamedTuple):
@@ -62,46 +74,81 @@ class Order(NamedTuple):
     given: bool = False
 
 
+class MicroBatch(NamedTuple):
+    """What a replica takes at a time: how many sequences, how many such micro-batches a step has, context ranks that cut each, how they attend."""
+
+    size: int
+    number: int
+    cp: int = 1
+    context: Context = Context.ring
+
+
+class Again(NamedTuple):
+    """What recomputes: all blocks alike, or the first `layers`, or `part` of PARTS, of each virtual stage."""
+
+    kind: Recompute
+    layers: int = 0
+    part: int = 0
+
+    @property
+    def some(self) -> bool:
+        """Whether of a stage some blocks recompute and some do not."""
+        return bool(self.layers or self.part)
+
+    def blocks(self, order: Order) -> int:
+        """How many blocks of a stage recompute beside others that do not; 0: all are alike.
+
+        >>> Again(Recompute.layer, part=3).blocks(Order(Schedule.gpipe, 1, (10, 9)))
+        4
+        """
+        return self.layers or -(-max(order.stage_layers) * self.part // PARTS)
+
+
+def new_parts(orders: Sequence[Order], recompute: Sequence[Again]) -> Array:
+    """Whether a part is another plan of an order than a smaller part, or the whole (o, c)."""
+    most = np.array([max(order.stage_layers) for order in orders])[:, None]
+    part = np.array([again.part for again in recompute])
+    count, smaller = -(-most * part // PARTS), -(-most * (part - 1) // PARTS)
+    return (part == 0) | ((smaller < count) & (count < most))
+
+
 class Shards(NamedTuple):
-    """ZeRO stage and the two factors of the data ranks."""
+    """ZeRO stage, and the two factors of data ranks x context ranks: those that share the states of a replica, and such replicas."""
 
     zero: int
-    dp_replicate: int
-    dp_shard: int
+    replicas: int
+    holders: int
 
 
 class Layout(NamedTuple):
-    """How ranks are laid out but for the data ranks: what all plans of a box share. `recompute_layers` as in a plan."""
+    """How ranks are laid out but for data and context ranks: what all plans of a box share."""
 
     tp: int
     pp: int
-    cp: int = 1
     ep: int = 1
     expert_tensor: int = 1
-    context: Context = Context.ring
     axes: tuple[Axis, ...] = PLAN_AXES
-    recompute_layers: int = 0
 
-    def strides(self, dp: int) -> dict[str, int]:
-        """How far apart the ranks of each axis are, with `dp` data ranks, the context ranks inside of them."""
+    def strides(self, data: int) -> dict[str, int]:
+        """How far apart the ranks of each axis are, with `data` data ranks, the context ranks among them, these inside."""
         found: dict[str, int] = {}
         inside = 1
         for axis in reversed(self.axes):
             found[axis] = inside
-            inside *= {"tp": self.tp, "pp": self.pp, "dp": dp * self.cp}[axis]
+            inside *= {"tp": self.tp, "pp": self.pp, "dp": data}[axis]
         return found
 
 
 @dataclass(frozen=True)
 class Box:
-    """All products of the choices. `micro_batches` pairs the sequences of a micro-batch with their number in a step."""
+    """All products of the choices. All of `shards` have the same product."""
 
     layout: Layout
     bucket: int
     orders: tuple[Order, ...]
-    micro_batches: tuple[tuple[int, int], ...]
+    micro_batches: tuple[MicroBatch, ...]
     sequence_parallel: tuple[bool, ...]
-    recompute: tuple[Recompute, ...]
+    recompute: tuple[Again, ...]
     shards: tuple[Shards, ...]
     offload: tuple[tuple[Offload, ...], ...] = ((),)
 
@@ -112,10 +159,6 @@ class Box:
     @property
     def pp(self) -> int:
         return self.layout.pp
-
-    @property
-    def cp(self) -> int:
-        return self.layout.cp
 
     @property
     def cut(self) -> Cut:
@@ -134,30 +177,74 @@ class Box:
     @property
     def legal_size(self) -> int:
         """How many of its plans are legal."""
-        return int(np.count_nonzero(self.legal)) * (self.size // (len(self.orders) * len(self.micro_batches)))
+        rounds, shared, parts = self._legal
+        per_micro_batch = (rounds * parts.sum(axis=1)[:, None]).sum(axis=0) * shared.sum(axis=1)
+        return int(per_micro_batch.sum()) * len(self.sequence_parallel) * len(self.offload)
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Of the axes, with the data ranks that all of `shards` have."""
-        return self.layout.strides(self.shards[0].dp_replicate * self.shards[0].dp_shard)
+        return self.layout.strides(self.data)
 
     @property
+    def data(self) -> int:
+        """Data ranks, context ranks among them."""
+        return self.shards[0].replicas * self.shards[0].holders
+
+    @cached_property
+    def counts(self) -> Array:
+        """Micro-batches in a step (b)."""
+        return np.array([each.number for each in self.micro_batches])
+
+    def tokens(self, sequence: int) -> Array:
+        """Of a micro-batch on one rank (b)."""
+        return np.array([each.size * sequence / each.cp for each in self.micro_batches])
+
+    @cached_property
+    def contexts(self) -> Array:
+        """Context ranks (b)."""
+        return np.array([each.cp for each in self.micro_batches])
+
+    @cached_property
+    def ulysses(self) -> Array:
+        """Whether these attend by exchanging heads (b)."""
+        return np.array([each.context == Context.ulysses for each in self.micro_batches])
+
+    @cached_property
+    def zero(self) -> Array:
+        """ZeRO stages, over AXES (z)."""
+        return lift([each.zero for each in self.shards], "z")
+
+    @cached_property
     def holders(self) -> Array:
         """Ranks that share the states of a replica (z)."""
-        return np.array([each.dp_shard * self.cp if each.zero else 1 for each in self.shards])
+        return np.array([each.holders for each in self.shards])
 
-    @property
+    @cached_property
     def expert_holders(self) -> Array:
         """Ranks that share the states of an expert (z)."""
         apart = self.layout.ep * self.layout.expert_tensor
-        return np.array([each.dp_shard * self.cp * self.tp // apart if each.zero else 1 for each in self.shards])
+        return np.array([each.holders * self.tp // apart if each.zero else 1 for each in self.shards])
 
-    @property
+    @cached_property
     def legal(self) -> Array:
-        """Over AXES: interleaved orders take micro-batches in multiples of pp."""
+        """Which products are plans, over AXES."""
+        rounds, shared, parts = self._legal
+        found = lift(rounds, "ob")
+        found = found if shared.all() else found & lift(shared, "bz")
+        return found if parts.all() else found & lift(parts, "oc")
+
+    @cached_property
+    def _legal(self) -> tuple[Array, Array, Array]:
+        """Interleaved orders take micro-batches in multiples of pp (o, b); context ranks lie in a shard group, and experts as the layout says (b, z);
+        a part is not said twice (o, c)."""
         interleaved = np.array([order.schedule == Schedule.interleaved for order in self.orders])
-        whole = np.array([count % self.pp == 0 for _, count in self.micro_batches])
-        return lift(~interleaved[:, None] | whole[None, :], "ob")
+        rounds = ~interleaved[:, None] | (self.counts % self.pp == 0)
+        cp, ep = self.contexts[:, None], self.layout.ep
+        held = np.where(self.zero.reshape(-1) > 0, self.holders, cp)
+        shared = held % cp == 0
+        if ep > 1:
+            shared &= (held * self.tp % ep == 0) & (self.layout.expert_tensor == self.tp // (ep // np.gcd(ep, held)))
+        return rounds, shared, new_parts(self.orders, self.recompute)
 
     def part(self, **choices: Any) -> Box:
         """The box with fewer choices: indices along their axes by name of the field."""
@@ -170,40 +257,40 @@ class Box:
 
     def plan(self, index: tuple[int, ...]) -> Plan:
         """The plan at `index` along `obsczf`."""
-        order, micro_batch, parallel, recompute, shards, offload = (
-            getattr(self, name)[at] for name, at in zip(CHOICES, index, strict=True)
-        )
+        order, micro_batch, parallel, again, shards, offload = (getattr(self, name)[at] for name, at in zip(CHOICES, index, strict=True))
+        cp = micro_batch.cp
         return Plan(
-            dp_replicate=shards.dp_replicate,
-            dp_shard=shards.dp_shard,
+            dp_replicate=shards.replicas if shards.zero else shards.replicas // cp,
+            dp_shard=shards.holders // cp if shards.zero else 1,
             tp=self.tp,
             sequence_parallel=parallel,
             pp=self.pp,
-            cp=self.cp,
+            cp=cp,
             ep=self.layout.ep,
             zero=shards.zero,
-            micro_batch=micro_batch[0],
+            micro_batch=micro_batch.size,
             schedule=order.schedule,
             virtual_stages=order.virtual_stages,
             layers_per_stage=order.stage_layers if order.given else (),
-            recompute=recompute,
-            recompute_layers=self.layout.recompute_layers,
+            recompute=again.kind,
+            recompute_layers=again.blocks(order) if again.some else 0,
             offload=offload,
             bucket=self.bucket,
-            context=self.layout.context,
+            context=micro_batch.context,
             axes=self.layout.axes,
         )
 
 
 def box_of(plan: Plan, batch: int, blocks: int) -> Box:
     """The box that holds only `plan`. Raises InputError when the batch or the blocks do not divide."""
+    dp, cp = plan.dp, plan.cp
     return Box(
-        layout=Layout(plan.tp, plan.pp, plan.cp, plan.ep, plan.expert_tensor, plan.context, plan.axes, plan.recompute_layers),
+        layout=Layout(plan.tp, plan.pp, plan.ep, plan.expert_tensor, plan.axes),
         bucket=plan.bucket,
         orders=(Order(plan.schedule, plan.virtual_stages, plan.stage_layers(max(blocks, 1)), bool(plan.layers_per_stage)),),
-        micro_batches=((plan.micro_batch, plan.micro_batches(batch)),),
+        micro_batches=(MicroBatch(plan.micro_batch, plan.micro_batches(batch), cp, plan.context),),
         sequence_parallel=(plan.sequence_parallel,),
-        recompute=(plan.recompute,),
-        shards=(Shards(plan.zero, plan.dp_replicate, plan.dp_shard),),
+        recompute=(Again(plan.recompute, plan.recompute_layers),),
+        shards=(Shards(plan.zero, plan.dp_replicate, plan.dp_shard * cp) if plan.zero else Shards(0, dp * cp, 1),),
         offload=(plan.offload,),
     )

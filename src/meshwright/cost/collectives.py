@@ -102,17 +102,18 @@ def stack(groups: Sequence[Group]) -> Group:
     return Group(*(np.array(values, dtype=float) for values in zip(*groups, strict=True)))
 
 
-def exchange(links: Fabric, ranks: int, stride: int, size: Array, calls: float = 1.0) -> Array:
+def exchange(links: Fabric, ranks: Any, stride: int, size: Array, calls: float = 1.0) -> Array:
     """Seconds of `calls` all-to-alls in which each rank hands out `size` bytes in all: near and far links carry their parts at once."""
     near = links.domain % (ranks * stride) == 0
-    beside = ranks if near else min(max(links.domain // stride, 1), ranks)
+    beside = np.where(near, ranks, np.minimum(max(links.domain // stride, 1), ranks))
     inside = (beside - 1) / ranks * size / (links.near.bandwidth * links.near.efficiency)
     outside = (ranks - beside) / ranks * size / (links.far.bandwidth * links.far.efficiency)
     hops = START + (beside - 1) * links.near.latency + (ranks - beside) * links.far.latency
     return np.asarray(_pipelined(np.maximum(inside, outside), calls * hops))
 
 
-def send(links: Fabric, size: Array, ranks: int = 0, stride: int = 1) -> Array:
+def send(links: Fabric, size: Array, ranks: Any = 0, stride: int = 1) -> Array:
     """Seconds until `size` bytes have come from one of `ranks` ranks, `stride` apart, to the next: the slowest pair of them. 0 ranks: all."""
-    link = links.near if ranks and links.domain % (ranks * stride) == 0 else links.far
-    return size / (link.bandwidth * link.efficiency) + link.latency
+    near = np.where(np.equal(ranks, 0), links.domain + 1, ranks * stride)
+    inside, outside = (size / (link.bandwidth * link.efficiency) + link.latency for link in (links.near, links.far))
+    return np.where(links.domain % near == 0, inside, outside)

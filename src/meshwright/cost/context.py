@@ -19,37 +19,33 @@ from meshwright.cost.compute import Work
 from meshwright.cost.hiding import beside
 from meshwright.cost.setting import Setting
 from meshwright.spec.model import Layer
-from meshwright.spec.plan import Context
 
 
 def traffic(setting: Setting, box: Box, tokens: Array, one: Work) -> tuple[Array, Array]:
     """Seconds that each entry's layer waits, forward and backward, over (entry, b, s); `tokens` of one rank."""
-    none = np.zeros_like(one.forward)
-    if box.cp == 1:
-        return none, none
-    waits = [_waits(setting, box, entry.layer, tokens[:, None], one.attention[at]) for at, entry in enumerate(setting.entries)]
-    forward, backward = (np.stack(each) for each in zip(*waits, strict=True))
+    forward, backward = np.zeros_like(one.forward), np.zeros_like(one.forward)
+    cut = np.flatnonzero(box.contexts > 1)
+    for at, entry in enumerate(setting.entries if cut.size else ()):
+        if entry.layer.key_value_width:
+            forward[at, cut], backward[at, cut] = _waits(setting, box, entry.layer, tokens[cut], cut, one.attention[at, cut])
     return forward, backward
 
 
-def _waits(setting: Setting, box: Box, layer: Layer, tokens: Array, attention: Array) -> tuple[Array, Array]:
-    if not layer.key_value_width:
-        return attention * 0.0, attention * 0.0
-    size, stride = setting.recipe.size / box.tp, box.strides["dp"]
-    if box.layout.context == Context.ulysses:
-        exchanged = tokens * ((2.0 * layer.query_width + layer.key_value_width) * size)
-        seconds = exchange(setting.fabric, box.cp, stride, exchanged, calls=4.0) + 0.0 * attention
-        return seconds, seconds
-    turns = box.cp - 1
-    passed = turns * send(setting.fabric, tokens * (layer.key_value_width * size), box.cp, stride)
-    room = attention * (0.0 if setting.on_host else turns / box.cp)
-    return beside(passed, room), beside(2.0 * passed, constants.ATTENTION_BACKWARD * room)
+def _waits(setting: Setting, box: Box, layer: Layer, tokens: Array, cut: Array, attention: Array) -> tuple[Array, Array]:
+    """Of the micro-batches `cut`, over (cut, s)."""
+    size, stride, ranks = setting.recipe.size / box.tp, box.strides["dp"], box.contexts[cut]
+    turns = ranks - 1
+    passed = (turns * send(setting.fabric, tokens * (layer.key_value_width * size), ranks, stride))[:, None]
+    room = attention * (0.0 if setting.on_host else (turns / ranks)[:, None])
+    ring = beside(passed, room), beside(2.0 * passed, constants.ATTENTION_BACKWARD * room)
+    whole = box.ulysses[cut, None]
+    if not whole.any():
+        return ring
+    exchanged = exchange(setting.fabric, ranks, stride, tokens * ((2.0 * layer.query_width + layer.key_value_width) * size), calls=4.0)
+    return np.where(whole, exchanged[:, None], ring[0]), np.where(whole, exchanged[:, None], ring[1])
 
 
-def on_the_way(box: Box, layer: Layer) -> float:
-    """Elements per token of a rank that attention across ranks holds besides, divided by tp."""
-    if box.cp == 1:
-        return 0.0
-    if box.layout.context == Context.ulysses:
-        return layer.query_width + layer.key_value_width
-    return constants.CONTEXT_BLOCKS * layer.key_value_width
+def on_the_way(box: Box, layer: Layer) -> Array:
+    """Elements per token of a rank that attention across ranks holds besides, divided by tp (b)."""
+    ring, whole = constants.CONTEXT_BLOCKS * layer.key_value_width, layer.query_width + layer.key_value_width
+    return np.where(box.contexts > 1, np.where(box.ulysses, whole, ring), 0.0)

@@ -12,15 +12,16 @@ Sources: Rajbhandari et al., ZeRO, section 3; Korthikanti et al., arXiv 2205.051
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.cost import constants
-from meshwright.cost.box import Array, Box, Cut, lift
+from meshwright.cost.box import AXES, Again, Array, Box, Cut, lift
 from meshwright.cost.compute import local_share
 from meshwright.cost.context import on_the_way
+from meshwright.cost.held import Fullest, Held, stack
 from meshwright.cost.offload import away
 from meshwright.cost.setting import BLOCK, HEAD, Entry, Setting
 from meshwright.spec.model import Layer
@@ -77,7 +78,7 @@ class Footprint(NamedTuple):
 def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: Array) -> Footprint:
     """Everything on each kind of rank."""
     recipe, optimizer = setting.recipe, setting.job.workload.optimizer
-    zero, where = lift([each.zero for each in box.shards], "z"), away(box)
+    zero, where = box.zero, away(box)
     whole = states.numel + states.experts
     shard = states.numel / lift(box.holders, "z") + states.experts / lift(box.expert_holders, "z")
     parameters = np.where(zero == 3, shard, whole) * recipe.size
@@ -108,8 +109,8 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     that with several micro-batches they lie beside all activations. ZeRO 3 holds the layer that runs and the one fetched ahead.
     """
     size, head, where = setting.recipe.size, setting.head, away(box)
-    zero, shards = lift([each.zero for each in box.shards], "z"), lift(box.holders, "z")
-    again = lift([min(count - 1, constants.REDUCTIONS_IN_FLIGHT) for _, count in box.micro_batches], "b")
+    zero, shards = box.zero, lift(box.holders, "z")
+    again = lift(np.minimum(box.counts - 1, constants.REDUCTIONS_IN_FLIGHT), "b")
     before = np.where(states.units > 1, again > 0, again / constants.REDUCTIONS_IN_FLIGHT)
     sent_whole = setting.on_host and not setting.shares_memory
     copies = np.where(shards > 1, (constants.GLOO_COPIES if sent_whole else 1) + 1 / shards, 1)
@@ -139,78 +140,111 @@ def message(setting: Setting, box: Box, tokens: Array) -> Array:
     return lift((tokens * hidden)[:, None] / np.where(box.sequence_parallel, box.tp, 1), "bs")
 
 
-def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> tuple[Array, Array]:
-    """Bytes that a layer keeps of one micro-batch until its backward, and that it needs besides while it runs backward, over (b, s, c)."""
+class Kept(NamedTuple):
+    """Bytes that a layer keeps of one micro-batch until its backward, over (b, s): all of it, when it recomputes only what entered, of all of it
+    the attention core; and what it needs besides while it runs backward."""
+
+    whole: Array
+    entering: Array
+    core: Array
+    passing: Array
+
+    def when(self, recompute: Array, core: Array) -> tuple[Array, Array]:
+        """What is kept, and needed besides, where the layer recomputes (c), and where only its core does (c): over (b, s, c)."""
+        whole, entering, inner, passing = (part[..., None] for part in self)
+        return (
+            np.where(recompute, entering, whole - np.where(core, inner, 0.0)),
+            passing + np.where(recompute, whole, np.where(core, inner, 0.0)),
+        )
+
+
+def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
+    """Of one layer."""
     layer, size = entry.layer, setting.recipe.size
-    shape = (len(tokens), len(box.sequence_parallel), len(box.recompute))
+    shape = (len(tokens), len(box.sequence_parallel))
     if entry.copy:
-        return np.zeros(shape), np.zeros(shape)
+        return Kept(*(np.zeros(shape) for _ in Kept._fields))
     cut, sequence = box.cut, setting.job.workload.sequence
     sequence_parallel = np.array(box.sequence_parallel)
     divided = np.where(sequence_parallel & (layer.name == BLOCK), box.tp, 1)
     routed = layer.routed_saved * (constants.EXPERT_IMBALANCE - 1.0) if box.layout.ep > 1 else 0.0
     split = ((layer.saved_split + routed) * size + layer.fixed_split + layer.core_context * sequence) / box.tp
-    core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None, None]
+    core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None]
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
-    saved = (tokens[:, None] * (split + whole))[:, :, None]
-    passing = (tokens[:, None] * (layer.transient * size * local_share(layer, size, box.tp, sequence_parallel)))[:, :, None]
+    passing = tokens[:, None] * (layer.transient * size * local_share(layer, size, box.tp, sequence_parallel))
     if layer.name == HEAD:
         passing = passing + host_copy(setting, layer, box.tp, tokens)
-    passing = passing + (tokens * (on_the_way(box, layer) * size / box.tp))[:, None, None]
+    passing = passing + (tokens * (on_the_way(box, layer) * size / box.tp))[:, None]
     gradient = entry.largest(cut) * size if entry.is_block else 0
-    again, partly = (
-        np.array([choice == which for choice in box.recompute]) & entry.is_block for which in (Recompute.layer, Recompute.selective)
+    return Kept(
+        tokens[:, None] * (split + whole),
+        tokens[:, None] * (layer.output * size / divided),
+        np.broadcast_to(core, shape),
+        passing + gradient,
     )
-    entering = (tokens[:, None] * (layer.output * size / divided))[:, :, None]
-    kept = np.where(again, entering, saved - np.where(partly, core, 0.0))
-    return kept, passing + np.where(again, saved, np.where(partly, core, 0.0)) + gradient
 
 
 def host_copy(setting: Setting, layer: Layer, tp: int, tokens: Array) -> Array:
-    """On a host device torch makes a float32 copy of low-precision logits before it takes their logarithms, over (b, s, c)."""
+    """On a host device torch makes a float32 copy of low-precision logits before it takes their logarithms, over (b, s)."""
     copied = setting.on_host and setting.recipe.size < constants.LOSS_ELEMENT
-    return (tokens * (layer.fixed_split / tp if copied else 0.0))[:, None, None]
+    return (tokens * (layer.fixed_split / tp if copied else 0.0))[:, None]
 
 
-def kept_by_entry(setting: Setting, box: Box, tokens: Array) -> list[tuple[Array, Array]]:
-    """`kept` of every entry; where only some blocks of a stage recompute, first as one that does, then as one that does not."""
-    if not box.layout.recompute_layers:
-        return [kept(setting, entry, box, tokens) for entry in setting.entries]
-    plain = replace(box, recompute=(Recompute.none,) * len(box.recompute))
-    return [kept(setting, entry, which, tokens) for entry in setting.entries for which in (box, plain)]
+def activations(setting: Setting, box: Box, tokens: Array, ranks: Sequence[Held]) -> Alive:
+    """The fullest moments of each kind of rank, over AXES without z: all choices of recompute that treat blocks alike at once, others by themselves."""
+    layers = [kept(setting, entry, box, tokens) for entry in setting.entries]
+    alike = [at for at, again in enumerate(box.recompute) if not again.some]
+    groups = [alike] * bool(alike) + [[at] for at, again in enumerate(box.recompute) if again.some]
+    found = [_alive(setting, box, layers, [box.recompute[at] for at in group], ranks) for group in groups]
+    if len(found) == 1:
+        return found[0]
+    order = np.argsort([at for group in groups for at in group])
+    head, others = (
+        np.concatenate(parts, axis=AXES.index("c"))[..., order, :, :] for parts in zip(*(each[:2] for each in found), strict=True)
+    )
+    resting = [each.on_host for each in found]
+    return Alive(head, others, np.concatenate(resting, axis=AXES.index("c"))[..., order, :, :] if any(box.offload) else resting[0])
 
 
-def columns_of(setting: Setting, box: Box) -> list[Entry]:
-    """Whose layers the columns of the tables of activations hold."""
-    return [entry for entry in setting.entries for _ in range(2 if box.layout.recompute_layers else 1)]
-
-
-def activations(setting: Setting, box: Box, tokens: Array, running: Array, layers: Array) -> Alive:
-    """The fullest moments of each kind of rank, over AXES without z.
-
-    `running` (r, o, b, moments) is the entry whose layer runs backward, `layers` (r, o, b, moments, entries) what is kept then.
-    """
-    pairs, columns = kept_by_entry(setting, box, tokens), columns_of(setting, box)
-    live = np.stack([pair[1] for pair in pairs])
-    batch = np.arange(len(tokens))[:, None]
-    moment, resting = live[running, batch], 0.0 * live[running, batch]
-    for column, ((keeps, _), entry) in enumerate(zip(pairs, columns, strict=True)):
-        held = layers[..., column, None, None] * keeps[:, None]
-        moment = moment + held
-        if entry.is_block and any(box.offload):
-            stays = np.minimum(layers[..., column, None, None], constants.FETCHED) * keeps[:, None]
-            resting = resting + held - stays
-    heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in columns])
-    at_head = heads[running][..., None, None]
+def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[Again], ranks: Sequence[Held]) -> Alive:
+    """Of choices of recompute that treat blocks alike, or of one that does not: then the first blocks have a column, the others the next one."""
+    some, count = chosen[0].some, box.counts.tolist()
+    at_once = [held.fullest(chosen[0].blocks(held.order) if some else 0, count) for held in ranks]
+    length = max(each.at_head.shape[2] for each in at_once)
+    fill = np.arange(length)
+    wide = [each if each.at_head.shape[2] == length else Fullest(*(part[:, :, fill % part.shape[2]] for part in each)) for each in at_once]
+    table = stack([each.layers for each in wide], kinds=1)
+    at_head = stack([each.at_head for each in wide], kinds=1)[..., None]
+    again = np.array([choice.kind == Recompute.layer for choice in chosen])
+    core = np.array([choice.kind == Recompute.selective for choice in chosen])
+    never = np.zeros(len(chosen), dtype=bool)
+    pairs = [
+        each.when(*which)
+        for each, entry in zip(layers, setting.entries, strict=True)
+        for which in (([(again, core), (never, never)] if some else [(again, core)]) if entry.is_block else [(never, never)] * (1 + some))
+    ]
+    keeps = np.stack([pair[0] for pair in pairs], axis=1)
+    live = np.stack([pair[1] for pair in pairs], axis=1)
+    weights = np.concatenate([keeps, live], axis=1).reshape(len(count), 2 * len(pairs), -1)
+    shape = (*table.shape[:4], weights.shape[2])
+    moment = (table.reshape(len(count), -1, table.shape[4]) @ weights).reshape(shape)
+    parts = len(box.sequence_parallel), len(chosen)
     if not any(box.offload):
-        return Alive(_fullest(moment, at_head), _fullest(moment, ~at_head), lift(0.0, ""))
+        return Alive(_fullest(moment, at_head, parts), _fullest(moment, ~at_head, parts), lift(0.0, ""))
+    blocks = np.array([entry.is_block for entry in setting.entries for _ in range(1 + some)])
+    goes = np.maximum(table[..., : len(pairs)] - constants.FETCHED, 0.0) * blocks
+    resting = (goes.reshape(len(count), -1, len(pairs)) @ weights[:, : len(pairs)]).reshape(shape)
     sent = away(box).activations
-    head, others = (np.where(sent > 0, _fullest(moment - resting, chosen), _fullest(moment, chosen)) for chosen in (at_head, ~at_head))
-    return Alive(head, others, sent * resting.max(axis=3)[..., None, None])
+    head, others = (
+        np.where(sent > 0, _fullest(moment - resting, which, parts), _fullest(moment, which, parts)) for which in (at_head, ~at_head)
+    )
+    return Alive(head, others, sent * _fullest(resting, np.ones_like(at_head), parts))
 
 
-def _fullest(moment: Array, chosen: Array) -> Array:
-    return np.where(chosen, moment, NOWHERE).max(axis=3)[..., None, None]
+def _fullest(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:
+    """The largest of the chosen moments, over AXES; `moment` (b, o, r, moments, s x c)."""
+    largest = np.where(chosen, moment, NOWHERE).max(axis=3)
+    return largest.reshape(*largest.shape[:3], *parts).transpose(2, 1, 0, 3, 4)[..., None, None]
 
 
 def reserved(setting: Setting, allocated: Array) -> tuple[Array, Array]:

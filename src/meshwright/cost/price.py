@@ -5,25 +5,27 @@ step = m x (slowest rank's micro-batch) + bubble + messages + reductions not hid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.cost import context, expert, offload
-from meshwright.cost.box import Array, Box, Cut, Layout, Order, lift
-from meshwright.cost.buffers import FlatBuffers, Ranks
+from meshwright.cost.box import Again, Array, Box, Cut, Order, lift
+from meshwright.cost.buffers import states
 from meshwright.cost.collectives import group, send
 from meshwright.cost.compute import Work, work
-from meshwright.cost.flight import Moments, in_rounds, moments, turns
-from meshwright.cost.memory import Footprint, States, activations, columns_of, footprint, kept_by_entry, message
+from meshwright.cost.held import Held, stack
+from meshwright.cost.memory import Footprint, States, activations, footprint, kept, message
 from meshwright.cost.pipeline import idle, messages, stall
 from meshwright.cost.practice import OURS, Practice
-from meshwright.cost.reduction import traffic, update
+from meshwright.cost.reduction import Traffic, traffic, update
 from meshwright.cost.setting import Setting, setting
-from meshwright.cost.stages import Kind, apart, kinds, partly
+from meshwright.cost.stages import Kind, kinds, ranks
+from meshwright.cost.units import FlatUnits
 from meshwright.spec.job import Job
-from meshwright.spec.plan import AXES, Context, Recompute, Schedule
+from meshwright.spec.plan import AXES, Recompute
 
 
 class Seconds(NamedTuple):
@@ -83,24 +85,41 @@ class Prices(NamedTuple):
         return self.footprint.host.max(axis=0)
 
 
-class Waits(NamedTuple):
-    """Seconds that a layer waits for context ranks, forward and backward, and for expert ranks in one direction, over (entry, b, s)."""
+class Ranks(NamedTuple):
+    """The kinds of pipeline ranks of each order: layers of each entry (r, o, entry), how many there are of a kind (r, o)."""
 
-    forward: Array
-    backward: Array
-    expert: Array
+    of_order: tuple[Held, ...]
+    layers: Array
+    numbers: Array
+
+    @classmethod
+    def of(cls, found: Sequence[Held]) -> Ranks:
+        """Made equally many by kinds of no rank."""
+        numbers = np.zeros((max(len(held.kinds) for held in found), len(found)))
+        for o, held in enumerate(found):
+            numbers[: len(held.kinds), o] = held.numbers
+        return cls(tuple(found), stack([held.layers for held in found], kinds=0), numbers)
+
+    def again(self, recompute: Sequence[Again], blocks: Array) -> Array:
+        """Blocks that recompute as a whole (r, o, entry, c)."""
+        found = np.zeros((*self.layers.shape, len(recompute)))
+        for c, choice in enumerate(recompute):
+            if choice.some:
+                found[..., c] = stack([held.again(choice.blocks(held.order)) for held in self.of_order], kinds=0)
+            elif choice.kind == Recompute.layer:
+                found[..., c] = self.layers * blocks
+        return found
 
 
 class Pricer:
-    """Prices boxes of plans of one job. Remembers what boxes share: kinds of ranks of an order, units of a stage."""
+    """Prices boxes of plans of one job. Remembers what boxes share: what the ranks of an order hold, seconds of layers."""
 
     def __init__(self, job: Job, practice: Practice = OURS) -> None:
         self.setting: Setting = setting(job, practice)
-        self._kinds: dict[tuple[Order, int], tuple[Kind, ...]] = {}
-        self._blocks = [entry.is_block for entry in self.setting.entries]
+        self.flat = FlatUnits(self.setting.entries)
+        self._held: dict[tuple[Order, int, bool], Held] = {}
+        self._blocks = np.array([entry.is_block for entry in self.setting.entries])
         self._work: dict[tuple[Cut, int], tuple[dict[float, int], Work | None]] = {}
-        self.flat = FlatBuffers(self.setting)
-        self._turns: dict[tuple[Order, int, int, int], Moments] = {}
 
     def price(self, box: Box) -> Prices:
         """Everything about every plan of `box`; whether its plans are legal is the caller's question."""
@@ -108,175 +127,146 @@ class Pricer:
 
     def price_ranks(self, box: Box, ranks: Ranks) -> Prices:
         """The same, of these ranks."""
-        states = self.flat.states(box, ranks)
-        return Prices(self._footprint(box, ranks, states), self._seconds(box, ranks, states))
+        found = self.states(box, ranks)
+        return Prices(self.memory(box, ranks, found), self.seconds(box, ranks, found))
 
-    def ranks(self, box: Box) -> Ranks:
-        """The kinds of pipeline ranks of each order, made equally many by kinds of no rank."""
-        each = tuple(self.kinds(order, box.pp) for order in box.orders)
-        width = max(map(len, each))
-        return [[*found, *[found[0]._replace(number=0)] * (width - len(found))] for found in each]
+    def states(self, box: Box, ranks: Ranks) -> States:
+        """The flat buffers of each of `ranks`."""
+        return states(self.setting, box, ranks.of_order, ranks.layers)
 
     def floor(self, box: Box) -> Array:
-        """Seconds over (o, b, s) below which no plan of `box` goes, however its data ranks, the ways of its context ranks and its host behave.
+        """Seconds over (o, b, s) below which no plan of `box` goes, however its data ranks, its order of axes and its host behave.
 
         What is left of a step: compute, the traffic of tensor, context and expert ranks in the usual order of axes, the bubble of these.
         """
-        ranks, tokens = self.ranks(box), self._tokens(box)
-        usual = [replace(box, layout=box.layout._replace(axes=AXES, context=way)) for way in (Context.ring, Context.ulysses)]
-        one = self.work(usual[0])
-        waiting = [forward + backward for forward, backward in (context.traffic(self.setting, way, tokens, one) for way in usual)]
-        routed = 2.0 * expert.traffic(self.setting, usual[0], tokens)[:, :, None]
-        layer = one.forward + one.backward + one.tensor_forward + one.tensor_backward + np.minimum(*waiting) + routed
-        each = _over(np.array([[kind.layers.sum(axis=0) for kind in found] for found in ranks]).swapaxes(0, 1), layer)
-        counts = lift(np.array([[kind.number for kind in found] for found in ranks]).T, "ro")
-        longest, bubble = idle(each, counts, lift([order.virtual_stages for order in box.orders], "o"))
-        step = lift([count for _, count in box.micro_batches], "b") * longest + bubble
-        return np.asarray(step[0, ..., 0, 0, 0])
+        box, ranks = replace(box, layout=box.layout._replace(axes=AXES)), self.ranks(box)
+        one, waits = self._layers(box)
+        each = _over(ranks.layers, (sum(one[:4]) + sum(waits[:2]) + 2.0 * waits[2])[None])[0]
+        longest, bubble = idle(each, lift(ranks.numbers, "ro"), lift([order.virtual_stages for order in box.orders], "o"))
+        return np.asarray((lift(box.counts, "b") * longest + bubble)[0, ..., 0, 0, 0])
 
-    def memory(self, box: Box, ranks: Ranks) -> Footprint:
+    def memory(self, box: Box, ranks: Ranks, found: States | None = None) -> Footprint:
         """Bytes on each of `ranks`."""
-        return self._footprint(box, ranks, self.flat.states(box, ranks))
-
-    def _tokens(self, box: Box) -> Array:
-        """Of a micro-batch on one rank (b)."""
-        return np.array([size for size, _ in box.micro_batches]) * self.setting.job.workload.sequence / box.cp
+        tokens = self._tokens(box)
+        alive = activations(self.setting, box, tokens, ranks.of_order)
+        return footprint(self.setting, box, found or self.states(box, ranks), alive, tokens)
 
     # --- shared between boxes ---------------------------------------------------------------------------------------------------
 
-    def kinds(self, order: Order, pp: int) -> tuple[Kind, ...]:
-        key = (order, pp)
-        if key not in self._kinds:
-            self._kinds[key] = kinds(self.setting.entries, order, pp)
-        return self._kinds[key]
+    def ranks(self, box: Box, each: bool = False) -> Ranks:
+        """The kinds of pipeline ranks of each order; or `each` of them by itself."""
+        return Ranks.of([self.held(order, box.pp, each) for order in box.orders])
 
-    # --- memory -----------------------------------------------------------------------------------------------------------------
+    def alone(self, box: Box, found: Sequence[Kind]) -> Ranks:
+        """These, which nothing else asks for."""
+        return Ranks.of([Held(self.setting, self.flat, order, box.pp, found) for order in box.orders])
 
-    def _footprint(self, box: Box, ranks: Ranks, states: States) -> Footprint:
-        tokens = self._tokens(box)
-        return footprint(self.setting, box, states, activations(self.setting, box, tokens, *self._moments(box, ranks)), tokens)
+    def held(self, order: Order, pp: int, each: bool = False) -> Held:
+        key = (order, pp, each)
+        if key not in self._held:
+            found = (ranks if each else kinds)(self.setting.entries, order, pp)
+            self._held[key] = Held(self.setting, self.flat, order, pp, found)
+        return self._held[key]
 
-    def _moments(self, box: Box, ranks: Ranks) -> tuple[Array, Array]:
-        """When each kind of rank can be fullest: running entries (r, o, b, moments), layers that keep (r, o, b, moments, entries)."""
-        micro_batches = np.array([count for _, count in box.micro_batches])
-        found = {
-            (r, o): self._moments_of(order, box.layout, ranks[o][r], micro_batches)
-            for o, order in enumerate(box.orders)
-            for r in range(len(ranks[0]))
-        }
-        length = max(running.shape[1] for running, _ in found.values())
-        shape = (len(ranks[0]), len(box.orders), len(micro_batches), length)
-        running = np.zeros(shape, dtype=np.int64)
-        layers = np.zeros((*shape, len(columns_of(self.setting, box))))
-        fill = np.arange(length)
-        for at, (entries, kept) in found.items():
-            pick = fill % entries.shape[1]
-            running[at], layers[at] = entries[:, pick], kept[:, pick]
-        return running, layers
-
-    def _moments_of(self, order: Order, layout: Layout, kind: Kind, micro_batches: Array) -> Moments:
-        pp, recomputing = layout.pp, layout.recompute_layers
-        if recomputing:
-            kind = apart(kind, self._blocks, recomputing)
-        if order.schedule != Schedule.interleaved:
-            return moments(order, pp, kind, micro_batches)
-        key = (order, pp, kind.rank, recomputing)
-        if key not in self._turns:
-            self._turns[key] = turns(order, pp, kind)
-        return in_rounds(self._turns[key], pp, micro_batches)
+    def _tokens(self, box: Box) -> Array:
+        return box.tokens(self.setting.job.workload.sequence)
 
     # --- time -------------------------------------------------------------------------------------------------------------------
 
+    def _layers(self, box: Box) -> tuple[Work, tuple[Array, Array, Array]]:
+        """One layer of each entry over (entry, b, s): its work; its waits for context ranks, forward and backward, and for experts one way."""
+        tokens, one = self._tokens(box), self.work(box)
+        forward, backward = context.traffic(self.setting, box, tokens, one)
+        return one, (forward, backward, expert.traffic(self.setting, box, tokens)[:, :, None] + 0.0 * forward)
+
     def passes(self, box: Box, ranks: Ranks) -> Passes:
         """Seconds of one micro-batch on each of `ranks`, before what data ranks and the host do beside it."""
-        tokens, setting = self._tokens(box), self.setting
-        one = self.work(box)
-        layers = np.array([[kind.layers.sum(axis=0) for kind in found] for found in ranks]).swapaxes(0, 1)
-        again = self._again(box, ranks, layers)
-        forward, backward, tensor_forward, tensor_backward = (_over(layers, part) for part in one[:4])
-        waits = Waits(*context.traffic(setting, box, tokens, one), expert.traffic(setting, box, tokens)[:, :, None])
-        context_forward, context_backward, dispatch = (_over(layers, part) for part in waits)
-        whole, core = (lift([choice == which for choice in box.recompute], "c") for which in (Recompute.layer, Recompute.selective))
-        recompute = whole * _over(again, one.forward) + core * _over(layers * np.array(self._blocks), one.attention)
-        repeated = Waits(*(whole * _over(again, part) for part in (one.tensor_forward, waits.forward, waits.expert)))
+        one, waits = self._layers(box)
+        forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = _over(
+            ranks.layers, np.stack([*one[:4], *waits])
+        )
+        kinds_of_recompute = [choice.kind for choice in box.recompute]
+        recompute = tensor_again = context_again = dispatch_again = np.zeros((1,) * forward.ndim)
+        if Recompute.layer in kinds_of_recompute:
+            again = np.stack([one.forward, one.tensor_forward, waits[0], waits[2]])
+            recompute, tensor_again, context_again, dispatch_again = _over_some(ranks.again(box.recompute, self._blocks), again)
+        if Recompute.selective in kinds_of_recompute:
+            core = lift([kind == Recompute.selective for kind in kinds_of_recompute], "c")
+            recompute = recompute + core * _over(ranks.layers * self._blocks, one.attention[None])[0]
+        repeated = tensor_again + context_again + dispatch_again
         return Passes(
             compute=forward + backward,
             recompute=recompute,
-            tensor=tensor_forward + tensor_backward + repeated.forward,
-            context=context_forward + context_backward + repeated.backward,
-            expert=2.0 * dispatch + repeated.expert,
+            tensor=tensor_forward + tensor_backward + tensor_again,
+            context=context_forward + context_backward + context_again,
+            expert=2.0 * dispatch + dispatch_again,
             forward=forward + tensor_forward + context_forward + dispatch,
-            backward=backward + tensor_backward + context_backward + dispatch + recompute + sum(repeated),
-            block_backward=self._block_backward(one, whole),
+            backward=backward + tensor_backward + context_backward + dispatch + recompute + repeated,
+            block_backward=self._block_backward(one, lift([kind == Recompute.layer for kind in kinds_of_recompute], "c")),
         )
 
     def work(self, box: Box) -> Work:
         """Of one layer of each entry; remembered by the tokens of a micro-batch, which boxes share."""
         key, parallel = (box.cut, box.strides["tp"]), np.array([False, True][: 1 + (box.tp > 1)])
         found, known = self._work.get(key, ({}, None))
-        tokens = self._tokens(box)
-        new = [count for count in tokens.tolist() if count not in found]
+        tokens = self._tokens(box).tolist()
+        new = sorted(set(tokens) - found.keys())
         if new:
             more = work(self.setting, *key, np.array(new), parallel)
             known = more if known is None else Work(*(np.concatenate(each, axis=1) for each in zip(known, more, strict=True)))
             found = {**found, **{count: len(found) + at for at, count in enumerate(new)}}
             self._work[key] = found, known
         assert known is not None
-        rows, columns = [found[count] for count in tokens.tolist()], [int(choice) for choice in box.sequence_parallel]
-        return Work(*(part[:, rows][:, :, columns] for part in known))
+        chosen = np.ix_(range(len(self._blocks)), [found[count] for count in tokens], [int(choice) for choice in box.sequence_parallel])
+        return Work(*(part[chosen] for part in known))
 
-    def _seconds(self, box: Box, ranks: Ranks, states: States) -> Seconds:
+    def seconds(self, box: Box, ranks: Ranks, found: States) -> Seconds:
+        """Parts of a step, `found` being the flat buffers of `ranks`."""
         one = self.passes(box, ranks)
-        data = traffic(self.setting, box, states, one.forward, one.backward)
-        room = (np.maximum(one.forward - data.beside_forward, 0.0), np.maximum(one.backward - data.beside_backward, 0.0))
-        hidden = self._offloaded(box, ranks, states, *room)
-        updating, on_host = offload.update(self.setting, box, held(box, states), update(self.setting, box, states))
+        data = traffic(self.setting, box, found, one.forward, one.backward)
+        hidden = self._offloaded(box, ranks, found, one, data)
+        updating, on_host = offload.update(self.setting, box, held(box, found), update(self.setting, box, found))
         each = (one.compute + one.recompute + one.tensor) + one.context + one.expert + data.each + hidden
         bubble = self._bubble(box, ranks, each, one.block_backward)
         passing = self._passing(box)
         once, last, late = (part.max(axis=0, keepdims=True) for part in (data.once, updating, on_host))
-        step = (
-            lift([count for _, count in box.micro_batches], "b") * each.max(axis=0, keepdims=True) + bubble + passing + once + last + late
-        )
+        step = lift(box.counts, "b") * each.max(axis=0, keepdims=True) + bubble + passing + once + last + late
         return Seconds(*one[:5], data.each, hidden, bubble, passing, once, last, late, each, step)
 
-    def _again(self, box: Box, ranks: Ranks, layers: Array) -> Array:
-        """Blocks that recompute as a whole, where a plan does (r, o, entries)."""
-        count = box.layout.recompute_layers
-        if not count:
-            return layers * np.array(self._blocks)
-        return np.array([[partly(kind, self._blocks, count).sum(axis=0) for kind in found] for found in ranks]).swapaxes(0, 1)
-
-    def _offloaded(self, box: Box, ranks: Ranks, states: States, before: Array, behind: Array) -> Array:
+    def _offloaded(self, box: Box, ranks: Ranks, found: States, one: Passes, data: Traffic) -> Array:
         """Seconds that a micro-batch waits for its host."""
         if not any(box.offload):
             return lift(0.0, "")
-        count, keeps = box.layout.recompute_layers, [pair[0] for pair in kept_by_entry(self.setting, box, self._tokens(box))]
-        tables = [[apart(kind, self._blocks, count).layers if count else kind.layers for kind in found] for found in ranks]
-        blocks = np.array([entry.is_block for entry in columns_of(self.setting, box)])
-        layers = np.array([[table.sum(axis=0) * blocks for table in found] for found in tables]).swapaxes(0, 1)
-        saved = lift(np.einsum("roe,ebsc->robsc", layers, np.stack(keeps)), "robsc")
-        resting = held(box, states, zero=3) * self.setting.recipe.size
-        return offload.passing(self.setting, box, resting, saved, before, behind)
+        tokens, core = self._tokens(box), np.array([choice.kind == Recompute.selective for choice in box.recompute])
+        never = np.zeros(len(core), dtype=bool)
+        layers = [kept(self.setting, entry, box, tokens) for entry in self.setting.entries]
+        plain, entering = (np.stack([each.when(which, core)[0] for each in layers]) for which in (never, ~never))
+        again = ranks.again(box.recompute, self._blocks)
+        rest = (ranks.layers * self._blocks)[..., None] - again
+        saved = np.einsum("roec,ebsc->robsc", again, entering) + np.einsum("roec,ebsc->robsc", rest, plain)
+        room = (np.maximum(one.forward - data.beside_forward, 0.0), np.maximum(one.backward - data.beside_backward, 0.0))
+        return offload.passing(self.setting, box, held(box, found, zero=3) * self.setting.recipe.size, lift(saved, "robsc"), *room)
 
     def _bubble(self, box: Box, ranks: Ranks, each: Array, block_backward: Array) -> Array:
-        counts = lift(np.array([[kind.number for kind in found] for found in ranks]).T, "ro")
+        counts = lift(ranks.numbers, "ro")
         longest, bubble = idle(each, counts, lift([order.virtual_stages for order in box.orders], "o"))
+        late = [stall(order, box.pp) for order in box.orders]
+        if not any(late):
+            return bubble
         slack = longest - (each * counts).sum(axis=0, keepdims=True) / box.pp
-        waiting = lift([stall(order, box.pp) for order in box.orders], "o") * block_backward
-        return bubble + lift([count for _, count in box.micro_batches], "b") * np.maximum(waiting - slack, 0.0)
+        return bubble + lift(box.counts, "b") * np.maximum(lift(late, "o") * block_backward - slack, 0.0)
 
     def _passing(self, box: Box) -> Array:
         """Seconds of messages between pipeline ranks and of a vocabulary that both ends hold."""
         if box.pp == 1:
             return self.tie(box)
         passed = send(self.setting.fabric, message(self.setting, box, self._tokens(box)), box.pp, box.strides["pp"])
-        hops = np.array([messages(order, box.pp, np.array([count for _, count in box.micro_batches])) for order in box.orders])
+        hops = np.array([messages(order, box.pp, box.counts) for order in box.orders])
         return lift(hops, "ob") * passed + self.tie(box)
 
     def _block_backward(self, one: Work, recompute: Array) -> Array:
         """Seconds of the backward of the longest block."""
-        blocks = [at for at, entry in enumerate(self.setting.entries) if entry.is_block] or [0]
+        blocks = self._blocks if self._blocks.any() else np.arange(len(self._blocks)) == 0
         backward, again = (
             lift(part[blocks].max(axis=0), "bs") for part in (one.backward + one.tensor_backward, one.forward + one.tensor_forward)
         )
@@ -286,7 +276,7 @@ class Pricer:
         """Seconds in which the first and the last stage sum the gradients of a vocabulary that both hold (z)."""
         copies = [entry for entry in self.setting.entries if entry.copy]
         if box.pp == 1 or not copies:
-            return lift(np.zeros(len(box.shards)), "z")
+            return lift(0.0, "")
         ends = group(self.setting.fabric, 2, box.strides["pp"] * box.pp // 2)
         size = sum(entry.aligned(box.cut) for entry in copies) * self.setting.recipe.size
         return lift(ends.reduce(size / box.holders), "z")
@@ -294,11 +284,18 @@ class Pricer:
 
 def held(box: Box, states: States, zero: int = 1) -> Array:
     """Elements that one rank holds of what ranks share from this ZeRO stage on."""
-    stage = lift([each.zero for each in box.shards], "z")
-    dense = states.numel / np.where(stage >= zero, lift(box.holders, "z"), 1)
-    return dense + states.experts / np.where(stage >= zero, lift(box.expert_holders, "z"), 1)
+    dense = states.numel / np.where(box.zero >= zero, lift(box.holders, "z"), 1)
+    return dense + states.experts / np.where(box.zero >= zero, lift(box.expert_holders, "z"), 1)
 
 
-def _over(layers: Array, part: Array) -> Array:
-    """Seconds of the layers of a rank, over AXES, from those of one layer (entry, b, s)."""
-    return lift(np.einsum("roe,ebs->robs", layers, part), "robs")
+def _over(layers: Array, parts: Array) -> Array:
+    """Seconds of the layers of a rank, over AXES, from those of one layer (part, entry, b, s)."""
+    found = layers.reshape(-1, layers.shape[-1]) @ parts.reshape(*parts.shape[:2], -1)
+    return found.reshape(len(parts), *layers.shape[:2], *parts.shape[2:], 1, 1, 1)
+
+
+def _over_some(layers: Array, parts: Array) -> Array:
+    """The same of layers that differ by recompute (r, o, entry, c)."""
+    found = layers.swapaxes(2, 3).reshape(-1, layers.shape[2]) @ parts.reshape(*parts.shape[:2], -1)
+    shape = (*layers.shape[:2], layers.shape[3], *parts.shape[2:])
+    return np.moveaxis(found.reshape(len(parts), *shape), 3, 5)[..., None, None]

@@ -48,19 +48,17 @@ class Volume(NamedTuple):
 
 def axis_groups(setting: Setting, box: Box) -> tuple[Group, Group]:
     """The shard group and the replica group of each z, over AXES. Below a shard group context ranks are replicas."""
-    inner = box.strides["dp"]
-    replicas = [shards.dp_replicate if shards.zero else shards.dp_replicate * box.cp for shards in box.shards]
-    apart = [inner * box.cp * shards.dp_shard if shards.zero else inner for shards in box.shards]
-    return _over(setting, box.holders.tolist(), [inner] * len(replicas)), _over(setting, replicas, apart)
+    inner, holders = box.strides["dp"], [shards.holders for shards in box.shards]
+    replicas, apart = [shards.replicas for shards in box.shards], [inner * count for count in holders]
+    return _over(setting, holders, [inner] * len(holders)), _over(setting, replicas, apart)
 
 
 def expert_groups(setting: Setting, box: Box) -> tuple[Group, Group]:
     """The same for experts: what is left of the shard group and its tensor ranks when each expert has its own."""
-    inner = stride(box) * box.layout.ep
-    left = box.cp * box.tp // (box.layout.ep * box.layout.expert_tensor)
-    replicas = [shards.dp_replicate * (1 if shards.zero else max(left, 1)) for shards in box.shards]
-    apart = [inner * int(holders) for holders in box.expert_holders]
-    return _over(setting, box.expert_holders.tolist(), [inner] * len(replicas)), _over(setting, replicas, apart)
+    inner, apart = stride(box) * box.layout.ep, box.layout.ep * box.layout.expert_tensor
+    replicas = [shards.replicas if shards.zero else max(shards.replicas * box.tp // apart, 1) for shards in box.shards]
+    beyond = [inner * int(holders) for holders in box.expert_holders]
+    return _over(setting, box.expert_holders.tolist(), [inner] * len(replicas)), _over(setting, replicas, beyond)
 
 
 def _over(setting: Setting, ranks: list[int], strides: list[int]) -> Group:
@@ -74,7 +72,7 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
     sent = (practice.reduced or size) / size
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
-    zero = lift([shards.zero for shards in box.shards], "z")
+    zero = box.zero
     volumes = [Volume(states.numel * size, states.units, states.lone * size, states.first * size, *axis_groups(setting, box))]
     if box.layout.ep > 1:
         experts = states.experts * size

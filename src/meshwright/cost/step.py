@@ -11,7 +11,6 @@ from meshwright.cost import constants, unlike
 from meshwright.cost.box import Box, box_of
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Seconds
-from meshwright.cost.stages import ranks
 from meshwright.spec.estimate import Estimate, Fits, Memory, Time
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
@@ -80,8 +79,7 @@ def placed(job: Job, plan: Plan) -> Estimate:
 
 def _per_stage(pricer: Pricer, box: Box) -> tuple[Memory, ...]:
     """Memory of every pipeline rank: each priced as if it were its own kind."""
-    order = box.orders[0]
-    parts = pricer.memory(box, [ranks(pricer.setting.entries, order, box.pp)])
+    parts = pricer.memory(box, pricer.ranks(box, each=True))
     totals = parts.total
     taken, _ = reserved(pricer.setting, totals)
     kinds_of_memory = (parts.parameters, parts.gradients, parts.optimizer, parts.activations, parts.buffers, totals, taken)
@@ -91,7 +89,7 @@ def _per_stage(pricer: Pricer, box: Box) -> tuple[Memory, ...]:
 
 def _time(box: Box, seconds: Seconds) -> Time:
     """The items of the slowest rank."""
-    micro_batches = box.micro_batches[0][1]
+    micro_batches = box.micro_batches[0].number
     parts = [np.broadcast_to(part, seconds.each.shape).reshape(-1) for part in seconds[:PER_MICRO_BATCH]]
     slowest = int(seconds.each.reshape(-1).argmax())
     compute, again, tensor, context, expert, data, offload = (float(part[slowest]) * micro_batches for part in parts)

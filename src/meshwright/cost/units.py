@@ -99,3 +99,21 @@ def units(layers: Sequence[tuple[Sized, int]], bucket: int | None) -> Units:
     closing = sum(line[-REDUCTIONS_IN_FLIGHT:]) if len(line) > 1 else 0
     filling = max(line[1:-1] or line[-1:])
     return Units(tuple(runs), sum(run.times for run in runs), line[0], line[-1], opening, closing, filling, max(line), lone)
+
+
+class FlatUnits:
+    """The units of virtual stages of one job. Remembered: many orders have stages of the same layers."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = entries
+        self._sized: dict[Cut, tuple[Sized, ...]] = {}
+        self._units: dict[tuple[Cut, int | None, tuple[int, ...]], Units] = {}
+
+    def units(self, content: tuple[int, ...], cut: Cut, bucket: int | None) -> Units:
+        """Of a stage with so many layers of each entry."""
+        key = (cut, bucket, content)
+        if key not in self._units:
+            if cut not in self._sized:
+                self._sized[cut] = tuple(sized(entry, cut) for entry in self.entries)
+            self._units[key] = units(list(zip(self._sized[cut], content, strict=True)), bucket)
+        return self._units[key]

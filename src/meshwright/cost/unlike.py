@@ -17,7 +17,6 @@ import numpy as np
 from meshwright.cost.box import Array, Box, lift
 from meshwright.cost.pipeline import idle
 from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Prices, Seconds
-from meshwright.cost.stages import ranks
 from meshwright.spec.cluster import NodeGroup
 from meshwright.spec.job import Job
 
@@ -35,10 +34,7 @@ def even(job: Job, group: int, world: int) -> NodeGroup:
 
 def prices(on: Mapping[int, Pricer], box: Box) -> dict[int, Prices]:
     """What each group says of every pipeline rank."""
-    return {
-        group: pricer.price_ranks(box, [ranks(pricer.setting.entries, order, box.pp) for order in box.orders])
-        for group, pricer in on.items()
-    }
+    return {group: pricer.price_ranks(box, pricer.ranks(box, each=True)) for group, pricer in on.items()}
 
 
 def chosen(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
@@ -61,5 +57,5 @@ def seconds(on: Mapping[int, Pricer], placement: Sequence[int], box: Box, said: 
         np.maximum.reduce(np.broadcast_arrays(*values))
         for values in zip(*(it[PER_MICRO_BATCH + 1 : -2] for it in found.values()), strict=True)
     ]
-    step = lift([count for _, count in box.micro_batches], "b") * longest + bubble + sum(slowest)
+    step = lift(box.counts, "b") * longest + bubble + sum(slowest)
     return Seconds(*parts, bubble, *slowest, each, step)  # type: ignore[call-arg]

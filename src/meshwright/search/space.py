@@ -7,11 +7,12 @@ The space is the product
     recompute none, selective, layer, or layer in eighths of each stage's blocks,  sequence parallelism where tp > 1,
     offload of any of optimizer, parameters and activations where devices have a link to their host;
 
-and, all blocks alike and nothing offloaded, in the other layouts: ulysses instead of a ring where cp > 1, and data ranks outermost where that
-changes a link. Tensor ranks stay innermost: nothing hides their traffic.
+    a ring or ulysses where cp > 1,
 
-What breaks a rule of `spec.rules` is counted with its reason, without being listed; what is left comes out as regions that are legal but for
-interleaving (`Box.legal`). Pins leave one value of a choice; `runnable` leaves what this version runs.
+and, all blocks alike and nothing offloaded, with data ranks outermost where that changes a link. Tensor ranks stay innermost: nothing hides their traffic.
+
+What breaks a rule of `spec.rules` is counted with its reason, without being listed; what is left comes out as regions, whose boxes say which of
+their products are plans (`Box.legal`). Context ranks change what a micro-batch is, not how ranks are cut: all of them share a region. Pins leave one value of a choice; `runnable` leaves what this version runs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import ceil, gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.base.errors import InputError, did_you_mean
-from meshwright.cost.box import Box, Layout, Order, Shards
+from meshwright.cost.box import PARTS, Again, Box, Layout, MicroBatch, Order, Shards, new_parts
 from meshwright.cost.collectives import fabric
 from meshwright.spec.job import Job
 from meshwright.spec.plan import AXES, Axis, Context, Offload, Plan, Recompute, Schedule
@@ -41,19 +42,16 @@ from meshwright.spec.rules import (
 )
 from meshwright.spec.runs import RUNS
 
-ROWS = 1 << 16
-"""Plans of one box at most, so that its arrays stay in a core's cache."""
-
 RELIEF = 4
 """Blocks that the last stage of a pipeline may have less than the others at most: what the head weighs in blocks, rounded up."""
 
 ORDERS: tuple[tuple[Axis, ...], ...] = (AXES, ("dp", "pp", "tp"))
 """Orders of axes that are offered, the usual one first."""
 
-PARTS = 8
-"""Into how many parts the blocks of a stage are divided, of which some recompute."""
-
 OFFLOADS = tuple(kept for count in range(len(Offload) + 1) for kept in combinations(Offload, count))
+
+
+PARTLY = tuple(Again(Recompute.layer, part=part) for part in range(1, PARTS))
 
 
 @dataclass
@@ -66,35 +64,40 @@ class Refused:
 
 @dataclass(frozen=True)
 class Region:
-    """Plans of equal degrees. `box` holds those in the usual layout that recompute all blocks alike and offload nothing; the others differ from
-    them in their layout, in how many blocks of a stage recompute (`parts` of each order), in what they offload."""
+    """Plans of equal degrees. `box` holds those in the usual order of axes that recompute all blocks alike and offload nothing; the others differ
+    from them in their order of axes, in how many blocks of a stage recompute, in what they offload."""
 
     box: Box
-    layouts: tuple[Layout, ...]
-    parts: tuple[tuple[int, ...], ...]
+    axes: tuple[tuple[Axis, ...], ...]
+    parts: tuple[Again, ...]
     offloads: tuple[tuple[Offload, ...], ...]
 
     @property
     def legal(self) -> int:
         """Legal plans of all of them."""
-        whole = self.box.legal[0, :, :, 0, 0, 0, 0].sum(axis=1)
-        parts = np.array([len(parts) for parts in self.parts])
-        usual = (whole * (len(self.box.recompute) + parts)).sum() * (1 + len(self.offloads))
-        others = whole.sum() * len(self.box.recompute) * (len(self.layouts) - 1)
-        return int(usual + others) * len(self.box.sequence_parallel) * len(self.box.shards)
+        parts = replace(self.box, recompute=self.parts).legal_size if self.parts else 0
+        whole = self.box.legal_size
+        return (whole + parts) * (1 + len(self.offloads)) + whole * len(self.axes)
 
     def boxes(self) -> Iterator[Box]:
-        """All of them, layout by layout."""
-        every = replace(self.box, offload=(*self.box.offload, *self.offloads))
-        yield every
-        for count in sorted(set().union(*self.parts)):
-            orders = tuple(order for order, parts in zip(self.box.orders, self.parts, strict=True) if count in parts)
-            yield replace(every, layout=every.layout._replace(recompute_layers=count), orders=orders, recompute=(Recompute.layer,))
-        for layout in self.layouts[1:]:
-            yield replace(self.box, layout=layout)
+        """All of them."""
+        yield replace(self.box, offload=(*self.box.offload, *self.offloads), recompute=(*self.box.recompute, *self.parts))
+        for axes in self.axes:
+            yield self.other(axes)
 
-    def parts_of(self, order: Order) -> tuple[int, ...]:
-        return self.parts[self.box.orders.index(order)]
+    def other(self, axes: tuple[Axis, ...]) -> Box:
+        """In another order of axes."""
+        return replace(self.box, layout=self.box.layout._replace(axes=axes))
+
+
+class Cell(NamedTuple):
+    """The legal part of what plans with so many context ranks can be: what is left of each choice."""
+
+    layout: Layout
+    axes: tuple[tuple[Axis, ...], ...]
+    parallel: tuple[bool, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    shards: tuple[Shards, ...]
 
 
 @dataclass
@@ -113,6 +116,7 @@ class Space:
         self._domain = links.domain
         core = any(layer.core_fixed + layer.core_context for layer in self.job.model.layers)
         self._recompute = [Recompute.none, *([Recompute.selective] if core else []), Recompute.layer]
+        self._parts = () if {"recompute", "recompute_layers"} & self.pins.keys() or self.runnable else PARTLY
         self._reliefs = range(1, relief(self.job) + 1)
 
     @property
@@ -128,11 +132,18 @@ class Space:
         """Legal regions, simpler degrees first."""
         devices = self.job.cluster.devices
         for pp in self._choices("pp", divisors(devices)):
+            orders = self._orders(pp)
             for tp in self._choices("tp", divisors(devices // pp)):
+                together: dict[tuple[Any, ...], list[Cell]] = {}
                 for cp in self._choices("cp", divisors(devices // (pp * tp))):
                     shards = tuple(self._shards(devices // (pp * tp * cp), cp))
                     for (ep, expert_tensor), part in self._experts(tp, cp, shards).items():
-                        yield from self._region(Layout(tp, pp, cp, ep, expert_tensor), tuple(part))
+                        cell = self._cell(Layout(tp, pp, ep, expert_tensor), cp, tuple(part), orders)
+                        if cell is not None:
+                            alone = cp if self.pins.keys() & {"dp_shard", "dp_replicate"} else 0
+                            together.setdefault((cell[:3], alone), []).append(cell)
+                for cells in together.values():
+                    yield self._region(cells, orders)
 
     def refuse(self, reason: str, count: int, example: str) -> None:
         if count:
@@ -153,7 +164,7 @@ class Space:
         for zero in self._choices("zero", [0, 1, 2, 3]):
             for shard in self._choices("dp_shard", [1] if zero == 0 else [size for size in divisors(dp) if size * cp >= smallest]):
                 if self.pins.get("dp_replicate", dp // shard) == dp // shard:
-                    yield Shards(zero, dp // shard, shard)
+                    yield Shards(zero, dp // shard, shard * cp) if zero else Shards(0, dp * cp, 1)
 
     def _experts(self, tp: int, cp: int, shards: tuple[Shards, ...]) -> dict[tuple[int, int], list[Shards]]:
         """Expert degrees, and the tensor ranks that share one expert, with the shards that they go with."""
@@ -163,21 +174,20 @@ class Space:
         found: dict[tuple[int, int], list[Shards]] = {}
         for ep in degrees:
             for each in shards:
-                holders = each.dp_shard * cp
+                holders = each.holders if each.zero else cp
                 if holders * tp % ep == 0:
                     found.setdefault((ep, tp // (ep // gcd(ep, holders)) if ep > 1 else tp), []).append(each)
         return found
 
-    def _layouts(self, layout: Layout, dp: int) -> list[Layout]:
-        """`layout` with every way to attend across context ranks and every order of axes that differs on the links."""
-        contexts = self._choices("context", [Context.ring, Context.ulysses] if layout.cp > 1 else [Context.ring])
+    def _axes(self, layout: Layout, data: int) -> tuple[tuple[Axis, ...], ...]:
+        """Every order of axes that differs on the links."""
         found: dict[tuple[int, ...], tuple[Axis, ...]] = {}
         for axes in self._choices("axes", list(ORDERS)):
-            strides = layout._replace(axes=axes).strides(dp)
-            degrees = {"tp": layout.tp, "pp": layout.pp, "dp": dp * layout.cp}
+            strides = layout._replace(axes=axes).strides(data)
+            degrees = {"tp": layout.tp, "pp": layout.pp, "dp": data}
             beside = self._domain < self.job.cluster.devices
             found.setdefault(tuple(stride for axis, stride in sorted(strides.items()) if degrees[axis] > 1) if beside else (), axes)
-        return [layout._replace(context=context, axes=axes) for context in contexts for axes in found.values()]
+        return tuple(found.values())
 
     def _orders(self, pp: int) -> list[Order]:
         """Orders that have a block for every stage; the first is there even where the blocks do not suffice."""
@@ -200,62 +210,74 @@ class Space:
                     found += [Order(schedule, 1, split, True) for split in splits if split and split != even(blocks, stages)]
         return found
 
-    def _parts(self, order: Order) -> tuple[int, ...]:
-        """How many blocks of each stage may recompute beside others that do not: all numbers of few, eighths of many."""
-        if {"recompute", "recompute_layers"} & self.pins.keys() or self.runnable:
-            return ()
-        most = max(order.stage_layers)
-        return tuple(sorted({ceil(most * part / PARTS) for part in range(1, PARTS)} - {most}))
-
     # --- regions ----------------------------------------------------------------------------------------------------------------
 
     def _against_cut(self, plan: Plan) -> Fault | None:
         """Why the sequence cannot be cut as `plan` does."""
         return next(sequence_faults(plan, self.job.workload.sequence, against=self.job.model.against_sequence), None)
 
-    def _region(self, layout: Layout, shards: tuple[Shards, ...]) -> Iterator[Region]:
-        """The regions of one layout, with what breaks a rule taken out and counted."""
-        job, dp = self.job, shards[0].dp_replicate * shards[0].dp_shard
-        batch, orders = job.workload.batch, self._orders(layout.pp)
+    def _cell(self, layout: Layout, cp: int, shards: tuple[Shards, ...], orders: list[Order]) -> Cell | None:
+        """What is legal of one layout and number of context ranks; what is not is counted."""
+        job, data = self.job, shards[0].replicas * shards[0].holders
+        dp, batch, recompute = data // cp, job.workload.batch, self._whole()
+        contexts = self._choices("context", [Context.ring, Context.ulysses] if cp > 1 else [Context.ring])
         parallel = self._choices("sequence_parallel", [False, True] if layout.tp > 1 else [False])
-        recompute = self._choices("recompute", self._recompute)
-        if self.pins.get("recompute_layers"):
-            layout, recompute = layout._replace(recompute_layers=self.pins["recompute_layers"]), [Recompute.layer]
         sizes = [self.pins["micro_batch"]] if "micro_batch" in self.pins else divisors(batch)
-        first, *offloads = self._offloads() or [()]
-        layouts, parts = self._layouts(layout, dp), [self._parts(order) for order in orders]
-        usual = (len(recompute) * len(orders) + sum(map(len, parts))) * (1 + len(offloads))
-        each = (usual + len(recompute) * len(orders) * (len(layouts) - 1)) * len(shards) if layouts else 0
-        size = each * len(sizes) * len(parallel)
+        axes, offloads = self._axes(layout, data), self._offloads() or [()]
+        parts = int(new_parts(orders, self._parts).sum())
+        whole = len(recompute) * len(orders)
+        each = (whole + parts) * len(offloads) + whole * (len(axes) - 1) if axes else 0
+        each *= len(shards)
+        size = each * len(sizes) * len(parallel) * len(contexts)
         self.considered += size
         if not size:
-            return
+            return None
 
-        def box(chosen: slice, sizes: list[int], parallel: list[bool]) -> Box:
-            counts = tuple((size, batch // (dp * size)) for size in sizes)
-            bucket = self.pins.get("bucket", Plan().bucket)
-            return Box(layouts[0], bucket, tuple(orders[chosen]), counts, tuple(parallel), tuple(recompute), shards, (first,))
+        def micro_batches(sizes: list[int], contexts: list[Context]) -> tuple[MicroBatch, ...]:
+            return tuple(MicroBatch(size, batch // (dp * size), cp, context) for context in contexts for size in sizes)
 
-        example = box(slice(1), sizes[:1], [False]).plan((0, 0, 0, 0, 0, 0))
-        fault = self._fault(example)
+        layout = layout._replace(axes=axes[0])
+        example = self._box(Cell(layout, axes, (False,), micro_batches(sizes[:1], contexts[:1]), shards[:1]), orders[:1])
+        first = example.plan((0, 0, 0, 0, 0, 0))
+        fault = self._fault(first)
         if fault is not None:
-            return self._take(fault, example, size)
-        if True in parallel and (fault := self._against_cut(cut := example.but(sequence_parallel=True))):
-            self._take(fault, cut, each * len(sizes))
+            self._take(fault, first, size)
+            return None
+        if True in parallel and (fault := self._against_cut(cut := first.but(sequence_parallel=True))):
+            self._take(fault, cut, each * len(sizes) * len(contexts))
             parallel = [choice for choice in parallel if not choice]
-        whole = [micro_batch for micro_batch in sizes if batch % (dp * micro_batch) == 0]
-        if len(whole) < len(sizes):
-            odd = example.but(micro_batch=next(micro_batch for micro_batch in sizes if micro_batch not in whole))
-            self._take(next(batch_faults(odd, batch)), odd, each * len(parallel) * (len(sizes) - len(whole)))
-        layouts = self._attending(layouts, example, len(recompute) * len(orders) * len(shards) * len(whole) * len(parallel))
-        if not whole or not parallel or not layouts:
-            return
-        per_order = len(whole) * len(parallel) * len(recompute) * len(shards)
-        for begin in range(0, len(orders), step := max(ROWS // per_order, 1)):
-            chosen = slice(begin, begin + step)
-            found = Region(box(chosen, whole, parallel), tuple(layouts), tuple(parts[chosen]), tuple(offloads))
-            self._interleaving(found)
-            yield found
+        fit = [micro_batch for micro_batch in sizes if batch % (dp * micro_batch) == 0]
+        if len(fit) < len(sizes):
+            odd = first.but(micro_batch=next(micro_batch for micro_batch in sizes if micro_batch not in fit))
+            self._take(next(batch_faults(odd, batch)), odd, each * len(parallel) * len(contexts) * (len(sizes) - len(fit)))
+        ulysses = first.but(context=Context.ulysses) if Context.ulysses in contexts else None
+        if ulysses is not None and (fault := next(context_faults(ulysses, job.model.divisible), None)):
+            self._take(fault, ulysses, each * len(parallel) * len(fit))
+            contexts = [context for context in contexts if context != Context.ulysses]
+        if not fit or not parallel or not contexts:
+            return None
+        return Cell(layout, axes[1:], tuple(parallel), micro_batches(fit, contexts), shards)
+
+    def _region(self, cells: list[Cell], orders: list[Order]) -> Region:
+        """The region of cells that differ in their context ranks."""
+        whole = cells[0]._replace(
+            micro_batches=tuple(each for cell in cells for each in cell.micro_batches),
+            shards=tuple(sorted({each for cell in cells for each in cell.shards}, key=lambda each: (each.zero, each.holders))),
+        )
+        found = Region(self._box(whole, orders), whole.axes, self._parts, tuple(self._offloads()[1:]))
+        self._interleaving(found)
+        return found
+
+    def _box(self, cell: Cell, orders: list[Order]) -> Box:
+        bucket = self.pins.get("bucket", Plan().bucket)
+        first = (self._offloads() or [()])[0]
+        return Box(cell.layout, bucket, tuple(orders), cell.micro_batches, cell.parallel, self._whole(), cell.shards, (first,))
+
+    def _whole(self) -> tuple[Again, ...]:
+        """What recomputes where all blocks are alike."""
+        if self.pins.get("recompute_layers"):
+            return (Again(Recompute.layer, self.pins["recompute_layers"]),)
+        return tuple(Again(kind) for kind in self._choices("recompute", self._recompute))
 
     def _offloads(self) -> list[tuple[Offload, ...]]:
         """What may wait on the host, nothing first."""
@@ -276,22 +298,13 @@ class Space:
         )
         return found[0] if found else None
 
-    def _attending(self, layouts: list[Layout], example: Plan, each: int) -> list[Layout]:
-        """The layouts whose context ranks can attend in their way."""
-        fault = next(context_faults(example.but(context=Context.ulysses), self.job.model.divisible), None) if example.cp > 1 else None
-        if fault is None:
-            return layouts
-        left = [layout for layout in layouts if layout.context != Context.ulysses]
-        self._take(fault, example.but(context=Context.ulysses), each * (len(layouts) - len(left)))
-        return left
-
     def _interleaving(self, region: Region) -> None:
         box = region.box
-        illegal = ~box.legal[0, :, :, 0, 0, 0, 0]
+        in_rounds = replace(box, orders=tuple(order._replace(schedule=Schedule.gpipe) for order in box.orders))
+        illegal = in_rounds.legal & ~box.legal
         if illegal.any():
-            order, micro_batch = np.argwhere(illegal)[0].tolist()
-            plan = box.plan((order, micro_batch, 0, 0, 0, 0))
-            all_of_it = replace(region, box=replace(box, orders=tuple(order._replace(schedule=Schedule.gpipe) for order in box.orders)))
+            plan = box.plan(tuple(np.argwhere(illegal[0])[0].tolist()))
+            all_of_it = replace(region, box=in_rounds)
             self._take(next(batch_faults(plan, self.job.workload.batch)), plan, all_of_it.legal - region.legal)
 
     def _take(self, fault: Fault, plan: Plan, count: int) -> None:

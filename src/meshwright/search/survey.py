@@ -11,14 +11,15 @@ ZeRO, no recompute, no sequence parallelism, the plainer schedule.
     families   one of which nothing fits needs only its nearest plan, which has the smallest micro-batch or only one
     repeating  a plan that recompute of no block and no offload leaves with a margin is faster than the same plan with them: those choices
                are priced only where it is not
-    others     what is listed, and the families, are of the usual layout, with all blocks alike and nothing offloaded; another order of
-               axes, ulysses, recompute of part of the blocks and offload are priced only where they can be the best of all
+    others     what is listed, and the families, are of the usual order of axes, with all blocks alike and nothing offloaded; another order,
+               recompute of part of the blocks and offload are priced only where they can be the best of all
 
 Both follow from the step growing with every item of it; a test prices every plan of random jobs one by one and finds the same best.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from meshwright.base.units import show_bytes
 from meshwright.cost.box import CHOICES, Array, Box
-from meshwright.cost.memory import reserved, usable
+from meshwright.cost.memory import Footprint, reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.search.answer import Objective
 from meshwright.search.space import Region, Space
@@ -40,8 +41,14 @@ SLOWER = "slower for certain"
 TIGHT_GAIN = 0.05
 """A plan whose memory is tight stands before one that fits with a margin only when it is faster by more than this share."""
 
+ROWS = 1 << 16
+"""Plans of one box at most, so that its arrays stay in a core's cache."""
+
 FEW = 4096
 """Plans of a box that are priced as quickly as a part of them."""
+
+SPARSE = 0.5
+"""Of a box; when fewer are fast enough, only their memory is priced."""
 
 ROUNDING = 1e-9
 """Share by which a sum in another order may differ."""
@@ -139,13 +146,20 @@ class Ranking:
         """The score above which a plan is not the best."""
         return min(self.best[0].score if self.best else np.inf, self.ceiling) * (1 + ROUNDING)
 
-    def bound(self, box: Box) -> float:
-        """The score above which no plan of `box` changes the tables, but for families of which nothing fits."""
-        return max(self.limit, *(self.families[name].score * (1 + ROUNDING) for name, _ in family_parts(box) if name in self.families), 0.0)
+    def bound(self, box: Box) -> Array:
+        """The score above which no plan of `box` changes the tables, but for families of which nothing fits (b)."""
+        bound = np.full(len(box.micro_batches), self.limit)
+        for name, rows, _ in family_parts(box):
+            if name in self.families:
+                bound[rows] = np.maximum(bound[rows], self.families[name].score * (1 + ROUNDING))
+        return bound
 
-    def wanting(self, box: Box) -> bool:
-        """Whether of a family in `box` nothing fits so far."""
-        return any(name not in self.families for name, _ in family_parts(box))
+    def wanting(self, box: Box) -> Array:
+        """Whether of a family in `box` nothing fits so far (b)."""
+        wanting = np.zeros(len(box.micro_batches), dtype=bool)
+        for name, rows, _ in family_parts(box):
+            wanting[rows] |= name not in self.families
+        return wanting
 
     def take(self, box: Box, priced: Priced, with_families: bool = True) -> None:
         """The best of a box into the tables."""
@@ -157,15 +171,15 @@ class Ranking:
         if chosen.size:
             self.best += [priced.candidate(box, int(at)) for at in chosen]
             self.best = sorted(self.best, key=lambda candidate: candidate.key)[: self.top]
-        for name, part in family_parts(box) if with_families else ():
-            self._family(name, box, np.flatnonzero(part), priced)
+        for name, rows, part in family_parts(box) if with_families else ():
+            self._family(name, box, rows, part, priced)
 
-    def _family(self, name: str, box: Box, part: Array, priced: Priced) -> None:
+    def _family(self, name: str, box: Box, rows: Array, part: Array, priced: Priced) -> None:
         for table, found in ((priced.score, self.families), (priced.taken, self.nearest)):
-            values = table[..., part, :]
+            values = table[:, rows][:, :, :, :, part]
             at = np.unravel_index(int(values.argmin()), values.shape)
             if np.isfinite(values[at]) and not (name in found and _value(found[name], found is self.families) <= values[at]):
-                index = (*map(int, at[:-2]), int(part[at[-2]]), int(at[-1]))
+                index = (int(at[0]), int(rows[at[1]]), int(at[2]), int(at[3]), int(part[at[4]]), int(at[5]))
                 found[name] = priced.candidate(box, int(np.ravel_multi_index(index, table.shape)))
 
 
@@ -173,17 +187,17 @@ def _value(candidate: Candidate, by_score: bool) -> float:
     return candidate.score if by_score else candidate.reserved
 
 
-def family_parts(box: Box) -> list[tuple[str, Array]]:
-    """The families in a box: name, and which choices of z are of it."""
-    if box.cp > 1 or box.layout.ep > 1:
-        return [("expert" if box.layout.ep > 1 else "context", np.ones(len(box.shards), dtype=bool))]
+def family_parts(box: Box) -> list[tuple[str, Array, Array]]:
+    """The families in a box: name, and which choices of b and of z are of it."""
+    shards, alone = np.arange(len(box.shards)), box.contexts == 1
+    if box.layout.ep > 1:
+        return [("expert", np.arange(len(alone)), shards)]
+    found = [] if alone.all() else [("context", np.flatnonzero(~alone), shards)]
     axes = [name for name, degree in (("tensor", box.tp), ("pipeline", box.pp)) if degree > 1]
-    zero = np.array([shards.zero for shards in box.shards])
-    many = any(shards.dp_replicate * shards.dp_shard > 1 for shards in box.shards)
-    found = []
-    for stage in sorted(set(zero.tolist())):
-        data = [f"ZeRO-{stage}" if stage else "data"] if many or stage else []
-        found.append((" + ".join([*axes, *data]) or "one device", zero == stage))
+    zero = box.zero.reshape(-1)
+    for stage in sorted(set(zero.tolist())) if alone.any() else ():
+        data = [f"ZeRO-{stage}" if stage else "data"] if box.data > 1 or stage else []
+        found.append((" + ".join([*axes, *data]) or "one device", np.flatnonzero(alone), np.flatnonzero(zero == stage)))
     return found
 
 
@@ -225,24 +239,24 @@ class Survey:
     def _floor(self, box: Box) -> Array:
         """Seconds that no legal plan of a region goes below, over (o, b, s); see [Note: bounds]."""
         floor = self.pricer.floor(box)
-        return np.where(np.broadcast_to(box.legal[0, :, :, :, 0, 0, 0], floor.shape), floor, np.inf) * (1 - ROUNDING)
+        legal = box.legal[0].any(axis=(3, 4, 5))
+        return np.where(np.broadcast_to(legal, floor.shape), floor, np.inf) * (1 - ROUNDING)
 
     def _usual(self, region: Region, floor: Array) -> None:
         """The usual layout, of which the families are."""
         everything = self.objective == Objective.headroom
         few = everything or region.box.size <= FEW
-        done = np.isfinite(floor) & (everything or (self.ranking.wanting(region.box) and (few | _least(region.box))))
-        self._usually(region, done)
-        self._usually(region, (floor <= self.ranking.bound(region.box)) & ~done)
+        done = np.isfinite(floor) & (everything | (self.ranking.wanting(region.box)[:, None] & (few | _least(region.box))))
+        self._usually(region, done, np.inf)
+        bound = self.ranking.bound(region.box)
+        self._usually(region, (floor <= bound[:, None]) & ~done, np.inf if everything else float(bound.max()))
 
-    def _usually(self, region: Region, near: Array) -> None:
-        if not near.any():
-            return
-        box = _near(region.box, near)
-        priced = self.price(box)
-        self.ranking.take(box, priced)
-        if (region.offloads or any(region.parts)) and self._asked(priced).any():
-            self._cramped.append((region, box, priced))
+    def _usually(self, region: Region, near: Array, ceiling: float) -> None:
+        for box in _near(region.box, near):
+            priced = self.price(box, ceiling)
+            self.ranking.take(box, priced)
+            if (region.offloads or region.parts) and self._asked(priced).any():
+                self._cramped.append((region, box, priced))
 
     def _asked(self, priced: Priced) -> Array:
         """Plans that leave no margin without recompute, and are fast enough to be the best with it or with offload."""
@@ -252,92 +266,114 @@ class Survey:
         """The other layouts, of which only the best can be."""
         everything = self.objective == Objective.headroom
         near = np.isfinite(floor) & (everything or floor <= self.ranking.record)
-        if near.any():
-            for layout in region.layouts[1:]:
-                box = _near(replace(region.box, layout=layout), near)
-                self.ranking.take(box, self.price(box), with_families=False)
+        for axes in region.axes:
+            for box in _near(region.other(axes), near):
+                self.ranking.take(box, self.price(box, np.inf if everything else self.ranking.limit), with_families=False)
 
-    def price(self, box: Box) -> Priced:
-        """Every plan of a box."""
-        prices, setting = self.pricer.price(box), self.pricer.setting
-        mask = np.broadcast_to(box.legal[0], (*box.shape[:2], 1, 1, 1, 1))
-        usual, safe = reserved(setting, prices.allocated)
-        mask = mask & (prices.on_host <= setting.host_memory) if any(box.offload) else mask
-        taken = np.broadcast_to(np.where(mask, usual, np.inf), box.shape)
-        step = np.broadcast_to(np.where(mask, prices.step, np.inf), box.shape)
+    def price(self, box: Box, ceiling: float = np.inf) -> Priced:
+        """The seconds of every plan of a box, and the memory of those that take at most `ceiling`."""
+        pricer = self.pricer
+        ranks = pricer.ranks(box)
+        states = pricer.states(box, ranks)
+        step = np.broadcast_to(np.where(box.legal[0], pricer.seconds(box, ranks, states).step[0], np.inf), box.shape)
+        near = step <= ceiling
+        count = int(np.count_nonzero(near & np.isfinite(step)))
+        if not count:
+            none = np.broadcast_to(np.inf, box.shape)
+            return Priced(none, step, none, np.broadcast_to(False, box.shape))
+        part, at = crop(box, near)
+        if part.size > SPARSE * box.size:
+            found = self._fitting(box, pricer.memory(box, ranks, states), step)
+            self._count(box, step, found)
+            return found
+        found = self._fitting(part, pricer.memory(part, pricer.ranks(part)), step[at])
+        self._count(part, step[at], found)
+        whole = [np.full(box.shape, np.inf), np.full(box.shape, np.inf), np.zeros(box.shape, dtype=bool)]
+        for table, values in zip(whole, (found.score, found.taken, found.tight), strict=True):
+            table[at] = values
+        return Priced(whole[0], step, whole[1], whole[2])
+
+    def _fitting(self, box: Box, parts: Footprint, step: Array) -> Priced:
+        """Plans that take `step` seconds, with their memory."""
+        setting = self.pricer.setting
+        usual, safe = reserved(setting, parts.total.max(axis=0))
+        mask = np.isfinite(step)
+        mask = mask & (parts.host.max(axis=0) <= setting.host_memory) if any(box.offload) else mask
+        taken = np.where(mask, usual, np.inf)
         tight = np.broadcast_to(safe > self._usable, box.shape)
         worth = taken if self.objective == Objective.headroom else np.where(tight, step * (1.0 + TIGHT_GAIN), step)
-        fitting = taken <= self._usable
-        self._count(box, step, taken, fitting)
-        return Priced(np.where(fitting, worth, np.inf), step, taken, tight)
+        return Priced(np.where(taken <= self._usable, worth, np.inf), step, taken, tight)
 
-    def _count(self, box: Box, step: Array, taken: Array, fitting: Array) -> None:
+    def _count(self, box: Box, step: Array, found: Priced) -> None:
         """What was priced and did not fit; the fastest of that."""
         legal = box.legal_size
         self.priced += legal
+        fitting = np.isfinite(found.score)
         missing = legal - int(np.count_nonzero(fitting))
         self.unfit += missing
         if missing:
             lost = np.where(fitting, np.inf, step)
             at = np.unravel_index(int(lost.argmin()), lost.shape)
             if np.isfinite(lost[at]) and (self.fastest is None or lost[at] < self.fastest.seconds):
-                self.fastest = Candidate(box, tuple(map(int, at)), float(lost[at]), float(taken[at]))
+                self.fastest = Candidate(box, tuple(map(int, at)), float(lost[at]), float(found.taken[at]))
 
     # --- choices that only memory asks for --------------------------------------------------------------------------------------
 
     def _beside(self, region: Region, box: Box, priced: Priced) -> None:
         """Recompute of part of the blocks, and offload, where `box` leaves no margin without them."""
-        self._partly(region, box, priced)
-        if region.offloads:
-            asked = self._asked(priced)
-            if asked.any():
-                sent = replace(crop(box, asked & np.ones(box.shape, bool))[0], offload=region.offloads)
-                found = self.price(sent)
-                self.ranking.take(sent, found, with_families=False)
-                self._partly(region, sent, found)
-
-    def _partly(self, region: Region, box: Box, priced: Priced) -> None:
-        """Of the numbers of blocks that recompute, the best of each plan."""
-        parts = [set(region.parts_of(order)) for order in box.orders]
-        counts = sorted(set().union(*parts))
-        if not counts or Recompute.none not in box.recompute:
-            return
+        self._partly(region, box, self._asked(priced))
         asked = self._asked(priced)
+        if region.offloads and asked.any():
+            sent = replace(crop(box, asked)[0], offload=region.offloads)
+            found = self.price(sent, self.ranking.limit)
+            self.ranking.take(sent, found, with_families=False)
+            self._partly(region, sent, self._asked(found))
+
+    def _partly(self, region: Region, box: Box, asked: Array) -> None:
+        """Of the parts of the blocks that recompute, the best of each plan: in one go where that are few plans, else part by part."""
+        parts = region.parts if Recompute.none == box.recompute[0].kind else ()
         best = np.full(asked.shape, np.inf)
         found = []
-        for count in counts:
-            mask = asked & np.array([count in of_order for of_order in parts]).reshape(-1, 1, 1, 1, 1, 1)
-            if mask.any():
-                part, at = crop(replace(box, layout=box.layout._replace(recompute_layers=count), recompute=(Recompute.layer,)), mask)
-                each = self.price(part)
-                found.append((part, at, each))
-                best[at] = np.minimum(best[at], each.score)
-                asked[at] &= ~each.roomy & (each.seconds <= self.ranking.record)
+        while parts and asked.any():
+            part, at = crop(box, asked)
+            count = max(FEW // (part.size // len(part.recompute)), 1)
+            part, parts = replace(part, recompute=parts[:count]), parts[count:]
+            each = self.price(part, self.ranking.limit)
+            found.append((part, at, each))
+            best[at] = np.minimum(best[at], each.score.min(axis=3, keepdims=True))
+            enough = np.isfinite(each.seconds) & (each.roomy | (each.seconds > self.ranking.record))
+            asked[at] &= ~enough.any(axis=3, keepdims=True)
         for part, at, each in found:
             shown = np.where(each.score <= best[at], each.score, np.inf)
             self.ranking.take(part, each._replace(score=shown), with_families=False)
 
 
 def crop(box: Box, mask: Array) -> tuple[Box, Any]:
-    """The least box that holds what `mask` asks for, and where it lies in `box`."""
-    axes = range(len(CHOICES))
-    kept = [np.flatnonzero(mask.any(axis=tuple(other for other in axes if other != axis))) for axis in axes]
-    return box.part(**dict(zip(CHOICES, kept, strict=True))), np.ix_(*kept)
+    """The least box that holds what `mask` asks for, and where it lies in `mask`; one choice of recompute stands for all."""
+    one = mask.shape[3] == 1
+    kept = {name: np.flatnonzero(mask.any(axis=_others_of(axis, mask.ndim))) for axis, name in enumerate(CHOICES)}
+    part = box.part(**{name: at for name, at in kept.items() if not (one and name == "recompute")})
+    return part, np.ix_(*kept.values())
+
+
+def _others_of(axis: int, axes: int) -> tuple[int, ...]:
+    return tuple(other for other in range(axes) if other != axis)
 
 
 def _least(box: Box) -> Array:
     """Where memory can be least: the smallest micro-batch, or a single one (b, s)."""
-    sizes = [size for size, _ in box.micro_batches]
-    return np.array([size == min(sizes) or count == 1 for size, count in box.micro_batches])[:, None]
+    least = min(each.size for each in box.micro_batches)
+    return np.array([each.size == least or each.number == 1 for each in box.micro_batches])[:, None]
 
 
-def _near(box: Box, near: Array) -> Box:
-    """The least part of `box` that holds what is near over (o, b, s)."""
-    return box.part(**{name: np.flatnonzero(near.any(axis=others)) for name, others in _OTHERS_OF_FLOOR})
-
-
-_OTHERS_OF_FLOOR = (("orders", (1, 2)), ("micro_batches", (0, 2)), ("sequence_parallel", (0, 1)))
-"""The axes of a floor but for that of each field."""
+def _near(box: Box, near: Array) -> Iterator[Box]:
+    """The least parts of `box`, some orders each, that hold what is near over (o, b, s)."""
+    orders = np.flatnonzero(near.any(axis=(1, 2)))
+    each = int(np.count_nonzero(near.any(axis=(0, 2)))) * box.size // (len(box.orders) * len(box.micro_batches))
+    for begin in range(0, len(orders), step := max(ROWS // max(each, 1), 1)):
+        some = orders[begin : begin + step]
+        micro_batches, parallel = (np.flatnonzero(near[some].any(axis=axes)) for axes in ((0, 2), (0, 1)))
+        yield box.part(orders=some, micro_batches=micro_batches, sequence_parallel=parallel)
 
 
 def survey(job: Job, top: int, objective: Objective = Objective.fastest, runnable: bool = False, ceiling: float = np.inf) -> Survey:

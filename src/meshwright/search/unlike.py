@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwright.base.errors import InputError
 from meshwright.cost import unlike
-from meshwright.cost.box import Box, Layout, Order, Shards
+from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import model_flops
@@ -88,12 +88,13 @@ def best_of(job: Job, on: dict[int, Pricer], placement: tuple[int, ...], tp: int
     if not sizes or any(size % tp for size in job.model.divisible.values()) or (tp > 1 and not job.model.tensor_parallel):
         return
     shards = [Shards(0, dp, 1), *(Shards(zero, 1, dp) for zero in (1, 2, 3) if dp > 1)]
+    again = (Again(Recompute.none), Again(Recompute.layer))
     parallel = (False, True) if tp > 1 and job.workload.sequence % tp == 0 else (False,)
-    counts = tuple((size, batch // (dp * size)) for size in sizes)
+    counts = tuple(MicroBatch(size, batch // (dp * size)) for size in sizes)
     layout, bucket = Layout(tp, pp, expert_tensor=tp), Plan().bucket
     splits = sorted(set(shared(job, on, placement, tp, sizes)))
     orders = tuple(Order(Schedule.one_f_one_b, 1, split, True) for split in splits)
-    box = Box(layout, bucket, orders, counts, parallel, (Recompute.none, Recompute.layer), tuple(shards))
+    box = Box(layout, bucket, orders, counts, parallel, again, tuple(shards))
     said = unlike.prices(on, box)
     step = unlike.seconds(on, placement, box, said).step[0]
     score = np.broadcast_to(step, box.shape)
@@ -116,7 +117,8 @@ def shared(job: Job, on: dict[int, Pricer], placement: tuple[int, ...], tp: int,
             yield tuple(after - before for before, after in zip((0, *cuts), (*cuts, blocks), strict=True))
         return
     yield tuple(blocks // pp + (rank < blocks % pp) for rank in range(pp))
-    box = Box(Layout(tp, pp, expert_tensor=tp), 1, (), tuple((size, 1) for size in sizes), (tp > 1,), (Recompute.none,), (Shards(0, 1, 1),))
+    counts = tuple(MicroBatch(size, 1) for size in sizes)
+    box = Box(Layout(tp, pp, expert_tensor=tp), 1, (), counts, (tp > 1,), (Again(Recompute.none),), (Shards(0, 1, 1),))
     works = {group: np.add.reduce(pricer.work(box)[:4])[:, :, 0] for group, pricer in on.items()}
     entries = next(iter(on.values())).setting.entries
     block = np.array([entry.is_block for entry in entries])

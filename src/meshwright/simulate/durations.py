@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.cost.box import Array, Box
+from meshwright.cost.box import Again, Array, Box
 from meshwright.cost.collectives import Group
 from meshwright.cost.memory import message
 from meshwright.cost.price import Passes, Pricer
@@ -145,7 +145,7 @@ def durations(pricer: Pricer, plan: Plan, box: Box) -> Durations:
 
 
 def tokens(setting: Setting, box: Box) -> Array:
-    return np.array([size for size, _ in box.micro_batches]) * setting.job.workload.sequence / box.cp
+    return box.tokens(setting.job.workload.sequence)
 
 
 def data_of(setting: Setting, box: Box) -> Data:
@@ -165,8 +165,9 @@ def layers_of(pricer: Pricer, box: Box) -> list[tuple[Layer, Layer]]:
     """One layer of each entry as the plan has it, and as it is where blocks do not recompute."""
     entries = pricer.setting.entries
     alone = [_kind(at, len(entries)) for at in range(len(entries))]
-    plain = replace(box, recompute=(Recompute.none,), layout=box.layout._replace(recompute_layers=0))
-    both = [pricer.passes(each, [alone]) for each in (box, plain)]
+    both = [
+        pricer.passes(replace(box, recompute=(Again(kind),)), pricer.alone(box, alone)) for kind in (box.recompute[0].kind, Recompute.none)
+    ]
     found = []
     for at, entry in enumerate(entries):
         dense, experts = entry.aligned(box.cut), entry.experts(box.cut) if box.layout.ep > 1 else 0
@@ -195,7 +196,7 @@ def _split(passes: Passes, at: int) -> tuple[Seconds, Seconds]:
 def stacked(table: Sequence[tuple[Layer, Layer]], content: Sequence[int], box: Box) -> list[Layer]:
     """The layers of a stage in forward order; where only some blocks recompute, the first of them do."""
     found: list[Layer] = []
-    recomputing = box.layout.recompute_layers
+    recomputing = box.recompute[0].blocks(box.orders[0])
     for (as_planned, plain), count in zip(table, content, strict=True):
         for _ in range(count):
             blocks = sum(layer.is_block for layer in found)
@@ -211,7 +212,7 @@ def offloads(pricer: Pricer, box: Box) -> list[float]:
 def by_rank(pricer: Pricer, box: Box, values: Array) -> list[float]:
     """What the kinds of pipeline ranks have, for each rank."""
     order = box.orders[0]
-    kinds = pricer.kinds(order, box.pp)
+    kinds = pricer.held(order, box.pp).kinds
     line = np.broadcast_to(values, (len(kinds), *values.shape[1:])).reshape(len(kinds))
     of_kind = {kind.layers.tobytes(): float(value) for kind, value in zip(kinds, line, strict=True)}
     return [of_kind[rank.layers.tobytes()] for rank in ranks(pricer.setting.entries, order, box.pp)]

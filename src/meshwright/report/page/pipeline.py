@@ -34,7 +34,7 @@ def played(pricer: Pricer, plan: Plan, micro_batches: int) -> Playback:
     box = box_of(plan, setting.job.workload.batch, setting.job.model.blocks)
     table = held(setting.entries, box.orders[0])
     stages = [Kind(at % plan.pp, 1, row[None], ((tuple(row.tolist()), 1),)) for at, row in enumerate(table)]
-    passes = pricer.passes(box, [stages])
+    passes = pricer.passes(box, pricer.alone(box, stages))
     forward, backward = (
         np.broadcast_to(part, (len(stages), 1, 1, 1, 1, 1, 1)).reshape(-1).tolist() for part in (passes.forward, passes.backward)
     )

@@ -1,0 +1,118 @@
+"""What the pipeline ranks of an order hold, as arrays: layers, those that recompute, what is kept when a rank is fullest, flat buffers.
+
+Orders are few and boxes are many: an order's arrays are made once, when first asked for, and stacked for each box (`stack`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.cost.box import Array, Cut, Order
+from meshwright.cost.flight import moments
+from meshwright.cost.setting import HEAD, Setting
+from meshwright.cost.stages import Kind, apart, partly
+from meshwright.cost.units import FlatUnits, Units
+
+
+class Fullest(NamedTuple):
+    """Moments at which a rank can be fullest: layers that keep a share then and, one of as many columns more, the layer that runs backward
+    (b, r, moments, 2 x columns); whether that is the one that ends in the loss (b, r, moments)."""
+
+    layers: Array
+    at_head: Array
+
+
+class Flat(NamedTuple):
+    """Units by their length: how many each rank has (r, lengths), the lengths; the other fields of `States` (field, r)."""
+
+    times: Array
+    lengths: Array
+    other: Array
+
+
+class Held:
+    """The kinds of pipeline ranks of one order, `kinds`, of `pp` ranks."""
+
+    def __init__(self, setting: Setting, units: FlatUnits, order: Order, pp: int, kinds: Sequence[Kind]) -> None:
+        self.setting, self.units, self.order, self.pp, self.kinds = setting, units, order, pp, kinds
+        self.layers = np.array([kind.layers.sum(axis=0) for kind in kinds], dtype=float)
+        self.numbers = np.array([kind.number for kind in kinds])
+        self._again: dict[int, Array] = {}
+        self._fullest: dict[int, tuple[dict[int, int], Fullest | None]] = {}
+        self._flat: dict[tuple[Cut, int | None], Flat] = {}
+
+    def again(self, count: int) -> Array:
+        """Blocks that recompute when the first `count` of each virtual stage do (r, entry)."""
+        if count not in self._again:
+            blocks = [entry.is_block for entry in self.setting.entries]
+            self._again[count] = np.array([partly(kind, blocks, count).sum(axis=0) for kind in self.kinds], dtype=float)
+        return self._again[count]
+
+    def fullest(self, again: int, micro_batches: Sequence[int]) -> Fullest:
+        """Of so many micro-batches (b). Where the first `again` blocks of a stage recompute, each entry has two columns: of these, of the others."""
+        rows, known = self._fullest.get(again, ({}, None))
+        new = sorted(set(micro_batches) - rows.keys())
+        if new:
+            more = self._moments(again, np.array(new))
+            known = more if known is None else Fullest(*(np.concatenate(both) for both in zip(known, more, strict=True)))
+            rows = {**rows, **{count: len(rows) + at for at, count in enumerate(new)}}
+            self._fullest[again] = rows, known
+        assert known is not None
+        chosen = [rows[count] for count in micro_batches]
+        return Fullest(known.layers[chosen], known.at_head[chosen])
+
+    def _moments(self, again: int, micro_batches: Array) -> Fullest:
+        entries = self.setting.entries
+        blocks = [entry.is_block for entry in entries]
+        heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in entries for _ in range(2 if again else 1)])
+        found = [moments(self.order, self.pp, apart(kind, blocks, again) if again else kind, micro_batches) for kind in self.kinds]
+        fill, columns = np.arange(max(running.shape[1] for running, _ in found)), len(heads)
+        layers = np.zeros((len(micro_batches), len(found), len(fill), 2 * columns))
+        at_head = np.zeros(layers.shape[:3], dtype=bool)
+        for r, (running, kept) in enumerate(found):
+            pick = fill % running.shape[1]
+            layers[:, r, :, :columns] = kept[:, pick]
+            layers[:, r, :, columns:] = running[:, pick, None] == np.arange(columns)
+            at_head[:, r] = heads[running[:, pick]]
+        return Fullest(layers, at_head)
+
+    def flat(self, cut: Cut, bucket: int | None) -> Flat:
+        """The flat buffers: buckets of so many elements, or one unit a layer."""
+        if (cut, bucket) not in self._flat:
+            found = [[(self.units.units(content, cut, bucket), count) for content, count in kind.stages] for kind in self.kinds]
+            lengths = sorted({run.end for held in found for stage, _ in held for run in stage.runs})
+            times = np.zeros((len(found), len(lengths)))
+            for r, held in enumerate(found):
+                for stage, count in held:
+                    for run in stage.runs:
+                        times[r, lengths.index(run.end)] += run.times * count
+            other = np.array([_other(held) for held in found], dtype=float).T
+            self._flat[cut, bucket] = Flat(times, np.array(lengths, dtype=np.int64), other)
+        return self._flat[cut, bucket]
+
+
+def _other(held: list[tuple[Units, int]]) -> tuple[float, ...]:
+    """`units`, `lone`, `first`, `last`, then the largest of `opening`, `closing`, `filling`, `largest` over the stages of a rank."""
+    return (
+        sum(stage.number * count for stage, count in held),
+        sum(stage.lone * count for stage, count in held),
+        held[0][0].first,
+        held[-1][0].last,
+        *(max(getattr(stage, name) for stage, _ in held) for name in ("opening", "closing", "filling", "largest")),
+    )
+
+
+def stack(arrays: Sequence[Array], kinds: int, orders: int = 1) -> Array:
+    """The arrays of several orders as one, along a new axis `orders`; those with fewer kinds of ranks (axis `kinds`) have their first again."""
+    width = max(array.shape[kinds] for array in arrays)
+    wide = (
+        array if array.shape[kinds] == width else np.take(array, _again_first(array.shape[kinds], width), axis=kinds) for array in arrays
+    )
+    return np.stack(list(wide), axis=orders)
+
+
+def _again_first(length: int, width: int) -> Array:
+    return np.where(np.arange(width) < length, np.arange(width), 0)
