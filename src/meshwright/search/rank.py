@@ -14,7 +14,7 @@ from meshwright.cost.step import estimate, estimate_of
 from meshwright.search import unlike
 from meshwright.search.answer import Answer, Entry, Family, Objective, Rejection
 from meshwright.search.near import nothing_fits
-from meshwright.search.survey import Ranking, Survey, survey
+from meshwright.search.survey import Ranking, Survey, rounded, survey
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.runs import runs
@@ -32,7 +32,7 @@ def search(job: Job, top: int = 10, objective: Objective = Objective.fastest, ru
         scored += [(score, Entry(plan=plan, estimate=estimate(job, plan))) for score, plan in unlike.plans(job, top)]
     if not scored:
         raise nothing_fits(found)
-    scored = sorted(scored, key=lambda pair: pair[0])[:top] if objective == Objective.fastest else scored
+    scored = sorted(scored, key=lambda pair: rounded(pair[0]))[:top] if objective == Objective.fastest else scored
     entries = (entry.but(runs=runs(entry.plan)) for _, entry in scored)
     return Answer(
         plans=tuple(entries),

@@ -71,12 +71,17 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (float(f"{self.score:.9e}"), *simplicity(self.plan))
+        return (rounded(self.score), *simplicity(self.plan))
 
     @property
     def alone(self) -> Box:
         """The box that holds only this plan."""
         return self.box.only(self.index)
+
+
+def rounded(score: float) -> float:
+    """To the digits in which scores are compared: a sum in another order may differ in the rest."""
+    return float(f"{score:.9e}")
 
 
 def simplicity(plan: Plan) -> tuple[Any, ...]:

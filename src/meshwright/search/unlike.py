@@ -22,7 +22,7 @@ from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import model_flops
 from meshwright.search.space import divisors
-from meshwright.search.survey import TIGHT_GAIN, survey
+from meshwright.search.survey import TIGHT_GAIN, rounded, survey
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, Recompute, Schedule
 from meshwright.spec.rules import faults
@@ -45,7 +45,7 @@ def plans(job: Job, top: int) -> list[Scored]:
         best = min((score for score, _ in found), default=np.inf)
         if model_flops(job) / rates[chosen] <= best:
             found += alone(job, chosen[0], top, best) if len(chosen) == 1 else across(job, chosen)
-    return sorted((pair for pair in found if not any(faults(job, pair[1]))), key=lambda pair: (float(f"{pair[0]:.9e}"), pair[1].name))[:top]
+    return sorted((pair for pair in found if not any(faults(job, pair[1]))), key=lambda pair: (rounded(pair[0]), pair[1].name))[:top]
 
 
 def alone(job: Job, group: int, top: int, ceiling: float) -> Iterator[Scored]:
