@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from torch.nn import functional as F
 
 from meshwright.base.errors import InputError
 from meshwright.checkpoint.huggingface import export
+from meshwright.checkpoint.load import full_tensors
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import parse_plan
 from meshwright.train.model import build_model
@@ -196,3 +201,60 @@ def test_a_run_under_any_plan_is_exported_as_a_folder_that_transformers_loads(
     one.tie_weights()
     ids = torch.arange(40).view(2, 20)
     assert torch.equal(again(ids).logits, one(ids).logits)
+
+
+def command(place: Path, *words: str) -> str:
+    """A command as a person runs it; its standard output."""
+    environment = {**os.environ, "MESHWRIGHT_CACHE": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright.cli.main", *words], cwd=place, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a bare configuration, trained on real text under tp2.pp2, exported; then trained further from those weights."""
+    place = tmp_path_factory.mktemp("command")
+    config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 512}, num_key_value_heads=2, max_position_embeddings=64)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(place / "model")
+    work = ("--cluster", "local:4", "--seq", "32", "--batch", "8", "--steps", "12", "--set", f"data.source={argparse.__file__}")
+    work += ("--precision", "fp32", "--set", "workload.optimizer.lr=0.003", "--set", "run.tensorboard=false")
+    command(place, "train", "--model", "model", "--pin", "pp=2,tp=2", *work, "--folder", "first")
+    command(place, "checkpoint", "export", "runs/first", "--to", "out")
+    command(place, "train", "--model", "out", "--plan", "dp2.tp2.z3", *work, "--folder", "second")
+    command(place, "checkpoint", "export", "runs/second", "--to", "further", "--dtype", "bfloat16")
+    return place
+
+
+@pytest.mark.soak
+def test_a_model_folder_is_trained_exported_and_writes_text_in_transformers(trained: Path) -> None:
+    files = {path.name for path in (trained / "out").iterdir()}
+    assert files == {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained / "out")
+    saved = dict(full_tensors(trained / "runs" / "first" / "checkpoints" / "step-00000012"))
+    own = dict(model.named_parameters())
+    assert saved.keys() == own.keys() and all(torch.equal(saved[name], own[name]) for name in own)
+    prompt = tokenizer("def main():", return_tensors="pt")
+    written = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    assert written.shape[1] > prompt["input_ids"].shape[1] and tokenizer.decode(written[0]).startswith("def main():")
+    whole = transformers.LlamaForCausalLM(model.config)
+    whole.load_state_dict(saved)
+    assert torch.equal(whole(**prompt).logits, model(**prompt).logits)
+
+
+@pytest.mark.soak
+def test_a_run_from_weights_begins_where_they_left_off_with_their_tokenizer(trained: Path) -> None:
+    records = {
+        name: [json.loads(line) for line in (trained / "runs" / name / "records.jsonl").read_text().splitlines()]
+        for name in ("first", "second")
+    }
+    first, second = (found[0]["loss"] for found in records.values())
+    assert second == pytest.approx(records["first"][-1]["held_out_loss"], rel=1e-5) and second < first - 0.2
+    assert json.loads((trained / "runs" / "second" / "launch.json").read_text())["data"]["tokenizer"] == str(trained / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(trained / "further")
+    assert again.dtype == torch.bfloat16
+    assert (trained / "further" / "tokenizer.json").read_bytes() == (trained / "out" / "tokenizer.json").read_bytes()

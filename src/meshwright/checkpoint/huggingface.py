@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from meshwright.checkpoint.load import full
 from meshwright.checkpoint.save import save
 from meshwright.checkpoint.shard import DTYPES, Item, dtype_name, write_shard
 from meshwright.checkpoint.verify import Reader
-from meshwright.checkpoint.weights import INDEX, PREFIX, WEIGHTS, Weights
+from meshwright.checkpoint.weights import BUFFER, INDEX, PREFIX, WEIGHTS, Weights
 from meshwright.spec.piece import Piece
 
 LARGEST_FILE = 5 * 10**9
@@ -34,16 +36,18 @@ def export(
     *,
     dtype: str | None = None,
     turned: tuple[str, ...] = (),
+    beside: Mapping[str, bytes] = MappingProxyType({}),
     largest: int = LARGEST_FILE,
 ) -> list[Path]:
     """Writes the full weights of the checkpoint `path` into `folder` and returns the files.
 
-    `dtype` rounds floating-point weights to another type; matrices whose name ends in one of `turned` are transposed.
+    `dtype` rounds floating-point weights to another type; matrices whose name ends in one of `turned` are transposed. `beside`: other
+    files of the folder, such as those of companions.py. The config says the type that is written: `from_pretrained` rounds to it.
     """
     folder = Path(folder)
     reader = Reader(path)
-    weights = {name: entry for name, entry in reader.manifest.tensors.items() if name.startswith(PREFIX)}
-    if not weights:
+    weights = {name: entry for name, entry in reader.manifest.tensors.items() if name.startswith((PREFIX, BUFFER))}
+    if not any(name.startswith(PREFIX) for name in weights):
         raise InputError(f"{path}: holds no weights of a model")
     if dtype is not None and (dtype not in DTYPES or not DTYPES[dtype].is_floating_point):
         raise InputError(f"dtype {dtype!r} is not a floating-point type{did_you_mean(dtype, DTYPES)}; such are float32, bfloat16, float16")
@@ -51,13 +55,18 @@ def export(
         raise InputError(f"folder {str(folder)!r} already holds weights; name another, or remove them first")
     items = []
     for name, entry in sorted(weights.items()):
-        kind = dtype if dtype and DTYPES[entry.dtype].is_floating_point else entry.dtype
-        shown = name.removeprefix(PREFIX)
+        kind = dtype if dtype and name.startswith(PREFIX) and DTYPES[entry.dtype].is_floating_point else entry.dtype
+        shown = name.partition("/")[2]
         turn = shown.endswith(turned) and len(entry.shape) == 2
         shape = entry.shape[::-1] if turn else entry.shape
         items.append(Item(shown, kind, shape, entry.numel * DTYPES[kind].itemsize, partial(_full, reader, name, kind, turn)))
     disk.make_folder(folder)
-    return _write(folder, items, config, largest)
+    texts = dict(beside)
+    if config is not None:
+        written = dtype or next(entry.dtype for name, entry in sorted(weights.items()) if name.startswith(PREFIX))
+        others = {key: value for key, value in config.items() if key != "torch_dtype"}
+        texts["config.json"] = json.dumps({**others, "dtype": written}, indent=2).encode()
+    return _write(folder, items, texts, largest)
 
 
 def _full(reader: Reader, name: str, dtype: str, turn: bool) -> torch.Tensor:
@@ -65,7 +74,7 @@ def _full(reader: Reader, name: str, dtype: str, turn: bool) -> torch.Tensor:
     return tensor.T if turn else tensor
 
 
-def _write(folder: Path, items: list[Item], config: dict[str, Any] | None, largest: int) -> list[Path]:
+def _write(folder: Path, items: list[Item], texts: dict[str, bytes], largest: int) -> list[Path]:
     """Everything under temporary names, then renamed, the index last: a folder cut short is no model."""
     groups: list[list[Item]] = [[]]
     room = largest
@@ -78,10 +87,9 @@ def _write(folder: Path, items: list[Item], config: dict[str, Any] | None, large
     one = len(groups) == 1
     names = [WEIGHTS if one else f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)]
     total = sum(item.size for item in items)
-    texts: dict[str, Any] = {} if config is None else {"config.json": config}
     if not one:
         where = {item.key: name for name, group in zip(names, groups, strict=True) for item in group}
-        texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": where}
+        texts[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
     if total > disk.free_bytes(folder):
         raise InputError(f"folder {str(folder)!r}: the weights need {total} bytes, {disk.free_bytes(folder)} are free")
     done: list[Path] = []
@@ -93,7 +101,7 @@ def _write(folder: Path, items: list[Item], config: dict[str, Any] | None, large
         for name, content in texts.items():
             done.append(folder / f".{name}.tmp")
             done[-1].unlink(missing_ok=True)
-            disk.write_file(done[-1], [json.dumps(content, indent=2).encode()])
+            disk.write_file(done[-1], [content])
         for index, name in enumerate([*names, *texts]):
             os.replace(done[index], folder / name)
             done[index] = folder / name

@@ -33,7 +33,8 @@ from meshwright.spec.piece import Piece
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PREFIX = "model/"
+PREFIX, BUFFER = "model/", "buffer/"
+"""How a checkpoint names weights, and buffers that belong to them."""
 _FILE = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _PICKLE = (".bin", ".pt", ".pth")
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.reference import Form
 
 checkpoint = App(name="checkpoint", help="List, verify, export and import checkpoints.", version_flags=[], help_format="markdown")
+TOKENIZER = "tokenizer"
+"""Of a run folder: where the tokenizer that was trained for it is kept."""
 At = Annotated[Path, Parameter(name="PATH", help="a checkpoint, a folder of checkpoints, or a run folder")]
 
 
@@ -69,16 +71,16 @@ def verify(path: At, /, *, json: AsJson = False) -> int:
 @checkpoint.command
 def export(
     path: At,
-    folder: Annotated[Path, Parameter(name="FOLDER", help="where model.safetensors and config.json go")],
     /,
+    to: Annotated[Path, Parameter(name="--to", help="where model.safetensors, config.json and the tokenizer go")],
     *,
     config: Annotated[Path | None, Parameter(help="a config.json to put beside the weights; else the run's own, where it is known")] = None,
     dtype: Annotated[str | None, Parameter(help="round floating-point weights to float32, bfloat16 or float16")] = None,
     json: AsJson = False,
 ) -> int:
-    """Write the newest weights as a Hugging Face folder of safetensors.
+    """Write the newest weights as a folder that transformers' from_pretrained loads: safetensors, config, tokenizer.
 
-    Try: meshwright checkpoint export runs/mine exported --dtype bfloat16
+    Try: meshwright checkpoint export runs/mine --to exported --dtype bfloat16
     """
     from meshwright.base.codec import parse, read_text
     from meshwright.checkpoint import huggingface
@@ -86,7 +88,7 @@ def export(
     one = newest_at(path)
     form = known_form(one)
     text = parse(read_text(config, "config"), str(config)) if config else form.config if form else None
-    files = huggingface.export(one, folder, text, dtype=dtype, turned=form.turned if form else ())
+    files = huggingface.export(one, to, text, dtype=dtype, turned=form.turned if form else (), beside=beside(one))
     if text is None:
         note("no config.json is written: this run's model has no form that transformers knows; give one by --config")
     if json:
@@ -140,6 +142,23 @@ def newest_at(path: Path) -> Path:
 
     found = checkpoints_at(path)
     return path if found == [path] else newest(found[0].parent, say=note) or found[0]
+
+
+def beside(one: Path) -> dict[str, bytes]:
+    """The files that stand beside the weights of a run's checkpoint: those of its tokenizer, and how to generate."""
+    from meshwright.base.codec import read
+    from meshwright.checkpoint.companions import companions
+    from meshwright.data.tokens import END_OF_TEXT, MASK
+    from meshwright.spec.launch import Launch
+
+    run = one.resolve().parent.parent
+    if not (run / "launch.json").exists():
+        return {}
+    launch = read(Launch, run / "launch.json")
+    named = Path(launch.data.tokenizer).expanduser()
+    tokenizer = named if named.is_dir() else run / TOKENIZER
+    model = Path(launch.model.folder) if launch.model.folder else None
+    return companions(tokenizer if tokenizer.is_dir() else None, model, END_OF_TEXT, MASK)
 
 
 def known_form(one: Path) -> Form | None:

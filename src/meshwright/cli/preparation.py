@@ -13,6 +13,7 @@ from meshwright.cli.options import Shared
 
 if TYPE_CHECKING:
     from meshwright.intake.job import JobFile
+    from meshwright.spec.data import Data
     from meshwright.spec.estimate import Estimate
     from meshwright.spec.job import Job
     from meshwright.spec.launch import Launch, ModelSource
@@ -172,11 +173,17 @@ def launch_of(file: JobFile, source: ModelSource, folder: Path, choice: Choice) 
     return Launch(
         model=source,
         workload=workload,
-        data=file.data,
+        data=data_of(file.data, source),
         plan=choice.plan,
         run=file.run.but(folder=str(folder.resolve())),
         parameters=question.model.parameters if question is not None else 0,
     )
+
+
+def data_of(data: Data, source: ModelSource) -> Data:
+    """A model folder with a tokenizer of its own is trained with that one, unless another is named."""
+    own = bool(source.folder) and Path(source.folder, "tokenizer.json").is_file()
+    return data.but(tokenizer=source.folder) if own and data.tokenizer == "auto" else data
 
 
 def write_run(folder: Path, launch: Launch, choice: Choice) -> None:

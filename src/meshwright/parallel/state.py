@@ -61,6 +61,15 @@ def weight_pieces(engine: Parallel, saving: bool) -> Iterator[Held]:
         yield from _runs(engine, "model", unit, unit.master.flat, saving)
 
 
+def buffer_pieces(engine: Parallel) -> Iterator[Held]:
+    """Buffers that belong to the saved state (running means, corrections of a router), whole, of the modules that this rank holds."""
+    kept = engine.model.state_dict().keys()
+    for name, buffer in engine.model.named_buffers():
+        if name in kept:
+            dtype = str(buffer.dtype).removeprefix("torch.")
+            yield Held(Piece(f"buffer/{name}", tuple(buffer.shape), dtype, None, (), 0, buffer.numel()), buffer.detach().view(-1))
+
+
 def gradient_pieces(engine: Parallel) -> Iterator[Held]:
     for unit in _units(engine, True):
         yield from _runs(engine, "gradient", unit, unit.own_gradients, True)

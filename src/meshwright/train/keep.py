@@ -46,7 +46,11 @@ def ranks_of(mesh: Mesh) -> Ranks:
 def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
     """FOLDER/step-N, durable and read back."""
     engine, optimizer = trainer.engine, trainer.optimizer
-    pieces = [*state.weight_pieces(engine, saving=True), *state.optimizer_pieces(engine, optimizer, saving=True)]
+    pieces = [
+        *state.weight_pieces(engine, saving=True),
+        *state.optimizer_pieces(engine, optimizer, saving=True),
+        *state.buffer_pieces(engine),
+    ]
     content = {"run": trainer.run_state.model_dump(), "optimizer": state.optimizer_scalars(engine, optimizer), "extra": extra}
     local = {"random": torch.get_rng_state()}
     if trainer.mesh.device.type == "cuda":
@@ -59,10 +63,12 @@ def load_trainer(trainer: Trainer, path: Path) -> dict[str, Any]:
     """Fill `trainer` from the checkpoint `path`; what was given as `extra` comes back."""
     engine, optimizer = trainer.engine, trainer.optimizer
     engine.zero.settle()
-    saved = read_manifest(path).state
+    manifest = read_manifest(path)
+    saved = manifest.state
     with torch.no_grad():
         state.prepare_optimizer(engine, optimizer, saved["optimizer"])
         wanted = [*state.weight_pieces(engine, saving=False), *state.optimizer_pieces(engine, optimizer, saving=False)]
+        wanted += [held for held in state.buffer_pieces(engine) if held.piece.name in manifest.tensors]
         loaded = load(path, map(tuple, wanted), plan=trainer.plan, ranks=ranks_of(trainer.mesh))  # type: ignore[arg-type]
         for unit in engine.zero.units:
             unit.write_back()

@@ -85,6 +85,9 @@ class Loop:
         self._check()
         self._say("begin", step=began, steps=self.steps, data=self.dataset.describe(), parameters=self.parameters)
         records = Records(self.folder, self.launch.run.tensorboard, self._note) if self.channel.rank == 0 else None
+        if self.channel.rank == 0 and self.dataset.tokenizer is not None:
+            (self.folder / "tokenizer").mkdir(exist_ok=True)
+            self.dataset.tokenizer.save(self.folder / "tokenizer")
         held_out = list(self._held_out_batches())
         if began == 0 and held_out:
             loss = self._evaluate(held_out)
