@@ -6,16 +6,22 @@ set the gates. Every parameter is accounted for: a layer can never be lost in a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.anatomy import Anatomy, layers, read
+from meshwright.anatomy import Anatomy, is_plain, layers, read
 from meshwright.base.errors import InputError
+from meshwright.parallel.backlog import Backlog, put_off
+from meshwright.parallel.context.blocks import Context
+from meshwright.parallel.context.setup import context_of
+from meshwright.parallel.expert import Mixture, lay_experts, shard_experts
+from meshwright.parallel.expert import check as check_experts
+from meshwright.parallel.expert_ranks import ExpertRanks, expert_ranks
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.gates import Absent, Gate, Run, StageDone
 from meshwright.parallel.keeping import Keeping, storage_of
@@ -25,8 +31,12 @@ from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
 from meshwright.parallel.zero import Zero
 from meshwright.spec.layout import LayerSlots, Slot, units
+from meshwright.spec.plan import Recompute
 from meshwright.spec.precision import Recipe
 from meshwright.spec.runs import missing
+
+COPY = "embedding's copy"
+"""The tied weight as the last stage holds it."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,9 @@ class Parallel:
     gates: list[Gate]
     bounds: dict[int, tuple[int, int]]
     pipeline: Pipeline
+    experts: ExpertRanks | None = None
+    mixtures: Sequence[Mixture] = ()
+    context: Context | None = None
     aliases: frozenset[str] = frozenset()
     """Other names in the model's saved state: buffers, and tied weights under their second name."""
     unfilled: frozenset[str] = frozenset()
@@ -62,6 +75,8 @@ class Parallel:
         """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
         if scale is not None:
             self.zero.begin_step(len(batches))
+            for mixture in self.mixtures:
+                mixture.begin_step()
         self._open_ungated()
         total = self.pipeline.run(batches, scale)
         self.zero.close_all()
@@ -84,6 +99,8 @@ class Parallel:
             return done.hidden
         finally:
             self.run.received = None
+            if self.context is not None:
+                self.context.forget()
         return self.objective.sum(output, batch)
 
 
@@ -95,7 +112,7 @@ def parallelize_model(
     Raises InputError before anything is changed when a size does not divide.
     """
     plan = mesh.plan
-    anatomy = anatomy or read(model, lend=True)
+    anatomy = (anatomy or read(model, lend=True)).over(plan.tp)
     _check(anatomy, mesh)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
@@ -110,17 +127,26 @@ def parallelize_model(
     accounted = [name for layer in table for name in layer.parameters]
     if sorted(accounted) != sorted(shapes):
         raise AssertionError(f"parameters lost or doubled in the cut: {sorted(set(shapes) ^ set(accounted))[:3]}")
-    objective = Objective(model, loss, mesh.tp if anatomy.head is not None else None)
-    shard_model(model, anatomy, mesh.tp, plan.sequence_parallel)
+    experts = expert_ranks(mesh, anatomy)
+    context = context_of(model, anatomy, mesh)
+    objective = Objective(model, loss, mesh.tp if anatomy.head is not None else None, context.cut_labels if context else None)
+    shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
+    mixtures = shard_experts(model, anatomy, experts, plan.sequence_parallel)
     if unfilled:
         _give_places(model, mesh.device)
     parameters = dict(model.named_parameters())
-    stages = range(mesh.place.pp, plan.stages, plan.pp)
+    stages = plan.stages_of(mesh.place.pp)
     mine = {stage: [layer for layer in table if layer.stage == stage] for stage in stages}
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     dtype = getattr(torch, recipe.compute)
     _drop_absent(model, anatomy, {name for held in mine.values() for layer in held for name in layer.parameters}, tie_here, dtype)
-    flat, tied, by_layer = _lay_flat(mine, table, anatomy, mesh, recipe, parameters)
+    second = None
+    if tie_here and 0 in stages:  # both ends of a V are here: two copies that are kept equal, as on two ranks
+        head: Any = model.get_submodule(anatomy.head or "")
+        second = head.weight = nn.Parameter(head.weight.detach().clone())
+    flat, tied, by_layer = _lay_flat(_without(mine, experts), table, anatomy, mesh, recipe, parameters, second)
+    by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
+    _put_off(model, anatomy, mesh, flat)
     zero = Zero(
         mesh,
         flat,
@@ -131,9 +157,13 @@ def parallelize_model(
     weights = {storage_of(unit.weights) for unit in zero.units}
     run = Run(start=0, stop=max(anatomy.count, 1), keeping=Keeping.of(plan, weights))
     gates = _set_gates(model, anatomy, mesh, run, by_layer, {name: layer for layer in table for name in layer.parameters})
+    if context is not None:
+        _set_context(gates, context)
     pipeline = Pipeline(mesh, lambda *arguments: engine.stage_forward(*arguments), zero.end_backward)
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, _bounds(anatomy, mesh), pipeline)
-    engine.aliases, engine.unfilled = aliases, unfilled
+    engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
+    here = {name for layers_here in mine.values() for layer in layers_here for name in layer.parameters}
+    engine.mixtures = [each for each in mixtures if f"{each.experts.path}.{each.experts.names[0]}" in here]
     return engine
 
 
@@ -148,6 +178,7 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
     if plan.stages > 1 and anatomy.blocks is None:
         raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
     plan.stage_layers(max(anatomy.count, 1))
+    check_experts(anatomy, plan)
 
 
 def _give_places(model: nn.Module, device: torch.device) -> None:
@@ -202,10 +233,26 @@ def _drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: 
     visit(model, "")
 
 
+def _without(mine: dict[int, list[Layer]], experts: ExpertRanks) -> dict[int, list[Layer]]:
+    """The layers without the experts that are dealt to ranks of their own."""
+
+    def dense(layer: Layer) -> Layer:
+        return replace(layer, parameters=tuple(name for name in layer.parameters if name not in experts.dealt))
+
+    return {stage: [dense(layer) for layer in held] for stage, held in mine.items()} if experts.dealt else mine
+
+
 def _lay_flat(
-    mine: dict[int, list[Layer]], table: list[Layer], anatomy: Anatomy, mesh: Mesh, recipe: Recipe, parameters: dict[str, nn.Parameter]
+    mine: dict[int, list[Layer]],
+    table: list[Layer],
+    anatomy: Anatomy,
+    mesh: Mesh,
+    recipe: Recipe,
+    parameters: dict[str, nn.Parameter],
+    second: nn.Parameter | None,
 ) -> tuple[dict[int, list[FlatUnit]], dict[int, bool], dict[str, FlatUnit]]:
-    """Flat units by stage, tied units with whether they count in the norm here, and the unit of each layer."""
+    """Flat units by stage, tied units with whether they count in the norm here, and the unit of each layer. `second`: the tied weight of the
+    last stage where another stage of this rank holds the first."""
     plan = mesh.plan
     tied_layer = next((layer for layer in table if layer.name == "embedding"), None) if anatomy.tied else None
     stages: dict[int, list[FlatUnit]] = {}
@@ -223,13 +270,32 @@ def _lay_flat(
             for layer in present
         ]
         stages[stage] = []
-        for unit in units(slots, plan.zero, plan.dp_shard, plan.bucket, recipe.size):
-            flat = FlatUnit(unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe)
+        if shares_tie and tied_layer is not None and second is not None:
+            parameters = {**parameters, **dict.fromkeys(tied_layer.parameters, second)}
+        for unit in units(slots, plan.zero, plan.shards, plan.bucket, recipe.size):
+            flat = FlatUnit(unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe, mesh.sharing)
             stages[stage].append(flat)
-            by_layer |= dict.fromkeys(unit.layers, flat)
+            by_layer |= {COPY if shares_tie and name == "embedding" else name: flat for name in unit.layers}
             if tied_layer is not None and plan.stages > 1 and tied_layer.name in unit.layers:
                 tied[id(flat)] = stage == 0
     return stages, tied, by_layer
+
+
+def _put_off(model: nn.Module, anatomy: Anatomy, mesh: Mesh, flat: dict[int, list[FlatUnit]]) -> None:
+    """Matrix layers of blocks leave their weight's gradient to W where the schedule has one; see [Note: not put off]."""
+    plan, bounds = mesh.plan, _bounds(anatomy, mesh)
+    for stage, held in flat.items():
+        unit_of = {name: unit for unit in held for name in unit.parameters}
+        for place, index in enumerate(range(*bounds[stage])) if plan.separates(stage) and anatomy.blocks is not None else ():
+            if plan.recompute == Recompute.layer and (not plan.recompute_layers or place < plan.recompute_layers):
+                continue
+            path = anatomy.block(index)
+            for inside, module in model.get_submodule(path).named_modules():
+                name = f"{path}.{inside}.weight"
+                if is_plain(module) and name in unit_of:
+                    unit = unit_of[name]
+                    unit.backlog = unit.backlog or Backlog(unit.take)
+                    put_off(module, unit.backlog, name)
 
 
 def _set_gates(
@@ -244,7 +310,8 @@ def _set_gates(
             if isinstance(block, Absent):
                 continue
             gate = Gate(block, run, index)
-            gate.units = [by_layer[f"block.{index}"]] if plan.zero == 3 else []
+            held = [by_layer[name] for name in (f"block.{index}", f"block.{index}.experts") if name in by_layer]
+            gate.units = held if plan.zero == 3 else []
             if region is not None:
                 gate.before = region.enter if index == 0 else None
                 gate.after = region.leave if index == anatomy.count - 1 else None
@@ -260,6 +327,21 @@ def _set_gates(
     return gates
 
 
+def _set_context(gates: list[Gate], context: Context) -> None:
+    """Blocks work on this rank's piece of the sequence; the first one's hidden state is cut before anything else is done to it."""
+    for gate in gates:
+        if gate.index is not None:
+            gate.inner = context.around(gate.inner, gate.index)
+        if gate.index == 0:
+            gate.before = _after(context.cut_hidden, gate.before)
+
+
+def _after(
+    first: Callable[[torch.Tensor], torch.Tensor], then: Callable[[torch.Tensor], torch.Tensor] | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return first if then is None else lambda hidden: then(first(hidden))
+
+
 def _outer_gates(model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[str, FlatUnit], layer_of: dict[str, Layer]) -> list[Gate]:
     """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is one."""
     gates = []
@@ -269,8 +351,9 @@ def _outer_gates(model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[st
         if layer.name in by_layer and not (anatomy.blocks and layer.name.startswith("block.")):
             owners = {name.rpartition(".")[0] for name in layer.parameters}
             by_path.setdefault(_common_path(owners), []).append(by_layer[layer.name])
-    if anatomy.tied and anatomy.head is not None and "embedding" in by_layer:
-        by_path.setdefault(anatomy.head, []).append(by_layer["embedding"])
+    tied = by_layer.get(COPY, by_layer.get("embedding"))
+    if anatomy.tied and anatomy.head is not None and tied is not None:
+        by_path.setdefault(anatomy.head, []).append(tied)
     for path, held in by_path.items():
         module = modules.get(path)
         if path and module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict | Absent):

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.parallel import collectives, exchange
+from meshwright.parallel.backlog import PutOff, product
 from meshwright.parallel.exchange import Pending
 from meshwright.parallel.group import Group
 
@@ -77,9 +78,10 @@ class Crossing:
     def finish(self, brought: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
         """The gradient of the hidden state. `brought` comes from readers of another kind, by way of autograd."""
         result = self._finished()
-        if self.buffer is not None and result is None:  # a column layer whose output nothing used
-            self._start(self.buffer.view(shape))
-            result = self._finished()
+        if self.buffer is not None and result is None:  # not all are column layers, or nothing used the output of one
+            total = self.buffer.view(shape)
+            self._start(total if brought is None else total.add_(brought))
+            result, brought = self._finished(), None
         if brought is not None:
             self._start(brought.contiguous())
             rest = self._finished()
@@ -109,6 +111,11 @@ class Entry:
         name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
         return args, {**kwargs, name: self._cross(kwargs[name])}
 
+    def was_read(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of a reader with a forward of its own, whose gradient autograd brings."""
+        if self.crossing is not None:
+            self.crossing.read()
+
     def _cross(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.crossing is None or self.crossing.hidden is not hidden:
             self.crossing = Crossing(hidden, self.group, self.sequence_parallel, self.readers)
@@ -126,8 +133,9 @@ class Column:
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
         crossing = self.entry.crossing
         if crossing is None or x is not crossing.entered:
-            return F.linear(x, weight if self.linear else weight.t(), bias)  # type: ignore[arg-type, union-attr]
-        output: torch.Tensor = _Column.apply(x, weight, bias, crossing, self.linear)
+            return product(self.module, x, bias, self.linear)
+        leave = getattr(self.module, "put_off", None)
+        output: torch.Tensor = _Column.apply(x, weight, bias, crossing, self.linear, leave)
         crossing.read()
         return output
 
@@ -152,9 +160,9 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, crossing: Crossing, linear: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, crossing: Crossing, linear: bool, leave: PutOff | None
     ) -> torch.Tensor:
-        ctx.crossing, ctx.linear, ctx.shape = crossing, linear, x.shape
+        ctx.crossing, ctx.linear, ctx.shape, ctx.leave = crossing, linear, x.shape, leave
         ctx.save_for_backward(crossing.kept(), weight)
         return F.linear(x, weight if linear else weight.t(), bias)
 
@@ -168,8 +176,10 @@ class _Column(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             crossing.add(flat, weight if ctx.linear else weight.t(), ctx.shape)
         weight_gradient = bias_gradient = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and ctx.leave is not None:
+            ctx.leave(x, flat)
+        elif ctx.needs_input_grad[1]:
             weight_gradient = flat.t() @ x if ctx.linear else x.t() @ flat
         if ctx.needs_input_grad[2]:
             bias_gradient = flat.sum(0)
-        return None, weight_gradient, bias_gradient, None, None
+        return None, weight_gradient, bias_gradient, None, None, None

@@ -7,7 +7,7 @@ host without accelerators read each other's memory (lanes.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,24 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None) -> 
     repeated = shard.repeat(group.size)
     work = dist.all_to_all_single(full, repeated, group=group.process, async_op=True)
     return Pending(work, lambda: _keep(repeated))
+
+
+def all_to_all(out: torch.Tensor, full: torch.Tensor, group: Group | None) -> Pending:
+    """`out` becomes, in order of rank, slice r of everyone's `full` on rank r; all slices are equal and both tensors flat."""
+    if group is None:
+        return Pending(None, lambda: _copy(out, full))
+    if group.lanes is not None:
+        return Pending(None, group.lanes.all_to_all(out, full))
+    return Pending(dist.all_to_all_single(out, full, group=group.process, async_op=True), lambda: _keep(full))
+
+
+def all_to_all_rows(out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: Group) -> Pending:
+    """Uneven: rank i sends `rows[i][j]` rows of its `sent` to rank j, in order of rank; `out` becomes what comes here."""
+    if group.lanes is not None:
+        return Pending(None, group.lanes.all_to_all_rows(out, sent, rows))
+    incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])
+    work = dist.all_to_all_single(out, sent, incoming, outgoing, group=group.process, async_op=True)
+    return Pending(work, lambda: _keep(sent))
 
 
 def _keep(buffer: torch.Tensor) -> None:

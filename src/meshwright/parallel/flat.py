@@ -1,6 +1,6 @@
 """A flat unit: the parameters of one or several layers as views of one buffer, with their gradients and optimizer shard beside it.
 
-[Note: ZeRO is three settings] What differs between ZeRO stages is only which of three buffers is a shard of 1 / dp_shard:
+[Note: ZeRO is three settings] What differs between ZeRO stages is only which of three buffers is a shard, 1 / (dp_shard x cp) of the whole:
 
 | stage | weights | gradients | master weights and optimizer states |
 |---|---|---|---|
@@ -20,7 +20,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from meshwright.parallel.backlog import Backlog
 from meshwright.parallel.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
+from meshwright.parallel.group import Sharing
 from meshwright.parallel.master import Master
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.layout import Unit
@@ -30,19 +32,18 @@ from meshwright.spec.precision import Recipe
 class FlatUnit:
     """One buffer. `own` is the run of elements that this rank updates."""
 
-    def __init__(self, unit: Unit, parameters: dict[str, nn.Parameter], mesh: Mesh, recipe: Recipe) -> None:
+    def __init__(self, unit: Unit, parameters: dict[str, nn.Parameter], mesh: Mesh, recipe: Recipe, sharing: Sharing) -> None:
         self.unit, self.parameters, self.mesh = unit, parameters, mesh
         self.zero = mesh.plan.zero
         self.dtype = getattr(torch, recipe.compute)
-        shards = mesh.plan.dp_shard
-        self.group, self.replicas = mesh.group("dp_shard"), mesh.group("dp_replicate")
-        each = unit.numel // shards
-        first = mesh.place.dp_shard * each if self.zero else 0
-        self.own = slice(first, first + each) if self.zero else slice(0, unit.numel)
+        self.sharing, self.group, self.replicas = sharing, sharing.shard_group, sharing.copy_group
+        each = unit.numel // sharing.shards
+        self.own = slice(sharing.shard * each, (sharing.shard + 1) * each)
         self.arrivals = 1
         self._arrived = dict.fromkeys(unit.offsets, 0)
         self._full_gradient: torch.Tensor | None = None
         self.on_complete: Callable[[FlatUnit], None] | None = None
+        self.backlog: Backlog | None = None
         self._gaps = _gaps(unit, parameters)
         self._gathering: Pending | None = None
         self.is_open = True
@@ -70,7 +71,7 @@ class FlatUnit:
 
     def _zeros(self, numel: int, shared: bool) -> torch.Tensor:
         """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
-        if shared and self.mesh.host is not None and self.mesh.plan.dp > 1:
+        if shared and self.mesh.host is not None and (self.group or self.replicas):
             return self.mesh.host.zeros(numel, self.dtype)
         return torch.zeros(numel, dtype=self.dtype, device=self.mesh.device)
 
@@ -101,11 +102,15 @@ class FlatUnit:
             if gradient is None or owner is None:
                 return
             parameter.grad = None
-            owner._take(name, gradient)
+            if owner.backlog is not None:
+                owner.backlog.add(name, lambda: gradient)
+            else:
+                owner.take(name, gradient)
 
         return take
 
-    def _take(self, name: str, gradient: torch.Tensor) -> None:
+    def take(self, name: str, gradient: torch.Tensor) -> None:
+        """A gradient of one backward pass."""
         arrived = self._arrived[name] = self._arrived[name] + 1
         if self.zero < 2:
             target = self.view(self.gradients, name)

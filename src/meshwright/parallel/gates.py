@@ -104,6 +104,9 @@ class Gate:
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _open(self.units, self.following)
+        entering = hidden_of(args, kwargs)
+        if any(unit.backlog for unit in self.units) and entering.requires_grad:  # W, which ends others, needs no weights
+            entering.register_hook(self._close_behind_backward)
         if self.index is not None and torch.is_grad_enabled():
             output = self.run.keeping(self.inner, self.index - self.run.start, args, kwargs)
         else:
@@ -118,6 +121,10 @@ class Gate:
 
     def _open_for_backward(self, gradient: torch.Tensor) -> None:
         _open(self.units, self.previous)
+
+    def _close_behind_backward(self, gradient: torch.Tensor) -> None:
+        for unit in self.units:
+            unit.close()
 
 
 def _open(units: list[FlatUnit], ahead: list[FlatUnit]) -> None:

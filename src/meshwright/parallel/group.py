@@ -32,6 +32,22 @@ class Group:
         return self.process is not None and dist.get_backend(self.process) == "nccl"
 
 
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """Who holds the states of a unit: of `copies` equal copies this rank holds part number `copy`, cut into `shards`, of it shard `shard`."""
+
+    shards: int
+    shard: int
+    copies: int
+    copy: int
+    shard_group: Group | None
+    """The ranks that share a copy."""
+    copy_group: Group | None
+    """The ranks that hold the same shard."""
+    tensor_group: Group | None
+    """The tensor ranks among which its tensors are split or alike."""
+
+
 def of_process(process: dist.ProcessGroup | None) -> Group | None:
     """The group of a process group of torch; None for one rank."""
     if process is None or dist.get_world_size(process) == 1:

@@ -7,6 +7,7 @@ Sums go in order of rank on every rank, low precision in float32, so that they a
     all-reduce            rank r sums slice r of all parts in its own, then everyone copies the slices
     reduce-scatter        rank r sums slice r of all parts
     all-gather            everyone copies all parts
+    all-to-all            rank r copies slice r of all parts
 
 [Note: lanes] A group has LANES collectives under way at most. Collective n uses lane n % LANES, whose words are: `posted` (n: the part
 can be read), `halfway` (n: the own slice is summed), `done` (n: the others' parts are read), and where the part lies. The next collective
@@ -119,6 +120,31 @@ class Lanes:
 
         return self._started(number, (_POSTED, gather))
 
+    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Callable[[], None]:
+        number, memory = self._begin(full)
+
+        def exchange() -> None:
+            for into, part in zip(out.view(len(self.ranks), -1), self._parts(number, memory), strict=True):
+                into.copy_(part[self._slice(part, self.index)])
+            self._done(number)
+
+        return self._started(number, (_POSTED, exchange))
+
+    def all_to_all_rows(self, out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]]) -> Callable[[], None]:
+        """Uneven: rank i sends `rows[i][j]` rows to rank j."""
+        number, memory = self._begin(sent)
+        width, numels = sent.shape[1], [sum(row) * sent.shape[1] for row in rows]
+
+        def exchange() -> None:
+            at = 0
+            for row, part in zip(rows, self._parts(number, memory, numels), strict=True):
+                start, numel = sum(row[: self.index]) * width, row[self.index] * width
+                out.view(-1)[at : at + numel].copy_(part[start : start + numel])
+                at += numel
+            self._done(number)
+
+        return self._started(number, (_POSTED, exchange))
+
     def stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that the others can read, to be filled with anything and given to a collective once. What was in it is still there."""
         slot = self._slot(numel * dtype.itemsize)
@@ -191,11 +217,11 @@ class Lanes:
     def _is_free(self, slot: _Slot) -> bool:
         return slot.number is not None and slot.number <= self._finished[0] and self._is_there(slot.number, _DONE)
 
-    def _parts(self, number: int, own: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's part, this one's among them, once they are there."""
+    def _parts(self, number: int, own: torch.Tensor, numels: Sequence[int] = ()) -> list[torch.Tensor]:
+        """Every rank's part, this one's among them, once they are there; of `numels` elements where they differ."""
         own = own.view(-1)
-        size, parts = own.numel() * own.element_size(), []
-        for rank in self.ranks:
+        parts = []
+        for rank, numel in zip(self.ranks, numels or [own.numel()] * len(self.ranks), strict=True):
             if rank == self.host.rank:
                 parts.append(own)
                 continue
@@ -206,7 +232,7 @@ class Lanes:
                 if before != segment:
                     self._read_slots[rank, slot] = segment
                     self.host.forget(rank, before)
-            parts.append(self.host.read(rank, segment, file)[start : start + size].view(own.dtype))
+            parts.append(self.host.read(rank, segment, file)[start : start + numel * own.element_size()].view(own.dtype))
         return parts
 
     def _everyone(self, number: int, word: int) -> None:

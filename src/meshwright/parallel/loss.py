@@ -27,8 +27,13 @@ def sum_loss(logits: torch.Tensor, labels: torch.Tensor, shift: bool, group: Gro
     `logits` (..., V) or, with `group`, the local ceil(V / ranks) of them, the last ranks having fewer. With `shift` the logits at a place
     are held against the label of the next one.
     """
-    wanted = (F.pad(labels[..., 1:], (0, 1), value=IGNORED) if shift else labels).reshape(-1).to(logits.device)
+    wanted = (shifted(labels) if shift else labels).reshape(-1).to(logits.device)
     return _SumLoss.apply(logits.reshape(-1, logits.shape[-1]), wanted, group)
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """The label of the next place at every place; none at the last."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
 def count_labels(labels: torch.Tensor, shift: bool) -> int:

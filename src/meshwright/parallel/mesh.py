@@ -11,16 +11,18 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.group import Group, of_lanes, of_process
+from meshwright.parallel import processes
+from meshwright.parallel.group import Group, Sharing, of_lanes, of_process
 from meshwright.parallel.lanes import LANE_WORDS, Lanes
 from meshwright.parallel.shared import Host, meet
-from meshwright.spec.grid import AXES, Grid, Place
+from meshwright.spec.grid import Grid, Place
 from meshwright.spec.plan import Plan
 
-NAMES = ("world", *AXES, "tie")
+EXPERTS = ("experts", "expert_tensor", "expert_joined", "expert_shards", "expert_copies")
+NAMES = ("world", "pp", "cp", "tp", "shards", "copies", "tie", *EXPERTS)
 """Groups that a rank can be in; each has its lanes."""
 
 WIRES = len(NAMES) * LANE_WORDS
@@ -57,6 +59,11 @@ class Mesh:
     @property
     def replica(self) -> int:
         return self.grid.replica(self.rank)
+
+    @property
+    def sharing(self) -> Sharing:
+        copy, shard = self.grid.holding(self.rank)
+        return Sharing(self.plan.shards, shard, self.plan.copies, copy, self.group("shards"), self.group("copies"), self.tp)
 
     def pipeline_rank(self, pp: int) -> int:  # the global rank at pipeline position `pp` beside this one
         return self.grid.rank(self.place._replace(pp=pp))
@@ -102,26 +109,22 @@ def make_mesh(plan: Plan, device: torch.device | None = None, timeout: float = 1
 def _grouped(bare: Mesh) -> Mesh:
     """`bare` with its groups; all ranks call it."""
     grid, everyone = bare.grid, list(range(bare.plan.world))
-    axes = [axis for axis in AXES if getattr(grid.sizes, axis) > 1]
-    together = all(bare.shares_memory(grid.along(rank, axis)) for axis in axes for rank in everyone)
-    device_mesh = None
-    if not together:
-        device_mesh = init_device_mesh(bare.device.type, tuple(getattr(grid.sizes, axis) for axis in axes), mesh_dim_names=tuple(axes))
+    members = {"world": everyone, **{axis: grid.along(bare.rank, axis) for axis in ("pp", "cp", "tp")}}
+    members["shards"], members["copies"] = grid.sharing(bare.rank)
+    device_mesh, torchs = (None, {}) if bare.shares_memory(everyone) else processes.of_axes(grid, bare.rank, bare.device)
     groups = {}
-    for name in ("world", *axes):
-        ranks = everyone if name == "world" else grid.along(bare.rank, name)
-        process = dist.group.WORLD if name == "world" else device_mesh.get_group(name) if device_mesh is not None else None
-        group = of_lanes(bare.lanes(name, ranks)) if bare.shares_memory(ranks) else of_process(process)
-        if group is not None:
+    for name, ranks in members.items():
+        group = of_lanes(bare.lanes(name, ranks)) if bare.shares_memory(ranks) else of_process(torchs.get(name))
+        if group is not None and len(ranks) > 1:
             groups[name] = group
-    channels = {} if bare.device.type == "cpu" else _channels(bare)
+    channels = {} if bare.device.type == "cpu" else processes.channels(grid, bare.rank)
     return Mesh(bare.plan, grid, bare.rank, bare.place, bare.device, groups, device_mesh, bare.host, bare.identities, channels)
 
 
 def tie_group(mesh: Mesh) -> Group | None:
-    """The first and the last pipeline rank beside this one, which share tied weights; None elsewhere. Every rank calls it."""
-    grid, last = mesh.grid, mesh.grid.sizes.pp - 1
-    if last == 0:
+    """The pipeline ranks of the first and the last stage beside this one, which share tied weights; None elsewhere. Every rank calls it."""
+    grid, last = mesh.grid, mesh.plan.rank_of(mesh.plan.stages - 1)
+    if last == mesh.plan.rank_of(0):
         return None
     mine: Group | None = None
     pairs = [[column[0], column[last]] for rank in range(mesh.plan.world) if (column := grid.along(rank, "pp"))[0] == rank]
@@ -130,19 +133,4 @@ def tie_group(mesh: Mesh) -> Group | None:
         process = None if together else dist.new_group(pair)
         if mesh.rank in pair:
             mine = of_lanes(mesh.lanes("tie", pair)) if mesh.shares_memory(pair) else of_process(process)
-    return mine
-
-
-def _channels(mesh: Mesh) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """One group per ordered pair of neighbouring pipeline ranks: NCCL runs the messages of a group one after the other, and with one for both
-    directions two ranks that send first would wait for each other. gloo matches messages by tag and needs none."""
-    mine: dict[tuple[int, int], dist.ProcessGroup] = {}
-    grid, stages = mesh.grid, mesh.plan.pp
-    for rank in range(mesh.plan.world) if stages > 1 else ():
-        column = grid.along(rank, "pp")
-        for source in range(stages) if column[0] == rank else ():
-            for target in {(source + 1) % stages, (source - 1) % stages} - {source}:
-                group = dist.new_group([column[source], column[target]])
-                if mesh.rank in column:
-                    mine[source, target] = group
     return mine

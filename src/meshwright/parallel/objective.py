@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.group import Group
-from meshwright.parallel.loss import count_labels, sum_loss
+from meshwright.parallel.loss import count_labels, shifted, sum_loss
 
 Batch = dict[str, Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
@@ -26,8 +26,19 @@ class Objective:
     model's own loss is not computed; -100 is not valid; causal models shift by one); the model's own mean loss.
     """
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, vocabulary_group: Group | None) -> None:
-        self.loss, self.group = loss, vocabulary_group
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        vocabulary_group: Group | None,
+        piece: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """`piece`: this rank's positions of labels, where context ranks share a sequence."""
+        self.loss, self.group, self.piece = loss, vocabulary_group, piece
+        if loss is not None and piece is not None:
+            raise InputError(
+                "cp: a loss of one's own sees a piece of the output beside the whole batch: use cp1, or let the model return logits"
+            )
         name = type(model).__name__
         self.shift = bool(getattr(model, "shift_labels", name.endswith(("ForCausalLM", "LMHeadModel"))))
 
@@ -53,7 +64,10 @@ class Objective:
                 f"the loss is not known: the batch has {sorted(batch)} and the model returns {type(output).__name__}; "
                 "give 'labels' and a model that returns logits, or pass loss=function(output, batch)"
             )
-        return sum_loss(logits, batch["labels"], self.shift, self.group)
+        labels, shift = batch["labels"], self.shift
+        if self.piece is not None:  # the label of a piece's last position may stand in another piece: shift first
+            labels, shift = self.piece(shifted(labels) if shift else labels), False
+        return sum_loss(logits, labels, shift, self.group)
 
 
 def rows_of(batch: Batch) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshwright.anatomy import intervals
+from meshwright.anatomy import Split, intervals
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.flat import FlatUnit
 from meshwright.spec.piece import Piece
@@ -27,26 +27,33 @@ class Held(NamedTuple):
 
 def _runs(engine: Parallel, kind: str, unit: FlatUnit, flat: torch.Tensor, saving: bool) -> Iterator[Held]:
     """`flat` is the own run of `unit`, cut into pieces named `kind/parameter`."""
-    mesh, plan = engine.mesh, engine.mesh.plan
     first, last = unit.own.start, unit.own.stop
     if saving:
-        holders = plan.dp if plan.zero == 0 else plan.dp_replicate
-        index = mesh.replica if plan.zero == 0 else mesh.place.dp_replicate
-        if mesh.place.cp:
-            return
-        length = last - first
-        first, last = first + length * index // holders, first + length * (index + 1) // holders
+        length, copies, copy = last - first, unit.sharing.copies, unit.sharing.copy
+        first, last = first + length * copy // copies, first + length * (copy + 1) // copies
     for name, offset in unit.unit.offsets.items():
-        split = engine.anatomy.splits.get(name) if plan.tp > 1 else None
-        if saving and split is None and mesh.place.tp:
+        split, index, ranks, before = _cut(engine, unit, name)
+        if saving and split is None and index:
             continue
         begin, end = max(offset, first), min(offset + unit.parameters[name].numel(), last)
         if begin < end:
             shape = tuple(engine.shapes[name])
-            held = () if split is None else intervals(split.parts or shape[split.dim], mesh.place.tp, plan.tp)
+            held = () if split is None else intervals(split.parts or shape[split.dim], index, ranks)
             dtype = str(flat.dtype).removeprefix("torch.")
-            piece = Piece(f"{kind}/{name}", shape, dtype, split.dim if split else None, held, begin - offset, end - offset)
+            piece = Piece(
+                f"{kind}/{name}", shape, dtype, split.dim if split else None, held, before + begin - offset, before + end - offset
+            )
             yield Held(piece, flat[begin - unit.own.start : end - unit.own.start])
+
+
+def _cut(engine: Parallel, unit: FlatUnit, name: str) -> tuple[Split | None, int, int, int]:
+    """How parameter `name` is split, this rank's place among the ranks that split it or have it alike, their number, and the elements of
+    that share that lie before this rank's: of experts, which lie one behind the other, those of the ranks before."""
+    mesh, experts = engine.mesh, engine.experts
+    if experts is not None and name in experts.dealt:
+        share = engine.anatomy.splits.get(name) if experts.shares > 1 else None
+        return share, experts.place.share, experts.shares, experts.place.expert * unit.parameters[name].numel()
+    return (engine.anatomy.splits.get(name) if mesh.plan.tp > 1 else None), mesh.place.tp, mesh.plan.tp, 0
 
 
 def _units(engine: Parallel, saving: bool) -> Iterator[FlatUnit]:

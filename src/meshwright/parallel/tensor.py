@@ -1,7 +1,8 @@
 """Tensor parallelism: column and row layers on local tensors, one collective into a region and one out of it.
 
 A region of a block (anatomy/) is entered once, at the module whose input its column layers read; column layers then compute their share
-with no further ado; a row layer sums over the ranks and adds its bias once. With sequence parallelism the hidden state between the first
+with no further ado; a row layer sums over the ranks and adds its bias once. Convolutions are cut by their channels in the same way. Where there are
+fewer key-value heads than ranks, every rank holds the projections of keys and values whole and uses the rows of its own. With sequence parallelism the hidden state between the first
 block's input and the last block's output is cut along the sequence, and regions gather on entry and scatter on leaving. The vocabulary
 embedding and head hold a share of the vocabulary each.
 
@@ -17,9 +18,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import Anatomy, Region, Split, intervals, is_plain, local_slice
+from meshwright.anatomy import (
+    Anatomy,
+    HeadsTaken,
+    Region,
+    Split,
+    intervals,
+    is_convolution,
+    is_plain,
+    local_slice,
+    set_counts,
+    share_of,
+)  # fmt: skip
 from meshwright.base.errors import InputError
 from meshwright.parallel import collectives
+from meshwright.parallel.backlog import product
 from meshwright.parallel.columns import Column, Entry
 from meshwright.parallel.group import Group
 
@@ -32,20 +45,21 @@ def shard_model(model: nn.Module, anatomy: Anatomy, group: Group | None, sequenc
     if group is None:
         return
     ranks, index = group.size, group.index
+    anatomy = anatomy.over(ranks)
     check(model, anatomy, ranks, sequence_parallel)
+    table = model.get_submodule(anatomy.embedding).weight if anatomy.embedding else None
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is table]
     _shard_parameters(model, anatomy, index, ranks)
-    for number in range(anatomy.count if anatomy.regions else 0):
-        block = model.get_submodule(anatomy.block(number))
-        for region in anatomy.regions:
-            _enter_region(block, anatomy.block(number), region, anatomy, group, sequence_parallel)
-            for path in region.rows:
-                split = anatomy.splits[f"{anatomy.block(number)}.{path}.weight"]
-                _by_rows(block.get_submodule(path), split, group, sequence_parallel)
-            for path, name in region.attributes:
-                owner = block.get_submodule(path)
-                setattr(owner, name, getattr(owner, name) // ranks)
-    if anatomy.embedding is not None:
-        Vocabulary(model.get_submodule(anatomy.embedding), intervals(anatomy.vocabulary, index, ranks)[0], group)
+    for region in anatomy.regions:
+        _enter_region(model, region, anatomy, group, sequence_parallel)
+        for path in region.rows:
+            _by_rows(model.get_submodule(path), anatomy.splits[f"{path}.weight"], group, sequence_parallel)
+        for one in region.slices:
+            taken = HeadsTaken(one, ranks, lambda tensor, dim: collectives.scatter_sequence(tensor, group, dim))
+            model.get_submodule(one.path).register_forward_pre_hook(taken, with_kwargs=True)
+        set_counts(model, region, ranks)
+    for module in tables:  # an encoder and a decoder may each have one that holds the weight
+        Vocabulary(module, intervals(anatomy.vocabulary, index, ranks)[0], group)
     if anatomy.head is not None:
         head, entry = model.get_submodule(anatomy.head), Entry(group, False, 1)
         head.register_forward_pre_hook(entry, with_kwargs=True)
@@ -54,12 +68,14 @@ def shard_model(model: nn.Module, anatomy: Anatomy, group: Group | None, sequenc
 
 def check(model: nn.Module, anatomy: Anatomy, ranks: int, sequence_parallel: bool) -> None:
     """Every size that `ranks` tensor ranks must divide; one InputError that names them all."""
-    wrong = [f"{name} ({size})" for name, size in anatomy.divisible.items() if size % ranks]
-    vocabulary = {f"{path}.weight" for path in (anatomy.embedding, anatomy.head) if path} | {f"{anatomy.head}.bias"}
+    wrong = [f"{name} ({size})" for name, size in anatomy.divisible.items() if size % ranks and (name != "kv_heads" or ranks % size)]
+    vocabulary = {
+        id(tensor) for path in (anatomy.embedding, anatomy.head) if path for tensor in model.get_submodule(path).parameters()
+    }  # its shares may be unequal
     for name, split in anatomy.splits.items() if not wrong else ():
-        sizes = split.parts or (model.get_parameter(name).shape[split.dim],)
-        inside = anatomy.blocks is not None and name.startswith(anatomy.blocks + ".") and name not in vocabulary
-        wrong += [f"{name} ({size})" for size in sizes if inside and size % ranks]
+        tensor = _tensor(model, name)
+        sizes = split.parts or (tensor.shape[split.dim],)
+        wrong += [f"{name} ({size})" for size in sizes if id(tensor) not in vocabulary and size % ranks]
     if wrong:
         raise InputError(f"tp({ranks}) must divide {', '.join(wrong)}: choose another tp")
     if not anatomy.regions:
@@ -68,6 +84,14 @@ def check(model: nn.Module, anatomy: Anatomy, ranks: int, sequence_parallel: boo
         raise InputError(f"tp({ranks}) leaves tensor rank {ranks - 1} none of the vocabulary ({anatomy.vocabulary}): choose a smaller tp")
     if sequence_parallel and anatomy.against_sequence:
         raise InputError(f"sp: {anatomy.against_sequence}: leave sequence parallelism out")
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    """A parameter or a buffer."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    found = module._parameters.get(last)
+    return module.get_buffer(last) if found is None else found
 
 
 def partial_names(model: nn.Module, anatomy: Anatomy, sequence_parallel: bool = True) -> set[str]:
@@ -94,37 +118,69 @@ def _shard_parameters(model: nn.Module, anatomy: Anatomy, index: int, ranks: int
                 shares[id(full)] = nn.Parameter(local, requires_grad=full.requires_grad)
             module._parameters[name] = shares[id(full)]
             _resize(module)
+    for name in anatomy.splits.keys() & dict(model.named_buffers()).keys():  # statistics of channels
+        path, _, last = name.rpartition(".")
+        owner = model.get_submodule(path)
+        owner._buffers[last] = local_slice(owner.get_buffer(last), anatomy.splits[name], index, ranks)
 
 
 def _resize(module: nn.Module) -> None:
-    """Sizes that a module keeps beside its weight (Linear, Embedding, and Conv1D of transformers, whose forward reads `nf`)."""
+    """Sizes that a module keeps beside its weight (Linear, Embedding, convolutions, and Conv1D of transformers, whose forward reads `nf`)."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2:
+    if weight is None or weight.ndim < 2:
         return
     names = ("num_embeddings", "embedding_dim") if isinstance(module, nn.Embedding) else ("out_features", "in_features")
-    names = ("nx", "nf") if hasattr(module, "nf") else names
-    for name, size in zip(names, weight.shape, strict=True):
+    names = ("nx", "nf") if hasattr(module, "nf") else ("out_channels", "in_channels") if is_convolution(module) else names
+    for name, size in zip(names, weight.shape, strict=False):
         if hasattr(module, name):
             setattr(module, name, size)
 
 
-def _enter_region(block: nn.Module, name: str, region: Region, anatomy: Anatomy, group: Group, sequence_parallel: bool) -> None:
-    entry = Entry(group, sequence_parallel, len(region.columns))
-    for path in (region.module,) if region.module else region.columns:
-        block.get_submodule(path).register_forward_pre_hook(entry, with_kwargs=True)
-    for path in region.columns:
-        _by_columns(block.get_submodule(path), entry, anatomy.splits[f"{name}.{path}.weight"])
+def _enter_region(model: nn.Module, region: Region, anatomy: Anatomy, group: Group, sequence_parallel: bool) -> None:
+    columns = {path: layer for path in region.columns if not isinstance(layer := model.get_submodule(path), nn.Embedding)}
+    entry = Entry(group, sequence_parallel, len(columns))
+    for path in (region.module,) if region.module else columns:
+        model.get_submodule(path).register_forward_pre_hook(entry, with_kwargs=True)
+    for path, layer in columns.items():
+        name = f"{path}.weight"
+        if name in anatomy.used:
+            _by_part(layer, entry, anatomy.used[name], group)
+        else:
+            _by_columns(layer, entry, anatomy.splits[name])
 
 
 def _by_columns(module: nn.Module, entry: Entry, split: Split) -> None:
-    if is_plain(module):  # any other has a forward of its own, which autograd follows
+    if is_plain(module):
         module.forward = Column(module, entry, split.dim == 0)  # type: ignore[method-assign]
+    else:  # any other has a forward of its own, which autograd follows
+        module.register_forward_hook(entry.was_read)
+
+
+def _by_part(module: nn.Module, entry: Entry, split: Split, group: Group) -> None:
+    """A layer that every rank holds whole computes the outputs that this rank uses."""
+    if not is_plain(module):
+        raise InputError(
+            f"tp({group.size}): {type(module).__name__} has a forward of its own and too few key-value heads: choose a smaller tp"
+        )
+    along_bias = Split(0, split.parts, split.ways)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        mine = share_of(weight, split, group.index, group.size)
+        own = None if bias is None else share_of(bias, along_bias, group.index, group.size)
+        return F.linear(x, mine if split.dim == 0 else mine.t(), own)
+
+    module.forward = forward  # type: ignore[assignment]
+    module.register_forward_hook(entry.was_read)
 
 
 def _by_rows(module: nn.Module, split: Split, group: Group, sequence_parallel: bool) -> None:
     leave = collectives.leave_scattered if sequence_parallel else collectives.leave
     if is_plain(module):
         module.forward = Row(module, split.dim == 1, lambda x: leave(x, group))  # type: ignore[method-assign]
+    elif is_convolution(module):
+        module.forward = ConvolvingRow(module, group)  # type: ignore[method-assign]
     else:  # without a bias (anatomy/regions.py) a forward of its own need not be replaced
         module.register_forward_hook(lambda module, args, output: leave(output, group))
 
@@ -136,10 +192,22 @@ class Row:
         self.module, self.linear, self.leave = module, linear, leave
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight: torch.Tensor = self.module.weight  # type: ignore[assignment]
         bias = self.module._parameters.get("bias")
-        output = self.leave(F.linear(x, weight) if self.linear else x @ weight)
+        output = self.leave(product(self.module, x, None, self.linear))
         return output if bias is None else output + bias
+
+
+class ConvolvingRow:
+    """The forward of a convolution that reads a share of the channels: the sum over the ranks, and the bias once."""
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self.module: Any = module
+        self.group = group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.module.bias
+        output = collectives.leave(self.module._conv_forward(x, self.module.weight, None), self.group)
+        return output if bias is None else output + bias.view(-1, *[1] * (output.ndim - 2))
 
 
 class Vocabulary:

@@ -20,6 +20,8 @@ from meshwright.schedules.action import Kind
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HEADER = 8
+_MOST = 4096
+"""Micro-batches of a step whose messages of several tensors have tags of their own."""
 
 
 @dataclass
@@ -29,10 +31,12 @@ class Message:
     kind: Kind
     stage: int
     micro_batch: int
+    part: int = 0
+    """Of a message of several tensors, which one."""
 
     def tag(self, stages: int) -> int:
         """Another number for each message of a step."""
-        return (self.micro_batch * stages + self.stage) * 2 + (self.kind == Kind.B)
+        return ((self.part * _MOST + self.micro_batch) * stages + self.stage) * 2 + (self.kind == Kind.B)
 
 
 @dataclass
@@ -111,30 +115,30 @@ _TAKEN = WIRES + 2 * RING * _SIZE
 
 
 class SharedWire:
-    """[Note: ring] Message n of a direction (forward, back) is announced in place n % RING of the sender's words; the receiver says n in its
+    """[Note: ring] Message n of a direction (to the next rank, to the one before) is announced in place n % RING of the sender's words; the receiver says n in its
     own word of that place once it has copied it, and the sender's memory is free again. Message n waits until n - RING is taken, no other.
     """
 
     def __init__(self, mesh: Mesh, host: Host) -> None:
         self.mesh, self.host = mesh, host
         self.exposed = 0.0
-        self._sent = {Kind.F: 0, Kind.B: 0}
-        self._heard = {Kind.F: 0, Kind.B: 0}
+        self._sent = [0, 0]
+        self._heard = [0, 0]
         self._there: dict[int, tuple[int, torch.Tensor]] = {}
-        self._out: dict[Kind, deque[tuple[int, int, Segment]]] = {Kind.F: deque(), Kind.B: deque()}
+        self._out: list[deque[tuple[int, int, Segment]]] = [deque(), deque()]
         self._free: list[Segment] = []
 
     def send(self, tensor: torch.Tensor, message: Message, to: int, key: Any) -> None:
-        rank, kind = self.mesh.pipeline_rank(to), message.kind
-        number = self._sent[kind] = self._sent[kind] + 1
+        rank, way = self.mesh.pipeline_rank(to), self._way(message.kind, self.mesh.place.pp, to)
+        number = self._sent[way] = self._sent[way] + 1
         if number > RING:
-            self.host.hear(rank, self._taken(kind, number), number - RING)
-        self._reclaim(kind)
+            self.host.hear(rank, self._taken(way, number), number - RING)
+        self._reclaim(way)
         tensor = tensor.detach()
         segment = self._segment(tensor.numel() * tensor.element_size())
         segment.bytes[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        self._out[kind].append((rank, number, segment))
-        words, at = self.host.words[self.host.rank], self._place(kind, number)
+        self._out[way].append((rank, number, segment))
+        words, at = self.host.words[self.host.rank], self._place(way, number)
         words[at + _TAG], words[at + _NUMBER], words[at + _FILE] = message.tag(self.mesh.plan.stages), segment.number, segment.file
         words[at + _DTYPE], words[at + _NDIM] = _DTYPES.index(tensor.dtype), tensor.ndim
         for dim, size in enumerate(tensor.shape):
@@ -146,31 +150,37 @@ class SharedWire:
 
     def receive(self, message: Message, source: int, key: Any) -> torch.Tensor:
         began = time.perf_counter()
-        rank, kind, tag = self.mesh.pipeline_rank(source), message.kind, message.tag(self.mesh.plan.stages)
+        rank, tag = self.mesh.pipeline_rank(source), message.tag(self.mesh.plan.stages)
+        way = self._way(message.kind, source, self.mesh.place.pp)
         while tag not in self._there:
-            self._hear(rank, kind)
+            self._hear(rank, way)
         number, sent = self._there.pop(tag)
         tensor = sent.clone()
-        self.host.say(self._taken(kind, number), number)
+        self.host.say(self._taken(way, number), number)
         self.exposed += time.perf_counter() - began
         return tensor
 
     def flush(self) -> None:
         """Nothing to do: what is sent stays where it is until it is taken."""
 
-    def _hear(self, rank: int, kind: Kind) -> None:
+    def _way(self, kind: Kind, sender: int, receiver: int) -> int:
+        """Towards the next pipeline rank (0) or the one before (1); of two ranks, which are both to each other, forward or back."""
+        pp = self.mesh.plan.pp
+        return int(kind == Kind.B) if pp == 2 else int((receiver - sender) % pp != 1)
+
+    def _hear(self, rank: int, way: int) -> None:
         """The next message from `rank`, wanted now or later."""
-        number = self._heard[kind] = self._heard[kind] + 1
-        at = self._place(kind, number)
+        number = self._heard[way] = self._heard[way] + 1
+        at = self._place(way, number)
         self.host.hear(rank, at + _POSTED, number)
         _, tag, segment, file, code, ndim, *shape = self.host.words[rank][at : at + _SIZE]
         shape, dtype = shape[:ndim], _DTYPES[code]
         memory = self.host.read(rank, segment, file)
         self._there[tag] = number, memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def _reclaim(self, kind: Kind) -> None:
-        out = self._out[kind]
-        while out and self.host.words[out[0][0]][self._taken(kind, out[0][1])] == out[0][1]:
+    def _reclaim(self, way: int) -> None:
+        out = self._out[way]
+        while out and self.host.words[out[0][0]][self._taken(way, out[0][1])] == out[0][1]:
             segment = out.popleft()[2]
             self._free.append(segment)
 
@@ -184,11 +194,11 @@ class SharedWire:
         self._free.remove(taken)
         return taken
 
-    def _place(self, kind: Kind, number: int) -> int:
-        return WIRES + ((kind == Kind.B) * RING + number % RING) * _SIZE
+    def _place(self, way: int, number: int) -> int:
+        return WIRES + (way * RING + number % RING) * _SIZE
 
-    def _taken(self, kind: Kind, number: int) -> int:
-        return _TAKEN + (kind == Kind.B) * RING + number % RING
+    def _taken(self, way: int, number: int) -> int:
+        return _TAKEN + way * RING + number % RING
 
 
 def wire_of(mesh: Mesh) -> Wire | SharedWire:

@@ -19,6 +19,7 @@ from meshwright.parallel.exchange import Pending, all_reduce
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.group import Group, part, settle
 from meshwright.parallel.mesh import Mesh
+from meshwright.schedules.action import Action, Kind
 
 IN_FLIGHT = 2
 """Reductions under way at ZeRO 2 and 3; each holds a whole unit of gradients."""
@@ -26,7 +27,7 @@ IN_FLIGHT = 2
 
 @dataclass
 class Stage:
-    """The units of one virtual stage in forward order, and how many backward passes it has seen this step."""
+    """Units of one virtual stage that one kind of action makes whole, in forward order, and how many of these it has seen this step."""
 
     units: list[FlatUnit]
     passes: int = 0
@@ -39,10 +40,16 @@ class Zero:
 
     def __init__(self, mesh: Mesh, stages: dict[int, list[FlatUnit]], partial: set[str], tied: dict[int, bool], tie: Group | None) -> None:
         self.mesh, self.tie = mesh, tie
-        self.stages = {stage: Stage(units) for stage, units in stages.items()}
+        self.stages: dict[tuple[int, Kind], Stage] = {}
+        for number, held in stages.items():
+            for kind, late in ((Kind.B, False), (Kind.W, True)):
+                self.stages[number, kind] = Stage([unit for unit in held if (unit.backlog is not None) == late])
         self.units = [unit for units in stages.values() for unit in units]
         self.tied = [(unit, counts) for unit in self.units if (counts := tied.get(id(unit))) is not None]
-        self._partial = [run for unit in self.units for run in _partial_runs(unit, partial)]
+        self._partial: dict[Group, list[torch.Tensor]] = {}
+        for unit in self.units:
+            if unit.sharing.tensor_group is not None and (runs := _partial_runs(unit, partial)):
+                self._partial.setdefault(unit.sharing.tensor_group, []).extend(runs)
         self._pending: deque[Pending] = deque()
         self.exposed = 0.0
         for stage in self.stages.values():
@@ -81,9 +88,18 @@ class Zero:
         if unit.gated:
             unit.close()
 
-    def end_backward(self, number: int) -> None:
-        """One backward pass of stage `number` is over: parameters that took no part count as zero."""
-        stage = self.stages[number]
+    def end_backward(self, action: Action) -> None:
+        """A backward action is over: B of units whose weights wait for no W, or W. Parameters that took no part count as zero."""
+        late = self.stages[action.stage, Kind.W].units
+        for unit in reversed(late):
+            assert unit.backlog is not None
+            if action.kind is Kind.W:
+                unit.backlog.deliver(action.micro_batch)
+                continue
+            unit.backlog.keep(action.micro_batch)
+            if unit.gated:
+                unit.close()
+        stage = self.stages[action.stage, action.kind]
         stage.passes += 1
         complete = self._completer(stage)
         for unit in reversed(stage.units):
@@ -95,7 +111,8 @@ class Zero:
 
     def settle(self) -> None:
         """Before flat buffers are written: no other rank reads them any more (ranks of one host read where a tensor lies)."""
-        settle((self.mesh.group("dp_shard"), self.mesh.group("dp_replicate"), self.tie))
+        sharing = {id(unit.sharing): unit.sharing for unit in self.units}.values()
+        settle((*(group for each in sharing for group in (each.shard_group, each.copy_group)), self.tie))
 
     def close(self) -> None:
         """This rank is through: when this returns it may end."""
@@ -115,31 +132,33 @@ class Zero:
         for pending in [unit.reduce_over_replicas() for unit in self.units]:
             self._wait(pending)
         self.settle()
-        if self._partial and self.mesh.tp is not None:
-            joined = torch.cat(self._partial)
-            all_reduce(joined, self.mesh.tp).wait()
-            for run, total in zip(self._partial, joined.split([run.numel() for run in self._partial]), strict=True):
+        for group, runs in self._partial.items():
+            joined = torch.cat(runs)
+            all_reduce(joined, group).wait()
+            for run, total in zip(runs, joined.split([run.numel() for run in runs]), strict=True):
                 run.copy_(total)
+        if self.tie is None and len(self.tied) == 2:  # both ends of a V are on this rank
+            first, last = (unit.own_gradients for unit, _ in self.tied)
+            last.copy_(first.add_(last))
         for unit, _ in self.tied:
             all_reduce(unit.own_gradients, self.tie).wait()
 
     def square_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each element once."""
-        plan, place = self.mesh.plan, self.mesh.place
-        copies, index = (plan.dp_replicate, place.dp_replicate) if plan.zero else (plan.dp, self.mesh.replica)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         uncounted = {id(unit) for unit, counts in self.tied if not counts}
         for unit in self.units:
             if id(unit) in uncounted:
                 continue
-            length = unit.own_gradients.numel()  # replicas hold the same: each sums its part
-            first, last = length * index // copies, length * (index + 1) // copies
+            length, copies, copy = unit.own_gradients.numel(), unit.sharing.copies, unit.sharing.copy
+            first, last = length * copy // copies, length * (copy + 1) // copies  # copies are the same: each sums its part
+            alike = 1 if unit.sharing.tensor_group is None else unit.sharing.tensor_group.size
             border = min(max(unit.unit.split_end - unit.own.start, first), last)
-            for run, holders in ((slice(first, border), 1), (slice(border, last), plan.tp)):
+            for run, holders in ((slice(first, border), 1), (slice(border, last), alike)):
                 gradients = unit.own_gradients[run]
                 if gradients.numel():
                     kind = torch.float64 if gradients.dtype == torch.float64 else torch.float32
-                    total += torch.linalg.vector_norm(gradients, dtype=kind).double().square() / (holders * plan.cp)
+                    total += torch.linalg.vector_norm(gradients, dtype=kind).double().square() / holders
         return total
 
     # --- update ---------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from meshwright.spec.plan import Plan
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
 
 class Place(NamedTuple):
     """Where a rank stands on each axis."""
@@ -29,6 +27,7 @@ class Grid:
 
     def __init__(self, plan: Plan) -> None:
         self.sizes = Place(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
+        self.plan = plan
 
     def place(self, rank: int) -> Place:
         coordinates = []
@@ -53,11 +52,21 @@ class Grid:
         place = self.place(rank)
         return place.dp_replicate * self.sizes.dp_shard + place.dp_shard
 
-    def data_ranks(self, rank: int) -> list[int]:
-        """The ranks that hold the same layers and tensor shards as `rank`, in order of their replica."""
-        place = self.place(rank)
-        return [
-            self.rank(place._replace(dp_replicate=replicate, dp_shard=shard))
+    def holding(self, rank: int) -> tuple[int, int]:
+        """Which copy of the states `rank` holds, and which shard of it: its data and context ranks lie one after the other.
+
+        >>> Grid(Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1)).holding(5), Grid(Plan(dp_replicate=4, cp=2)).holding(5)
+        ((1, 1), (5, 0))
+        """
+        return divmod(self.replica(rank) * self.sizes.cp + self.place(rank).cp, self.plan.shards)
+
+    def sharing(self, rank: int) -> tuple[list[int], list[int]]:
+        """The ranks that share one copy of the states with `rank`, and those that hold the same shard; each with `rank` in it."""
+        place, (copy, shard) = self.place(rank), self.holding(rank)
+        beside = [
+            self.rank(place._replace(dp_replicate=replicate, dp_shard=each, cp=piece))
             for replicate in range(self.sizes.dp_replicate)
-            for shard in range(self.sizes.dp_shard)
+            for each in range(self.sizes.dp_shard)
+            for piece in range(self.sizes.cp)
         ]
+        return beside[copy * self.plan.shards :][: self.plan.shards], beside[shard :: self.plan.shards]

@@ -3,21 +3,18 @@ searches only here.
 
 >>> from meshwright.spec.plan import parse_plan
 >>> missing(parse_plan("dp4.cp2.z1.off-optimizer")), runs(parse_plan("dp8.tp2.z1.rc-layer"))
-(('cp2', 'off-optimizer'), True)
+(('off-optimizer',), True)
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from meshwright.spec.plan import AXES, Context, Offload, Plan, Schedule
+from meshwright.spec.plan import AXES, Offload, Plan, Schedule
 
 RUNS: dict[str, tuple[Any, ...]] = {
-    "cp": (1,),
-    "ep": (1,),
-    "schedule": (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved),
+    "schedule": tuple(Schedule),
     "offload": ((), (Offload.activations,)),
-    "context": (Context.ring,),
     "placement": ((),),
     "axes": (AXES,),
 }
@@ -27,11 +24,8 @@ RUNS: dict[str, tuple[Any, ...]] = {
 def missing(plan: Plan) -> tuple[str, ...]:
     """The parts of the plan's name that this version does not run yet; empty when it runs."""
     said = {
-        "cp": f"cp{plan.cp}",
-        "ep": f"ep{plan.ep}",
         "schedule": str(plan.schedule),
         "offload": ".".join(f"off-{what}" for what in plan.offload),
-        "context": str(plan.context),
         "placement": "on" + "-".join(map(str, plan.placement)),
         "axes": "ax-" + "-".join(plan.axes),
     }

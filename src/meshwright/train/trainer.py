@@ -61,7 +61,7 @@ def parallelize(
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     mesh = make_mesh(plan)
     engine = parallelize_model(model, mesh, recipe(precision), loss, anatomy)
-    torch.manual_seed(seed * 1_000_003 + mesh.replica * plan.pp + mesh.place.pp)
+    torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
     return Trainer(engine, optimizer(engine.zero.masters()), clip, seed)
 
 
@@ -115,8 +115,7 @@ class Trainer:
         batches, tokens = self._share(batch)
         total = self.engine.forward_backward(batches, self.scale.factor / max(tokens, 1))
         self.engine.zero.finish_gradients()
-        tp_copies = self.plan.tp * self.plan.cp
-        sums = torch.stack([total / tp_copies, self.engine.zero.square_norm()])
+        sums = torch.stack([total / self.plan.tp, self.engine.zero.square_norm()])
         all_reduce(sums, self.mesh.world).wait()
         loss, square = sums.tolist()
         return loss / max(tokens, 1), tokens, square
@@ -171,7 +170,7 @@ class Trainer:
         training = self.engine.model.training
         self.engine.model.eval()
         batches, tokens = self._share(batch)
-        total = self.engine.forward_backward(batches, None) / (self.plan.tp * self.plan.cp)
+        total = self.engine.forward_backward(batches, None) / self.plan.tp
         all_reduce(total, self.mesh.world).wait()
         self.engine.model.train(training)
         return float(total) / max(tokens, 1)

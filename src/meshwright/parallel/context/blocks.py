@@ -1,0 +1,110 @@
+"""The blocks of a model on a piece of the sequence: what they are given is cut, attention inside them is handed to `attend`.
+
+The hidden state is cut once, before the first block. Everything else that a block is given for the whole sequence (rotary tables, positions) is
+cut on its way in, along the dimensions that `places` names; the proof saw them change with the length (proof.py). A mask of queries by keys
+is left whole: attention takes from it what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from meshwright.base.errors import InputError
+from meshwright.parallel.context.call import Attending, Call
+from meshwright.parallel.context.pieces import Pieces
+from meshwright.parallel.gates import hidden_of
+
+Path = tuple[int | str, ...]
+Places = dict[tuple[int, Path], int]
+"""Of each block and each tensor among its arguments: the dimension of the sequence."""
+
+SEQUENCE = 1
+"""The dimension of the sequence in a hidden state (B, T, C)."""
+
+
+class Context:
+    """One model over context ranks. `attend` computes a call for this rank's piece."""
+
+    def __init__(self, pieces: Pieces, attend: Callable[[Call], torch.Tensor], places: Places) -> None:
+        self.pieces, self.places = pieces, places
+        self.mode = Attending(attend)
+        self._cut: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def cut_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Before the first block."""
+        return self.pieces.cut(hidden, SEQUENCE)
+
+    def cut_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels that stand at the positions of their logits."""
+        if labels.ndim < 2:
+            raise InputError(f"cp cuts labels (rows, sequence) along the sequence; these are {list(labels.shape)}: use cp1")
+        return self.pieces.cut(labels, SEQUENCE)
+
+    def around(self, block: Callable[..., Any], index: int) -> Callable[..., Any]:
+        """The forward of block `index`, whose hidden state is this rank's piece. May be called again in backward (recompute)."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = hidden_of(args, kwargs)
+            length = hidden.shape[SEQUENCE] * self.pieces.ranks
+            args, kwargs = mapped(lambda path, tensor: self._piece(tensor, index, path, hidden, length), (args, kwargs))
+            with self.mode:
+                return block(*args, **kwargs)
+
+        return forward
+
+    def forget(self) -> None:
+        """After a forward pass: what was cut for several blocks is not kept."""
+        self._cut.clear()
+
+    def _piece(self, tensor: torch.Tensor, index: int, path: Path, hidden: torch.Tensor, length: int) -> torch.Tensor:
+        if tensor is hidden:
+            return tensor
+        dim = self.places.get((index, path))
+        if dim is None:
+            if is_mask(tensor, length) or length not in tensor.shape:
+                return tensor
+            raise InputError(
+                f"cp: block {index} is given {_said(path)} of {list(tensor.shape)} with this batch, which was not there when the model was "
+                "understood: leave it out of the batch, or use cp1"
+            )
+        if tensor.shape[dim] != length:
+            return tensor
+        key = (id(tensor), dim)
+        if key not in self._cut:
+            self._cut[key] = tensor, self.pieces.cut(tensor, dim)
+        return self._cut[key][1]
+
+
+def is_mask(tensor: torch.Tensor, length: int) -> bool:
+    """Whether it may be a mask of queries by keys."""
+    return tensor.ndim == 4 and tensor.shape[-1] == length and tensor.shape[-2] in (1, length)
+
+
+def tensors_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Every tensor in nested arguments with the way to it."""
+    found: list[tuple[Path, torch.Tensor]] = []
+
+    def note(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        found.append((path, tensor))
+        return tensor
+
+    mapped(note, value, path)
+    yield from found
+
+
+def mapped(function: Callable[[Path, torch.Tensor], torch.Tensor], value: Any, path: Path = ()) -> Any:
+    """`value` with every tensor in it replaced by `function(path, tensor)`."""
+    if isinstance(value, torch.Tensor):
+        return function(path, value)
+    if isinstance(value, dict):
+        return {key: mapped(function, item, (*path, key)) for key, item in value.items()}
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return type(value)(mapped(function, item, (*path, at)) for at, item in enumerate(value))
+    return value
+
+
+def _said(path: Path) -> str:
+    return f"argument {'.'.join(map(str, path[1:]))!r}"

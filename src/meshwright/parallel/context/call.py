@@ -1,0 +1,72 @@
+"""A call of torch's scaled_dot_product_attention as data, and the mode that sees every such call while a block runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from meshwright.base.errors import InputError
+
+
+@dataclass(frozen=True)
+class Call:
+    """Queries (B, H, T, D), keys and values (B, G, T, ...), where T may be a piece; the mask, if any, is of the whole sequence."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    scale: float
+
+    def check(self, length: int) -> None:
+        """Raises InputError when this is no attention of a sequence of `length` over itself, seen from a piece of `self.query.shape[-2]`."""
+        here, seen = self.query.shape[-2], self.key.shape[-2]
+        if self.query.ndim != 4 or here != seen:
+            raise InputError(f"cp: attention from {here} positions to {seen} others is not of one sequence over itself: use cp1")
+        if self.mask is not None and self.mask.requires_grad:
+            raise InputError("cp: attention with a learnt bias (a mask that needs a gradient) does not run over context ranks: use cp1")
+        if self.mask is not None and not all(size in (1, length) for size in self.mask.shape[-2:]):
+            raise InputError(f"cp: a mask of {list(self.mask.shape[-2:])} is not one of the whole sequence ({length}): use cp1")
+
+
+def call_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Call:
+    """The arguments of `scaled_dot_product_attention`. Its groups of heads are told by the shapes."""
+    return Call(query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale or 1.0 / math.sqrt(query.shape[-1]))
+
+
+class Attending(TorchFunctionMode):
+    """While it is on, attention is computed by `attend`."""
+
+    def __init__(self, attend: Callable[[Call], torch.Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            return self.attend(call_of(*args, **(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+
+def attend_plainly(call: Call) -> torch.Tensor:
+    """What torch computes."""
+    grouped = call.query.shape[1] != call.key.shape[1]
+    return F.scaled_dot_product_attention(
+        call.query, call.key, call.value, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=grouped
+    )

@@ -1,0 +1,48 @@
+"""A model made ready for context ranks: its attention is torch's, it is proven to work on pieces, and its calls go to the plan's exchange."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from meshwright.anatomy import Anatomy
+from meshwright.base.errors import InputError
+from meshwright.parallel.context import ring, ulysses
+from meshwright.parallel.context.blocks import Context
+from meshwright.parallel.context.pieces import Pieces
+from meshwright.parallel.context.proof import Objection, prove
+from meshwright.parallel.context.travel import travel_of
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import plan as plans
+
+
+def context_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> Context | None:
+    """How this rank works on its piece; None without context parallelism. Raises InputError for a model that cannot."""
+    plan, group = mesh.plan, mesh.group("cp")
+    if group is None:
+        return None
+    try:
+        if anatomy.blocks is None or not anatomy.vocabulary:
+            raise Objection("it has no blocks behind a vocabulary embedding, so no sequence to cut")
+        by_torch(model)
+        places = prove(model, anatomy, plan.cp)
+    except Objection as error:
+        raise InputError(f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1") from None
+    pieces = Pieces(group.size, group.index)
+    if plan.context == plans.Context.ulysses:
+        return Context(pieces, partial(ulysses.attend, pieces=pieces, group=group), places)
+    return Context(pieces, partial(ring.attend, pieces=pieces, travel=travel_of(group)), places)
+
+
+def by_torch(model: nn.Module) -> None:
+    """Attention that a Hugging Face model writes out itself becomes a call of torch's, where its configuration has the choice."""
+    config: Any = getattr(model, "config", None)
+    choose = getattr(model, "set_attn_implementation", None)
+    if choose is None or getattr(config, "_attn_implementation", "sdpa") == "sdpa":
+        return
+    try:
+        choose("sdpa")
+    except (ValueError, ImportError) as error:
+        raise Objection(f"its attention cannot be torch's ({(str(error).splitlines() or [''])[0][:150]})") from None

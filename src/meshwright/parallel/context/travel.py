@@ -1,0 +1,105 @@
+"""How keys and values reach the ranks that attend to them, and how their gradients come home.
+
+    Gathering  every rank reads all pieces at once; gradients are summed by a reduce-scatter (Llama 3, arXiv 2407.21783, section 3.3.2)
+    Ring       pieces go round, one send and one receive a turn beside the attention over the piece that is here; backward their gradients
+               follow one turn behind, each rank adding its share, and arrive at home after c turns (Liu et al., arXiv 2310.01889)
+
+Ranks of one host gather, because reading another's memory costs less than passing it on c - 1 times; over links the ring hides the transfer
+and holds two pieces instead of c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel import exchange
+from meshwright.parallel.group import Group
+
+Visit = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class Travel(Protocol):
+    """`piece` is this rank's keys and values; `visits` yields every rank's with its number, its own first."""
+
+    def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]: ...
+
+    def collect(self, piece: torch.Tensor, share: Visit) -> torch.Tensor:
+        """The sum over all ranks of `share(rank, piece of rank)`, for this rank's own piece. A share may be of a wider type."""
+        ...
+
+
+class Gathering:
+    """Through a collective of the group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        group = self.group
+        pieces = torch.empty(group.size, *piece.shape, dtype=piece.dtype, device=piece.device)
+        gathering = exchange.all_gather(pieces.view(-1), piece.view(-1), group)
+        yield group.index, piece
+        gathering.wait()
+        for turn in range(1, group.size):
+            source = (group.index - turn) % group.size
+            yield source, pieces[source]
+
+    def collect(self, piece: torch.Tensor, share: Visit) -> torch.Tensor:
+        shares: torch.Tensor | None = None
+        for source, visited in self.visits(piece):
+            found = share(source, visited)
+            if shares is None:
+                shares = torch.empty(self.group.size, *found.shape, dtype=found.dtype, device=found.device)
+            shares[source] = found
+        assert shares is not None
+        own = torch.empty_like(shares[0])
+        exchange.reduce_scatter(shares.view(-1), own.view(-1), self.group).wait()
+        return own
+
+
+class Ring:
+    """Through messages to the next rank and from the last one."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.next, self.last = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
+
+    def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        here = piece
+        for turn in range(self.group.size):
+            works, coming = self._pass_on(here) if turn < self.group.size - 1 else ([], here)
+            yield (self.group.index - turn) % self.group.size, here
+            for work in works:
+                work.wait()
+            here = coming
+
+    def collect(self, piece: torch.Tensor, share: Visit) -> torch.Tensor:
+        works: list[dist.Work] = []
+        coming: torch.Tensor | None = None
+        for source, here in self.visits(piece):
+            found = share(source, here)
+            for work in works:
+                work.wait()
+            total = found if coming is None else found + coming
+            works, coming = self._pass_on(total)
+        for work in works:
+            work.wait()
+        assert coming is not None
+        return coming
+
+    def _pass_on(self, tensor: torch.Tensor) -> tuple[list[dist.Work], torch.Tensor]:
+        """`tensor` on its way to the next rank, and where the last rank's one arrives."""
+        tensor = tensor.contiguous()
+        coming = torch.empty_like(tensor)
+        process = self.group.process
+        ways = [dist.P2POp(dist.isend, tensor, self.next, process), dist.P2POp(dist.irecv, coming, self.last, process)]
+        return dist.batch_isend_irecv(ways), coming
+
+
+def travel_of(group: Group) -> Travel:
+    """The quicker way for `group`."""
+    return Gathering(group) if group.lanes is not None else Ring(group)

@@ -1,0 +1,77 @@
+"""Heads for positions: an all-to-all gives each context rank the whole sequence of some heads, torch attends, another one goes back.
+
+Key-value heads fewer than ranks are repeated until ranks divide them, which adds no more than one head a rank. Whatever torch's attention can
+do it does here, dropout included: each rank draws for its own heads. Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from meshwright.base.errors import InputError
+from meshwright.parallel import exchange
+from meshwright.parallel.context.call import Call, attend_plainly
+from meshwright.parallel.context.pieces import Pieces
+from meshwright.parallel.group import Group
+
+
+def attend(call: Call, pieces: Pieces, group: Group) -> torch.Tensor:
+    """(B, H, T / c, Dv): this rank's rows of the attention over the whole sequence."""
+    ranks, heads = pieces.ranks, call.query.shape[1]
+    length = call.query.shape[-2] * ranks
+    call.check(length)
+    if heads % ranks:
+        raise InputError(f"ulysses: cp({ranks}) does not divide the {heads} heads of a tensor rank: choose another cp, or the ring")
+    times = ranks // math.gcd(ranks, call.key.shape[1])
+    key, value = (x.repeat_interleave(times, 1) if times > 1 else x for x in (call.key, call.value))
+    query, key, value = (_ToHeads.apply(x, pieces, group) for x in (call.query, key, value))
+    mask = call.mask
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
+        mask = mask.narrow(-3, pieces.index * heads // ranks, heads // ranks)
+    output = attend_plainly(Call(query, key, value, mask, call.dropout, call.causal, call.scale))
+    result: torch.Tensor = _ToPieces.apply(output, pieces, group)
+    return result
+
+
+def to_heads(x: torch.Tensor, pieces: Pieces, group: Group) -> torch.Tensor:
+    """(B, H, T / c, D), a piece of all heads, to (B, H / c, T, D), some heads of all positions in order."""
+    sent = x.unflatten(1, (pieces.ranks, -1)).movedim(1, 0).contiguous()
+    received = torch.empty_like(sent)
+    exchange.all_to_all(received.view(-1), sent.view(-1), group).wait()
+    return pieces.in_order(received.movedim(0, 2).flatten(2, 3), 2)
+
+
+def to_pieces(x: torch.Tensor, pieces: Pieces, group: Group) -> torch.Tensor:
+    """The inverse of `to_heads`."""
+    sent = pieces.stacked(x, 2).unflatten(2, (pieces.ranks, -1)).movedim(2, 0).contiguous()
+    received = torch.empty_like(sent)
+    exchange.all_to_all(received.view(-1), sent.view(-1), group).wait()
+    return received.movedim(0, 1).flatten(1, 2)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pieces: Pieces, group: Group) -> torch.Tensor:
+        ctx.pieces, ctx.group = pieces, group
+        return to_heads(x, pieces, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return to_pieces(gradient, ctx.pieces, ctx.group), None, None
+
+
+class _ToPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pieces: Pieces, group: Group) -> torch.Tensor:
+        ctx.pieces, ctx.group = pieces, group
+        return to_pieces(x, pieces, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return to_heads(gradient, ctx.pieces, ctx.group), None, None

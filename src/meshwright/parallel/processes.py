@@ -1,0 +1,41 @@
+"""Process groups of torch, for ranks that do not share memory: the device mesh over the axes of a plan, and what lies beside it.
+
+Every rank makes all of them in the same order, also those that it is not in: torch asks for that.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.spec.grid import Grid
+
+
+def of_axes(grid: Grid, rank: int, device: torch.device) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]:
+    """The device mesh over the axes of more than one rank, and its process groups; context ranks lie inside of shards or copies."""
+    plan = grid.plan
+    sizes = {name: size for name in ("pp", "copies", "shards", "tp") if (size := getattr(plan, name)) > 1}
+    device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    groups: dict[str, dist.ProcessGroup | None] = {"world": dist.group.WORLD, **{name: device_mesh.get_group(name) for name in sizes}}
+    for first in range(plan.world) if plan.cp > 1 else ():
+        pieces = grid.along(first, "cp")
+        group = dist.new_group(pieces) if pieces[0] == first else None
+        if group is not None and rank in pieces:
+            groups["cp"] = group
+    return device_mesh, groups
+
+
+def channels(grid: Grid, rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """One group per ordered pair of neighbouring pipeline ranks: NCCL runs the messages of a group one after the other, and with one for both
+    directions two ranks that send first would wait for each other. gloo matches messages by tag and needs none."""
+    mine: dict[tuple[int, int], dist.ProcessGroup] = {}
+    stages = grid.plan.pp
+    for first in range(grid.plan.world) if stages > 1 else ():
+        column = grid.along(first, "pp")
+        for source in range(stages) if column[0] == first else ():
+            for target in {(source + 1) % stages, (source - 1) % stages} - {source}:
+                group = dist.new_group([column[source], column[target]])
+                if rank in column:
+                    mine[source, target] = group
+    return mine
