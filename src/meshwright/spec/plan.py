@@ -13,15 +13,15 @@ World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from enum import StrEnum
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.base.codec import Noun, build
+from meshwright.base.codec import build
 from meshwright.base.errors import InputError, did_you_mean
+from meshwright.spec.degrees import Degrees
 
 
 class Schedule(StrEnum):
@@ -94,18 +94,9 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
 BUCKET = 25 * 2**20
 
 
-class Plan(Noun):
-    """How a job is laid over ranks. `version` is that of this schema."""
+class Plan(Degrees):
+    """How a job is laid over ranks: its degrees, and all else."""
 
-    version: int = Field(default=1, ge=1, le=1)
-    dp_replicate: int = Field(default=1, ge=1)
-    dp_shard: int = Field(default=1, ge=1)
-    tp: int = Field(default=1, ge=1)
-    sequence_parallel: bool = False
-    pp: int = Field(default=1, ge=1)
-    cp: int = Field(default=1, ge=1)
-    ep: int = Field(default=1, ge=1)
-    zero: int = Field(default=0, ge=0, le=3)
     micro_batch: int = Field(default=1, ge=1, description="sequences per pass of one replica")
     schedule: Schedule = Schedule.one_f_one_b
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
@@ -138,7 +129,7 @@ class Plan(Noun):
             raise ValueError(f"recompute_layers {self.recompute_layers} counts blocks that recompute as a whole: write recompute layer")
         if self.context == Context.ulysses and self.cp == 1:
             raise ValueError("ulysses says how context ranks attend and needs cp > 1")
-        if self.placement and (len(self.placement) != self.pp or self.schedule == Schedule.interleaved):
+        if self.placement and (len(self.placement) != self.pp or self.schedule not in (Schedule.gpipe, Schedule.one_f_one_b)):
             raise ValueError(f"placement names {len(self.placement)} ranks of pp({self.pp}); each has its group, in 1f1b or gpipe")
         if sorted(self.axes) != sorted(AXES):
             raise ValueError(f"axes {list(self.axes)} must name each of {', '.join(AXES)} once")
@@ -161,38 +152,6 @@ class Plan(Noun):
             raise ValueError(
                 f"schedule {self.schedule} with the actions of {len(self.actions)} of pp({self.pp}) ranks: schedule actions lists all"
             )
-
-    @property
-    def dp(self) -> int:
-        """Replicas that read different data."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def world(self) -> int:
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
-
-    @property
-    def shards(self) -> int:
-        """Ranks that share the states of one replica: the shard group and its context ranks. 1 at ZeRO 0."""
-        return self.dp_shard * self.cp if self.zero else 1
-
-    @property
-    def copies(self) -> int:
-        """Ranks that hold the same states: the replicas of the shard group; at ZeRO 0 all data and context ranks.
-
-        >>> Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1).copies, Plan(dp_replicate=2, cp=2).copies
-        (2, 4)
-        """
-        return self.dp * self.cp // self.shards
-
-    @property
-    def expert_tensor(self) -> int:
-        """Tensor ranks that share one expert. Expert ranks are taken from dp_shard x cp; tensor ranks that must join hold whole experts.
-
-        >>> Plan(tp=2, ep=4, dp_shard=8, zero=1).expert_tensor, Plan(tp=8, ep=8).expert_tensor
-        (2, 1)
-        """
-        return self.tp // (self.ep // math.gcd(self.ep, self.dp_shard * self.cp)) if self.ep > 1 else self.tp
 
     def strides(self) -> dict[str, int]:
         """How far apart the ranks of each axis are.
