@@ -67,7 +67,7 @@ def attending(hidden: int, experts: int) -> Callable[[Layer], Layer]:
     def changed(layer: Layer) -> Layer:
         if layer.name != "block":
             return layer
-        stack = (Parameter(name="experts", shape=(experts, 2 * hidden, hidden), split=1),) if experts else ()
+        stack = (Parameter(name="experts", shape=(experts, 2 * hidden, hidden), split=1, experts=experts),) if experts else ()
         return layer.but(
             parameters=(*layer.parameters, *stack),
             core_fixed=layer.fixed_split,

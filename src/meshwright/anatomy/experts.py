@@ -28,6 +28,9 @@ from meshwright.anatomy.nouns import Anatomy, Experts, Split, local_slice
 TOLERANCE = 1e-3
 """Relative, in float32: rounding stays below 1e-5, a wrong layout is of the order of 1."""
 
+WHOLE = " stays whole"
+"""How a sentence ends that says why sequence parallelism would be wrong: a matrix that may mix places of the sequence."""
+
 TRIALS = 64
 """Ways to cut an expert that are tried at most."""
 
@@ -68,15 +71,51 @@ def add_experts(model: nn.Module, anatomy: Anatomy, inputs: Mapping[str, torch.T
     widths_shared = [experts.width for experts in found if experts.splits]
     divisible = {"moe_ffn": math.gcd(*widths_shared)} if widths_shared else {}
     names = tuple(name for name in anatomy.replicated if name not in splits)
+    against = anatomy.against_sequence
+    if against.endswith(WHOLE):
+        apart = tuple(f"{path}." for path in tokenwise(model, found, widths))
+        names_left = (name for name in names if name.startswith(f"{anatomy.blocks}.") and not name.startswith(apart or ("\n",)))
+        left = next((name for name in names_left if model.get_parameter(name).ndim > 1), None)
+        against = f"{left}{WHOLE}" if left else ""
     return replace(
         anatomy,
         experts=found,
+        against_sequence=against,
         splits={**anatomy.splits, **splits},
         divisible={**anatomy.divisible, **divisible},
         partial=(*anatomy.partial, *(f"{experts.path}.{name}" for experts in found for name in experts.once)),
         understood=(*anatomy.understood, *said),
         replicated=names,
     )
+
+
+def tokenwise(model: nn.Module, found: tuple[Experts, ...], widths: Mapping[str, int]) -> list[str]:
+    """The modules around the experts (router and all) that give for a piece of the sequence that piece of what they give for all of it."""
+    known: dict[type, bool] = {}
+    paths = [experts.path.rpartition(".")[0] for experts in found]
+    for path in paths:
+        module = model.get_submodule(path)
+        if type(module) not in known:
+            known[type(module)] = _is_tokenwise(module, widths.get(path, 0))
+    return [path for path in paths if known[type(model.get_submodule(path))]]
+
+
+def _is_tokenwise(module: nn.Module, width: int) -> bool:
+    parameters = list(module.parameters())
+    if not width or any(tensor.is_meta for tensor in parameters):
+        return bool(width)
+    given = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(0)).to(parameters[0].device, parameters[0].dtype)
+    try:
+        with torch.no_grad():
+            whole, *pieces = [next(_tensors(module(piece))).float() for piece in (given, given[:, :2], given[:, 2:])]
+            return bool((torch.cat(pieces, 1) - whole).norm() <= TOLERANCE * whole.norm())
+    except Exception:
+        return False
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an output, which may be a tuple."""
+    yield from [output] if isinstance(output, torch.Tensor) else [each for each in output if isinstance(each, torch.Tensor)]
 
 
 def _count(module: nn.Module) -> int:

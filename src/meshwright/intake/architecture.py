@@ -141,8 +141,8 @@ def expert_feed_forward(sizes: Sizes) -> list[Parameter]:
         parameters += [Parameter(name="mlp.gate.e_score_correction_bias", shape=(count,))]
     ups = ("gate_proj", "up_proj") if sizes.gated else ("up_proj",)
     fused, parts = ("gate_up_proj", (width, width)) if sizes.gated else ("up_proj", ())
-    parameters += [Parameter(name=f"mlp.experts.{fused}", shape=(count, len(ups) * width, h), split=1, parts=parts)]
-    parameters += [Parameter(name="mlp.experts.down_proj", shape=(count, h, width), split=2)]
+    parameters += [Parameter(name=f"mlp.experts.{fused}", shape=(count, len(ups) * width, h), split=1, parts=parts, experts=count)]
+    parameters += [Parameter(name="mlp.experts.down_proj", shape=(count, h, width), split=2, experts=count)]
     if sizes.shared_experts:
         shared = width * sizes.shared_experts
         for up in ups:

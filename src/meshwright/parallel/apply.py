@@ -158,7 +158,7 @@ def parallelize_model(
     run = Run(start=0, stop=max(anatomy.count, 1), keeping=Keeping.of(plan, weights))
     gates = _set_gates(model, anatomy, mesh, run, by_layer, {name: layer for layer in table for name in layer.parameters})
     if context is not None:
-        _set_context(gates, context)
+        _set_context(model, anatomy, gates, context)
     pipeline = Pipeline(mesh, lambda *arguments: engine.stage_forward(*arguments), zero.end_backward)
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, _bounds(anatomy, mesh), pipeline)
     engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
@@ -171,7 +171,7 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
     plan = mesh.plan
     if missing(plan):
         raise InputError(f"plan {plan.name}: {', '.join(missing(plan))} can be planned and priced but do not run yet; leave them out")
-    if plan.tp > 1 and not anatomy.regions:
+    if plan.tp > 1 and not (anatomy.regions or anatomy.experts):
         raise InputError(
             f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none: use tp1"
         )
@@ -327,19 +327,28 @@ def _set_gates(
     return gates
 
 
-def _set_context(gates: list[Gate], context: Context) -> None:
+def _set_context(model: nn.Module, anatomy: Anatomy, gates: list[Gate], context: Context) -> None:
     """Blocks work on this rank's piece of the sequence; the first one's hidden state is cut before anything else is done to it."""
     for gate in gates:
         if gate.index is not None:
             gate.inner = context.around(gate.inner, gate.index)
         if gate.index == 0:
-            gate.before = _after(context.cut_hidden, gate.before)
+            gate.before = _chain(context.cut_hidden, gate.before)
+        if gate.index == anatomy.count - 1:
+            gate.after = _chain(gate.after, context.place_hidden)
+    if context.placed and anatomy.head is not None and not isinstance(head := model.get_submodule(anatomy.head), Absent):
+        context.cut_before(head)
 
 
-def _after(
-    first: Callable[[torch.Tensor], torch.Tensor], then: Callable[[torch.Tensor], torch.Tensor] | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    return first if then is None else lambda hidden: then(first(hidden))
+def _chain(*functions: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One after the other; None does nothing."""
+
+    def all_of_them(hidden: torch.Tensor) -> torch.Tensor:
+        for function in functions:
+            hidden = hidden if function is None else function(hidden)
+        return hidden
+
+    return all_of_them
 
 
 def _outer_gates(model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[str, FlatUnit], layer_of: dict[str, Layer]) -> list[Gate]:

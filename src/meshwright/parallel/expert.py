@@ -137,6 +137,9 @@ class Mixture:
             return self.inner(*args, **kwargs)
         shape = given[hidden].shape
         given[hidden] = given[hidden].reshape(-1, shape[-1])
+        given[weights] = given[weights].to(
+            torch.promote_types(given[weights].dtype, given[hidden].dtype)
+        )  # parts of its gradient are summed
         given = self._enter(given, (hidden, weights))
         if self.ranks.ranks == 1:
             output = self._compute(given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True)))

@@ -56,7 +56,10 @@ class ExpertRanks:
 
     def dense(self, anatomy: Anatomy) -> Anatomy:
         """`anatomy` for what tensor ranks cut without regard to expert ranks."""
-        return replace(anatomy, splits={name: split for name, split in anatomy.splits.items() if name not in self.dealt})
+        if not self.dealt:
+            return anatomy
+        splits = {name: split for name, split in anatomy.splits.items() if name not in self.dealt}
+        return replace(anatomy, splits=splits, divisible={name: size for name, size in anatomy.divisible.items() if name != "moe_ffn"})
 
 
 def expert_place(grid: Grid, rank: int) -> ExpertPlace:

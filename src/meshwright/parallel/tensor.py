@@ -78,7 +78,7 @@ def check(model: nn.Module, anatomy: Anatomy, ranks: int, sequence_parallel: boo
         wrong += [f"{name} ({size})" for size in sizes if id(tensor) not in vocabulary and size % ranks]
     if wrong:
         raise InputError(f"tp({ranks}) must divide {', '.join(wrong)}: choose another tp")
-    if not anatomy.regions:
+    if not (anatomy.regions or anatomy.experts):
         raise InputError(f"tp({ranks}): no part of this model can be sharded ({'; '.join(anatomy.understood)}): use tp1")
     if vocabulary and anatomy.vocabulary <= -(-anatomy.vocabulary // ranks) * (ranks - 1):
         raise InputError(f"tp({ranks}) leaves tensor rank {ranks - 1} none of the vocabulary ({anatomy.vocabulary}): choose a smaller tp")

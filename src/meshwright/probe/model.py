@@ -109,7 +109,7 @@ def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, ru
         hidden=max(round(hidden), 1),
         context=few.positions if tokens > 1 else 1,
         divisible={what: size for what, size in anatomy.divisible.items() if what != "kv_heads" or size != heads},
-        tensor_parallel=bool(anatomy.regions),
+        tensor_parallel=bool(anatomy.regions or anatomy.experts),
         against_sequence=anatomy.against_sequence,
         vocabulary=anatomy.vocabulary,
         notes=(*anatomy.understood, *_remarks(anatomy, tokens)),
@@ -141,6 +141,7 @@ def _add_loss(accounts: dict[str, dict[str, float]], run: Run, tokens: int) -> N
 def _parameters(model: nn.Module, anatomy: Anatomy) -> dict[str, tuple[Parameter, ...]]:
     """Of each layer by the runtime's own cut; a tied vocabulary stands first in the head again."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stacked = {f"{experts.path}.{name}": experts.count for experts in anatomy.experts for name in experts.names}
     held = {}
     for place, names in layers(model, anatomy):
         start = f"{anatomy.blocks}." if anatomy.blocks and place.startswith("block.") else ""
@@ -148,9 +149,8 @@ def _parameters(model: nn.Module, anatomy: Anatomy) -> dict[str, tuple[Parameter
         for name in names:
             split = anatomy.splits.get(name)
             short = name[len(start) :].partition(".")[2] if start else name
-            found.append(
-                Parameter(name=short, shape=shapes[name], split=split.dim if split else None, parts=tuple(split.parts) if split else ())
-            )
+            dim, parts = (split.dim, tuple(split.parts)) if split else (None, ())
+            found.append(Parameter(name=short, shape=shapes[name], split=dim, parts=parts, experts=stacked.get(name, 0)))
         held[place if anatomy.blocks else names[0].partition(".")[0]] = tuple(found)
     if anatomy.tied:
         held[HEAD] = (held[EMBEDDING][0], *held.get(HEAD, ()))
@@ -169,7 +169,7 @@ def _remarks(anatomy: Anatomy, tokens: int) -> list[str]:
     said = []
     if tokens == 1:
         said.append("a token is a whole sample: the sequence is 1")
-    if anatomy.blocks and not anatomy.regions:
+    if anatomy.blocks and not (anatomy.regions or anatomy.experts):
         said.append("no layer is shared among tensor ranks: all of them stay whole")
     if anatomy.against_sequence:
         said.append(f"sequence parallelism would be wrong: {anatomy.against_sequence}")

@@ -23,15 +23,13 @@ class Parameter(Noun):
     shape: tuple[int, ...]
     split: int | None = None
     parts: tuple[int, ...] = Field(default=(), description="fused projections: sizes along `split`, each sharded by itself")
+    experts: int = Field(
+        default=0, ge=0, description="how many experts are stacked in it along its first dimension; 0 in an ordinary weight"
+    )
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def experts(self) -> int:
-        """How many experts are stacked in it, along the first of three dimensions; 0 in an ordinary weight."""
-        return self.shape[0] if len(self.shape) == 3 else 0
 
     def local_numel(self, tp: int) -> int:
         """Elements on the fullest of `tp` tensor ranks."""
