@@ -12,9 +12,9 @@ import numpy as np
 
 from meshwright.cost.box import Array, Cut, Order
 from meshwright.cost.flight import moments
-from meshwright.cost.setting import HEAD, Setting
+from meshwright.cost.setting import HEAD
 from meshwright.cost.stages import Kind, apart, partly
-from meshwright.cost.units import FlatUnits, Units
+from meshwright.cost.units import FlatUnits
 
 
 class Fullest(NamedTuple):
@@ -34,10 +34,10 @@ class Flat(NamedTuple):
 
 
 class Held:
-    """The kinds of pipeline ranks of one order, `kinds`, of `pp` ranks."""
+    """The kinds of pipeline ranks of one order, `kinds`, of `pp` ranks. The model alone decides it, on whatever devices."""
 
-    def __init__(self, setting: Setting, units: FlatUnits, order: Order, pp: int, kinds: Sequence[Kind]) -> None:
-        self.setting, self.units, self.order, self.pp, self.kinds = setting, units, order, pp, kinds
+    def __init__(self, units: FlatUnits, order: Order, pp: int, kinds: Sequence[Kind]) -> None:
+        self.entries, self.units, self.order, self.pp, self.kinds = units.entries, units, order, pp, kinds
         self.layers = np.array([kind.layers.sum(axis=0) for kind in kinds], dtype=float)
         self.numbers = np.array([kind.number for kind in kinds])
         self._again: dict[int, Array] = {}
@@ -47,7 +47,7 @@ class Held:
     def again(self, count: int) -> Array:
         """Blocks that recompute when the first `count` of each virtual stage do (r, entry)."""
         if count not in self._again:
-            blocks = [entry.is_block for entry in self.setting.entries]
+            blocks = [entry.is_block for entry in self.entries]
             self._again[count] = np.array([partly(kind, blocks, count).sum(axis=0) for kind in self.kinds], dtype=float)
         return self._again[count]
 
@@ -65,9 +65,8 @@ class Held:
         return Fullest(known.layers[chosen], known.at_head[chosen])
 
     def _moments(self, again: int, micro_batches: Array) -> Fullest:
-        entries = self.setting.entries
-        blocks = [entry.is_block for entry in entries]
-        heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in entries for _ in range(2 if again else 1)])
+        blocks = [entry.is_block for entry in self.entries]
+        heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in self.entries for _ in range(2 if again else 1)])
         found = [moments(self.order, self.pp, apart(kind, blocks, again) if again else kind, micro_batches) for kind in self.kinds]
         fill, columns = np.arange(max(running.shape[1] for running, _ in found)), len(heads)
         layers = np.zeros((len(micro_batches), len(found), len(fill), 2 * columns))
@@ -82,27 +81,12 @@ class Held:
     def flat(self, cut: Cut, bucket: int | None) -> Flat:
         """The flat buffers: buckets of so many elements, or one unit a layer."""
         if (cut, bucket) not in self._flat:
-            found = [[(self.units.units(content, cut, bucket), count) for content, count in kind.stages] for kind in self.kinds]
-            lengths = sorted({run.end for held in found for stage, _ in held for run in stage.runs})
-            times = np.zeros((len(found), len(lengths)))
-            for r, held in enumerate(found):
-                for stage, count in held:
-                    for run in stage.runs:
-                        times[r, lengths.index(run.end)] += run.times * count
-            other = np.array([_other(held) for held in found], dtype=float).T
+            found = [self.units.rank(kind.stages, cut, bucket) for kind in self.kinds]
+            lengths = sorted(set().union(*(each.lengths for each in found)))
+            times = np.array([[each.lengths.get(length, 0) for length in lengths] for each in found], dtype=float)
+            other = np.array([each.other for each in found], dtype=float).T
             self._flat[cut, bucket] = Flat(times, np.array(lengths, dtype=np.int64), other)
         return self._flat[cut, bucket]
-
-
-def _other(held: list[tuple[Units, int]]) -> tuple[float, ...]:
-    """`units`, `lone`, `first`, `last`, then the largest of `opening`, `closing`, `filling`, `largest` over the stages of a rank."""
-    return (
-        sum(stage.number * count for stage, count in held),
-        sum(stage.lone * count for stage, count in held),
-        held[0][0].first,
-        held[-1][0].last,
-        *(max(getattr(stage, name) for stage, _ in held) for name in ("opening", "closing", "filling", "largest")),
-    )
 
 
 def stack(arrays: Sequence[Array], kinds: int, orders: int = 1) -> Array:

@@ -114,10 +114,11 @@ class Ranks(NamedTuple):
 class Pricer:
     """Prices boxes of plans of one job. Remembers what boxes share: what the ranks of an order hold, seconds of layers."""
 
-    def __init__(self, job: Job, practice: Practice = OURS) -> None:
+    def __init__(self, job: Job, practice: Practice = OURS, like: Pricer | None = None) -> None:
+        """`like`: of the same model on other devices, with which it shares what those do not change."""
         self.setting: Setting = setting(job, practice)
-        self.flat = FlatUnits(self.setting.entries)
-        self._held: dict[tuple[Order, int, bool], Held] = {}
+        self.flat: FlatUnits = like.flat if like else FlatUnits(self.setting.entries)
+        self._held: dict[tuple[Order, int, bool], Held] = like._held if like else {}
         self._blocks = np.array([entry.is_block for entry in self.setting.entries])
         self._work: dict[tuple[Cut, int], tuple[dict[float, int], Work | None]] = {}
 
@@ -159,13 +160,13 @@ class Pricer:
 
     def alone(self, box: Box, found: Sequence[Kind]) -> Ranks:
         """These, which nothing else asks for."""
-        return Ranks.of([Held(self.setting, self.flat, order, box.pp, found) for order in box.orders])
+        return Ranks.of([Held(self.flat, order, box.pp, found) for order in box.orders])
 
     def held(self, order: Order, pp: int, each: bool = False) -> Held:
         key = (order, pp, each)
         if key not in self._held:
             found = (ranks if each else kinds)(self.setting.entries, order, pp)
-            self._held[key] = Held(self.setting, self.flat, order, pp, found)
+            self._held[key] = Held(self.flat, order, pp, found)
         return self._held[key]
 
     def _tokens(self, box: Box) -> Array:

@@ -9,6 +9,9 @@ from meshwright.cost.box import Cut
 from meshwright.cost.constants import REDUCTIONS_IN_FLIGHT
 from meshwright.cost.setting import Entry
 
+Stages = tuple[tuple[tuple[int, ...], int], ...]
+"""The unlike virtual stages of a rank, layers of each entry, and how many there are of each."""
+
 
 class Run(NamedTuple):
     """`times` equal units of `end` elements, before padding to the shards; `gathered_ahead` where the unit before it fetches it."""
@@ -101,13 +104,22 @@ def units(layers: Sequence[tuple[Sized, int]], bucket: int | None) -> Units:
     return Units(tuple(runs), sum(run.times for run in runs), line[0], line[-1], opening, closing, filling, max(line), lone)
 
 
+class RankUnits(NamedTuple):
+    """The units of all virtual stages of a rank: how many of which length; `number`, `lone`, `first`, `last` of them, and the largest `opening`,
+    `closing`, `filling` and `largest` of its stages."""
+
+    lengths: dict[int, int]
+    other: tuple[int, ...]
+
+
 class FlatUnits:
-    """The units of virtual stages of one job. Remembered: many orders have stages of the same layers."""
+    """The units of virtual stages of one model. Remembered: many orders have stages of the same layers."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.entries = entries
         self._sized: dict[Cut, tuple[Sized, ...]] = {}
         self._units: dict[tuple[Cut, int | None, tuple[int, ...]], Units] = {}
+        self._ranks: dict[tuple[Cut, int | None, Stages], RankUnits] = {}
 
     def units(self, content: tuple[int, ...], cut: Cut, bucket: int | None) -> Units:
         """Of a stage with so many layers of each entry."""
@@ -117,3 +129,17 @@ class FlatUnits:
                 self._sized[cut] = tuple(sized(entry, cut) for entry in self.entries)
             self._units[key] = units(list(zip(self._sized[cut], content, strict=True)), bucket)
         return self._units[key]
+
+    def rank(self, stages: Stages, cut: Cut, bucket: int | None) -> RankUnits:
+        """Of a rank with these stages."""
+        key = (cut, bucket, stages)
+        if key not in self._ranks:
+            found = [(self.units(content, cut, bucket), count) for content, count in stages]
+            lengths: dict[int, int] = {}
+            for stage, count in found:
+                for run in stage.runs:
+                    lengths[run.end] = lengths.get(run.end, 0) + run.times * count
+            number, lone = (sum(getattr(stage, name) * count for stage, count in found) for name in ("number", "lone"))
+            most = (max(getattr(stage, name) for stage, _ in found) for name in ("opening", "closing", "filling", "largest"))
+            self._ranks[key] = RankUnits(lengths, (number, lone, found[0][0].first, found[-1][0].last, *most))
+        return self._ranks[key]

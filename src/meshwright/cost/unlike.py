@@ -23,7 +23,10 @@ from meshwright.spec.job import Job
 
 def pricers(job: Job, placement: Sequence[int], world: int) -> dict[int, Pricer]:
     """For each group of `placement` the prices of `world` devices like its own."""
-    return {at: Pricer(job.but(cluster=job.cluster.but(groups=(even(job, at, world),)))) for at in sorted(set(placement))}
+    found: dict[int, Pricer] = {}
+    for at in sorted(set(placement)):
+        found[at] = Pricer(job.but(cluster=job.cluster.but(groups=(even(job, at, world),))), like=next(iter(found.values()), None))
+    return found
 
 
 def even(job: Job, group: int, world: int) -> NodeGroup:
