@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright import anatomy
-from meshwright.anatomy import Anatomy, Region, Split, intervals
+from meshwright.anatomy import Anatomy, Count, Region, Split, intervals
 from meshwright.models.registry import build
 
 torch.set_num_threads(1)
@@ -32,15 +32,34 @@ def hf_gpt2(attention: str) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def in_block(found: Anatomy, index: int = 0) -> tuple[Region, ...]:
+    """The regions of a block with paths relative to it."""
+    prefix = found.block(index) + "."
+
+    def inside(path: str) -> str:
+        return path.removeprefix(prefix)
+
+    return tuple(
+        Region(
+            inside(region.module), tuple(map(inside, region.columns)), tuple(map(inside, region.rows)), region.heads, region.kv_heads,
+            tuple(Count(inside(count.path), count.name, count.kind) for count in region.counts),
+        )
+        for region in found.regions
+        if region.rows[0].startswith(prefix)
+    )  # fmt: skip
+
+
 def block_splits(found: Anatomy, index: int = 0) -> dict[str, Split]:
     prefix = found.block(index) + "."
     return {name.removeprefix(prefix): split for name, split in found.splits.items() if name.startswith(prefix)}
 
 
-ATTENTION = Region("self_attn", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GROUPS = (Count("self_attn", "num_key_value_groups", "groups"),)
 GATED = Region("mlp", ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 LLAMA_BLOCK = {
-    **{f"self_attn.{name}_proj.weight": Split(0) for name in "qkv"},
+    "self_attn.q_proj.weight": Split(0, (), (4,)),
+    **{f"self_attn.{name}_proj.weight": Split(0, (), (2,)) for name in "kv"},
     "self_attn.o_proj.weight": Split(1),
     "mlp.gate_proj.weight": Split(0),
     "mlp.up_proj.weight": Split(0),
@@ -60,7 +79,10 @@ def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -
     found = anatomy.read(LLAMAS[name]())
     assert (found.blocks, found.count, found.embedding, found.head) == ("model.layers", 2, "model.embed_tokens", "lm_head")
     assert found.tied == ("tied" in name)
-    assert found.regions == (ATTENTION, GATED)
+    attention, gated = in_block(found)
+    assert (attention.module, attention.columns, attention.rows) == ("self_attn", COLUMNS, ("self_attn.o_proj",))
+    assert (attention.heads, attention.kv_heads, attention.counts) == (4, 2, () if name.startswith("ours") else GROUPS)
+    assert gated == GATED
     assert block_splits(found, 0) == block_splits(found, 1) == LLAMA_BLOCK
     assert {n: s for n, s in found.splits.items() if ".layers." not in n} == {
         "model.embed_tokens.weight": Split(0),
@@ -78,12 +100,16 @@ def test_gpt2_has_a_fused_projection_of_three_parts_and_a_tied_head(attention: s
     found = anatomy.read(small("gpt2-tiny") if attention == "ours" else hf_gpt2(attention))
     assert (found.blocks, found.count, found.embedding, found.head) == ("transformer.h", 2, "transformer.wte", "lm_head")
     assert found.tied
-    attributes = (("attn", "num_heads"),) if attention == "ours" else (("attn", "num_heads"), ("attn", "split_size"))
-    assert found.regions == (Region("attn", ("attn.c_attn",), ("attn.c_proj",), attributes), Region("mlp", ("mlp.c_fc",), ("mlp.c_proj",)))
+    names = ("num_heads",) if attention == "ours" else ("num_heads", "embed_dim", "split_size")
+    counts = tuple(Count("attn", name, "share") for name in names)
+    assert in_block(found) == (
+        Region("attn", ("attn.c_attn",), ("attn.c_proj",), 4, 4, counts),
+        Region("mlp", ("mlp.c_fc",), ("mlp.c_proj",)),
+    )
     out, parts = (0 if attention == "ours" else 1), (32, 32, 32)  # Conv1D holds its weight the other way round
     assert block_splits(found, 1) == {
-        "attn.c_attn.weight": Split(out, parts),
-        "attn.c_attn.bias": Split(0, parts),
+        "attn.c_attn.weight": Split(out, parts, (4, 4, 4)),
+        "attn.c_attn.bias": Split(0, parts, (4, 4, 4)),
         "attn.c_proj.weight": Split(1 - out),
         "mlp.c_fc.weight": Split(out),
         "mlp.c_fc.bias": Split(0),
@@ -96,10 +122,10 @@ def test_gpt2_has_a_fused_projection_of_three_parts_and_a_tied_head(attention: s
 def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bias_with_the_head() -> None:
     model = small("bert-tiny")
     found = anatomy.read(model)
-    heads = (("attention", "num_attention_heads"),)
+    heads = (Count("attention", "num_attention_heads", "share"),)
     columns = ("attention.query", "attention.key", "attention.value")
-    assert found.regions == (
-        Region("attention", columns, ("attention.output",), heads),
+    assert in_block(found) == (
+        Region("attention", columns, ("attention.output",), 4, 4, heads),
         Region("intermediate", ("intermediate",), ("output",)),
     )
     assert found.splits["decoder.bias"] == Split(0)
@@ -113,8 +139,8 @@ def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bi
 def test_hugging_face_bert_is_entered_below_its_residual_and_its_twice_named_bias_is_split_under_both_names() -> None:
     model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
     found = anatomy.read(model)
-    assert [region.module for region in found.regions] == ["attention.self", "intermediate"]
-    assert found.regions[0].rows == ("attention.output.dense",)
+    assert [region.module for region in in_block(found)] == ["attention.self", "intermediate"]
+    assert in_block(found)[0].rows == ("attention.output.dense",)
     assert found.splits["cls.predictions.bias"] == found.splits["cls.predictions.decoder.bias"] == Split(0)
     assert dict(anatomy.layers(model, found))["head"] == ["cls.predictions.bias"]
 
@@ -134,12 +160,13 @@ def test_every_parameter_stands_in_one_layer_in_forward_order(name: str) -> None
         assert dict(layers)["back"] == ["model.decoder.final_layer_norm.weight", "model.decoder.final_layer_norm.bias"]
 
 
-def test_a_network_without_a_vocabulary_or_blocks_is_replicated_and_that_is_said() -> None:
+def test_convolutions_are_cut_by_channels_and_a_network_without_blocks_is_replicated() -> None:
     conv = small("convnet-tiny")
     found = anatomy.read(conv)
-    assert (found.blocks, found.count, found.regions, found.splits) == ("blocks", 2, (), {})
-    assert found.replicated == tuple(name for name, _ in conv.named_parameters())
-    assert "no vocabulary" in found.understood[-1]
+    assert (found.blocks, found.count, found.divisible) == ("blocks", 2, {"ffn": 32, "groups of norm1": 4})
+    assert set(found.replicated) == {name for name, _ in conv.named_parameters()} - {
+        f"blocks.{index}.{name}" for index in (0, 1) for name in ("conv1.weight", "norm1.weight", "norm1.bias", "conv2.weight")
+    }
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     found = anatomy.read(plain)
     assert found.blocks is None
@@ -175,7 +202,7 @@ class OddModel(nn.Module):
 
 def test_a_norm_over_shared_features_keeps_its_region_whole_and_the_rest_is_sharded() -> None:
     found = anatomy.read(OddModel(Odd))
-    assert found.regions == (Region("up", ("up",), ("down",)),)
+    assert in_block(found, 2) == (Region("up", ("up",), ("down",)),)
     assert block_splits(found, 2) == {"up.weight": Split(0), "up.bias": Split(0), "down.weight": Split(1)}
     assert found.against_sequence == "parts.0.wide.weight stays whole"
     assert any(line.startswith("wide stay whole: ") and "all features for layer_norm" in line for line in found.understood)
@@ -187,7 +214,7 @@ def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() ->
     model.model.forward = None  # cannot run
     found = anatomy.read(model)
     assert any("plan that the model carries" in line for line in found.understood)
-    assert found.regions == wanted.regions
+    assert [(one.module, one.columns, one.rows) for one in found.regions] == [(one.module, one.columns, one.rows) for one in wanted.regions]
     assert found.splits == wanted.splits
     assert found.divisible == wanted.divisible
     assert anatomy.layers(model, found) == anatomy.layers(model, wanted)
@@ -212,7 +239,7 @@ def test_the_intervals_of_all_ranks_cover_each_part_once(ranks: int) -> None:
 
 
 class Grouped(nn.Module):
-    """Attention whose fused projection is cut by heads only after a view, which no rule about features can see."""
+    """Attention whose fused projection is cut by heads only after a view, by a count of its own or by one written into its forward."""
 
     def __init__(self, own_count: bool) -> None:
         super().__init__()
@@ -229,10 +256,14 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize("own_count", [False, True])
-def test_a_region_whose_shares_do_not_sum_to_the_whole_stays_whole(own_count: bool) -> None:
+def test_a_region_whose_shares_do_not_sum_to_the_whole_stays_whole_and_a_count_that_can_be_set_is(own_count: bool) -> None:
     model = OddModel(lambda: Grouped(own_count), width=32)
     found = anatomy.read(model)
-    assert [region.columns for region in found.regions] == [("feed",)]
+    if own_count:
+        assert [region.columns for region in in_block(found)] == [("qkv",), ("feed",)]
+        assert found.splits["parts.0.qkv.weight"] == Split(0, (32, 32, 32), (4, 4, 4))
+        return
+    assert [region.columns for region in in_block(found)] == [("feed",)]
     assert any(line.startswith("qkv stay whole") for line in found.understood)
     assert found.against_sequence == "parts.0.qkv.weight stays whole"
 
@@ -257,7 +288,7 @@ class Scaled(nn.Module):
 
 def test_a_parameter_that_reaches_shares_by_way_of_another_tensor_is_partial() -> None:
     found = anatomy.read(OddModel(lambda: Scaled(called=True)))
-    assert found.regions == (Region("up", ("up",), ("down",)),)
+    assert in_block(found) == (Region("up", ("up",), ("down",)),)
     assert block_splits(found) == {"up.weight": Split(0), "down.weight": Split(1)}
     assert found.partial == tuple(f"parts.{index}.scale" for index in range(3))
 

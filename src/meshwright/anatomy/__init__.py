@@ -1,8 +1,12 @@
 """How any model is understood, by structure: its blocks, embedding, head, and what tensor parallelism shards."""
 
+from meshwright.anatomy.counts import HeadsTaken, set_counts
 from meshwright.anatomy.layers import layers
-from meshwright.anatomy.nouns import Anatomy, Region, Split, intervals, local_slice
+from meshwright.anatomy.nouns import Anatomy, Count, Experts, Region, Slice, Split, intervals, local_slice, share_of
+from meshwright.anatomy.plain import is_convolution, is_plain
 from meshwright.anatomy.read import read
-from meshwright.anatomy.regions import is_plain
 
-__all__ = ["Anatomy", "Region", "Split", "intervals", "is_plain", "layers", "local_slice", "read"]
+__all__ = [
+    "Anatomy", "Count", "Experts", "HeadsTaken", "Region", "Slice", "Split", "intervals", "is_convolution", "is_plain", "layers", "local_slice", "read",
+    "set_counts", "share_of",
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,24 +11,83 @@ import torch
 
 @dataclass(frozen=True)
 class Split:
-    """A parameter is sharded along `dim`; a fused one in `parts`, sizes along `dim` of which each is sharded by itself."""
+    """A parameter is sharded along `dim`; a fused one in `parts`, sizes along `dim` of which each is sharded by itself.
+
+    `ways`: into how many shares each part can be cut (heads of keys and values); 0 for any number. Where there are more ranks than ways,
+    neighbouring ranks use the same share.
+    """
 
     dim: int
     parts: tuple[int, ...] = ()
+    ways: tuple[int, ...] = ()
+
+    def overlaps(self, ranks: int) -> bool:
+        """Whether some ranks use the same: then every rank holds the whole parameter and uses its share of it."""
+        return any(0 < ways < ranks for ways in self.ways)
+
+
+@dataclass(frozen=True)
+class Count:
+    """An integer that a forward method reads, `name` of the module at `path` ('config.n' of its configuration), and what it counts:
+    'heads', 'kv_heads', 'groups' (heads to a key-value head), or 'share', anything that tp divides."""
+
+    path: str
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Slice:
+    """An argument of the module at `path` that holds a number for each head along `dim`, whole: every rank takes its heads.
+
+    `argument` is a place or a name. `heads` of them; where `dim` is longer it is (rows x heads).
+    """
+
+    path: str
+    argument: int | str
+    dim: int
+    heads: int
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a block between a column layer and the row layer behind it. Paths are relative to the block.
+    """A part of a block between a column layer and the row layer behind it. Paths are full.
 
     The input of `module` is what every tensor rank enters with, once; '' means that no module has exactly the column layers as readers
-    of its input, so that the column layers themselves are entered. `attributes` are (path, name) of integers that tp divides.
+    of its input, so that the column layers themselves are entered.
     """
 
     module: str
     columns: tuple[str, ...]
     rows: tuple[str, ...]
-    attributes: tuple[tuple[str, str], ...] = ()
+    heads: int = 0
+    kv_heads: int = 0
+    counts: tuple[Count, ...] = ()
+    slices: tuple[Slice, ...] = ()
+
+    def local(self, count: Count, value: int, ranks: int) -> int:
+        """What `count`, now `value`, is on each of `ranks` ranks."""
+        heads, kv_heads = self.heads // ranks, max(self.kv_heads // ranks, 1)
+        if count.kind == "groups":
+            return heads // kv_heads
+        return value * kv_heads // self.kv_heads if count.kind == "kv_heads" else value // ranks
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A module of stacked experts, given (hidden, indices, weights). `names` are its parameters; the rest is relative to it too.
+
+    `counters`: integers (path, name) that count experts. `splits`: how tensor ranks share each expert; `once`: whole parameters of which each
+    of them adds its part. `width`: inner features of an expert.
+    """
+
+    path: str
+    count: int
+    names: tuple[str, ...]
+    counters: tuple[tuple[str, str], ...] = ()
+    splits: dict[str, Split] = field(default_factory=dict)
+    once: tuple[str, ...] = ()
+    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +102,7 @@ class Anatomy:
     vocabulary: int = 0
     regions: tuple[Region, ...] = ()
     splits: dict[str, Split] = field(default_factory=dict)
+    """Of parameters, and of buffers of norms that work on shares."""
     divisible: dict[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     """Replicated parameters that work on sharded features (a norm of each head): their gradient is a part on every tensor rank."""
@@ -51,30 +112,60 @@ class Anatomy:
     """Why sequence parallelism would be wrong; empty where it is right."""
     understood: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
+    stacks: tuple[tuple[str, int], ...] = ()
+    """Every list of blocks with its length, in the order in which they run."""
+    experts: tuple[Experts, ...] = ()
+    used: dict[str, Split] = field(default_factory=dict)
+    """Parameters that every tensor rank holds whole and uses a share of; filled by `over`."""
 
     def block(self, index: int) -> str:
         """Path of one block."""
         return f"{self.blocks}.{index}"
 
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Paths of all blocks of all stacks in the order in which they run."""
+        return tuple(f"{path}.{index}" for path, count in self.stacks for index in range(count))
 
-def intervals(size: int | Sequence[int], index: int, ranks: int) -> tuple[tuple[int, int], ...]:
-    """What tensor rank `index` of `ranks` holds of a dimension of `size`: one (start, stop) for each part. Chunks are ceil(part / ranks).
+    def over(self, ranks: int) -> Anatomy:
+        """As `ranks` tensor ranks hold it: what they cannot hold apart, for there are fewer key-value heads, is whole and used in part."""
+        used = {name: split for name, split in self.splits.items() if split.overlaps(ranks)}
+        if not used:
+            return self
+        splits = {name: split for name, split in self.splits.items() if name not in used}
+        return dataclasses.replace(self, splits=splits, used=used, partial=(*self.partial, *used))
+
+
+def intervals(size: int | Sequence[int], index: int, ranks: int, ways: Sequence[int] = ()) -> tuple[tuple[int, int], ...]:
+    """What tensor rank `index` of `ranks` holds of a dimension of `size`: one (start, stop) for each part. Chunks are ceil(part / ranks),
+    or one of `ways` equal ones where there are fewer ways than ranks.
 
     >>> intervals(10, 1, 4), intervals(10, 3, 4)
     (((3, 6),), ((9, 10),))
     >>> intervals((8, 4, 4), 1, 2)
     ((4, 8), (10, 12), (14, 16))
+    >>> intervals((8, 4), 2, 4, (8, 2))
+    ((4, 6), (10, 12))
     """
     result = []
     begin = 0
-    for part in (size,) if isinstance(size, int) else size:
-        chunk = -(-part // ranks)
-        result.append((begin + min(index * chunk, part), begin + min((index + 1) * chunk, part)))
+    parts = (size,) if isinstance(size, int) else size
+    for part, way in zip(parts, ways or (0,) * len(parts), strict=True):
+        shares, mine = (way, index * way // ranks) if 0 < way < ranks else (ranks, index)
+        chunk = -(-part // shares)
+        result.append((begin + min(mine * chunk, part), begin + min((mine + 1) * chunk, part)))
         begin += part
     return tuple(result)
 
 
+def share_of(full: torch.Tensor, split: Split, index: int, ranks: int) -> torch.Tensor:
+    """What tensor rank `index` of `ranks` uses of `full`: a view where it is one piece."""
+    bounds = intervals(split.parts or full.shape[split.dim], index, ranks, split.ways)
+    pieces = [full.narrow(split.dim, start, stop - start) for start, stop in bounds]
+    return torch.cat(pieces, dim=split.dim) if len(pieces) > 1 else pieces[0]
+
+
 def local_slice(full: torch.Tensor, split: Split, index: int, ranks: int) -> torch.Tensor:
     """A copy of what tensor rank `index` of `ranks` holds of `full`."""
-    pieces = [full.narrow(split.dim, start, stop - start) for start, stop in intervals(split.parts or full.shape[split.dim], index, ranks)]
-    return torch.cat(pieces, dim=split.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    share = share_of(full, split, index, ranks)
+    return share if len(split.parts) > 1 else share.clone(memory_format=torch.contiguous_format)

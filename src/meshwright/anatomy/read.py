@@ -1,65 +1,93 @@
 """Understands a model by its structure: the repeated blocks, the vocabulary embedding and head, the regions that tensor ranks share.
 
-Rule: the blocks are the list of like modules with most parameters; everything else comes from one run on the meta device (trace.py), and
-regions are proven with numbers (prove.py). A model that cannot run there falls back on the tensor-parallel plan that Hugging Face models
-carry (`base_model_tp_plan`), and without one to replication. `understood` says in words what was found and what was not.
+Rule: the blocks are the lists of like modules with most parameters; everything else comes from runs on the meta device (trace.py), and regions are
+proven with numbers (prove.py). A run whose columns must stay whole is followed by another that takes them so. A model that cannot run
+there falls back on the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without one to replication.
+`understood` says in words what was found and what was not.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.anatomy.experts import WHOLE, add_experts
 from meshwright.anatomy.nouns import Anatomy, Split
-from meshwright.anatomy.prove import Proof, lent
+from meshwright.anatomy.prove import Proof, lent, proven
 from meshwright.anatomy.published import published_regions
-from meshwright.anatomy.regions import Found, regions_of_block
-from meshwright.anatomy.trace import Trace, trace
+from meshwright.anatomy.regions import Found, guesses, regions_of_block
+from meshwright.anatomy.seen import Trace
+from meshwright.anatomy.trace import trace
+
+PASSES = 12
+"""Runs at most: in each block each takes the first columns that must be as whole."""
 
 
-def read(model: nn.Module, lend: bool = False) -> Anatomy:
+@dataclass
+class Reading:
+    """What is found on the way."""
+
+    model: nn.Module
+    lists: list[str]
+    said: list[str]
+    example: Mapping[str, Any] | None = None
+    seen: Trace | None = None
+    found: dict[str, list[Found]] = field(default_factory=dict)
+    """By block, in the order in which they run."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """Column weights that stay whole, and why."""
+
+
+def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None = None) -> Anatomy:
     """What `model` is made of. Leaves it as it was.
 
-    `lend`: parameters without memory are lent numbers as far as the proof needs them (the first block and what lies outside of all blocks).
+    `lend`: parameters without memory are lent numbers as far as the proof needs them (blocks up to the last kind, and what lies outside of
+    all blocks). `example`: a batch that the model can be called with, where it asks for more than token ids or images.
     """
     names = tuple(name for name, _ in model.named_parameters())
+    lists = find_lists(model)
     blocks = find_blocks(model)
     if blocks is None:
         return Anatomy(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
-    count = len(list(model.get_submodule(blocks).children()))
-    said = [f"{count} blocks in {blocks}"]
-    if not any(isinstance(module, nn.Embedding) for module in model.modules()):
-        said.append("no vocabulary embedding: tensor parallelism has no rule for it")
-        return Anatomy(blocks, count, understood=tuple(said), replicated=names)
+    reading = Reading(model, lists, [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists], example)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        seen = _trace(model, blocks, said)
-        outline = _run_outline(model, blocks, seen) if seen else _declared_outline(model, blocks)
-        found = _blocks_alike(model, blocks, count, seen, said)
-        with lent(model, blocks) if lend else nullcontext():
-            found = _proven(model, blocks, found, outline, said)
-        return _anatomy(model, blocks, count, outline, found, said)
+        _trace_all(reading)
+        outline = _run_outline(model, blocks, reading.seen) if reading.seen else _declared_outline(model, blocks)
+        if reading.seen is None:
+            _published(reading)
+        _prove(reading, outline, lend)
+        return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {})
     finally:
         for module, training in modes:
             module.training = training
 
 
-def find_blocks(model: nn.Module) -> str | None:
-    """Path of the list of like modules that holds most parameters; of nested ones the outermost."""
-    best, most = None, 0
+def find_lists(model: nn.Module) -> list[str]:
+    """Paths of the outermost lists of like modules; modules of several kinds count when the list holds nothing but blocks."""
+    found: list[str] = []
     for name, module in model.named_modules():
-        children = list(module.children())
-        if not name or not isinstance(module, nn.ModuleList | nn.Sequential) or not children:
+        if not name or any(name.startswith(f"{path}.") for path in found) or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        alike = len({type(child) for child in children}) == 1 and any(True for _ in children[0].children())
-        numel = sum(parameter.numel() for parameter in module.parameters())
-        if alike and numel > most:
-            best, most = name, numel
-    return best
+        children = list(module.children())
+        kinds = {type(child) for child in children}
+        alike = len(kinds) == 1 or (isinstance(module, nn.ModuleList) and len(children) > len(kinds))
+        if children and alike and all(any(True for _ in child.children()) for child in children):
+            found.append(name)
+    return found
+
+
+def find_blocks(model: nn.Module) -> str | None:
+    """Path of the list of like modules that holds most parameters."""
+    sizes = {path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()) for path in find_lists(model)}
+    return max(sizes, key=lambda path: sizes[path]) if any(sizes.values()) else None
 
 
 @dataclass(frozen=True)
@@ -71,17 +99,34 @@ class Outline:
     back: tuple[str, ...]
 
 
-def _trace(model: nn.Module, blocks: str, said: list[str]) -> Trace | None:
-    """One run in the model's own types, or in bfloat16, which some kernels ask for."""
+# --- runs ---------------------------------------------------------------------------------------------------------------------
+
+
+def _trace_all(reading: Reading) -> None:
+    """Runs until nothing more must stay whole; in the model's own types, or in bfloat16, which some kernels ask for."""
     try:
-        return trace(model, blocks)
+        _passes(reading, None)
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
-    try:
-        return trace(model, blocks, torch.bfloat16)
-    except Exception:
-        said.append(f"it does not run on token ids alone ({reason})")
-        return None
+        reading.whole.clear()
+        try:
+            _passes(reading, torch.bfloat16)
+        except Exception:
+            reading.seen = None
+            reading.found.clear()
+            reading.said.append(f"it does not run on {'the example' if reading.example else 'token ids or images'} alone ({reason})")
+
+
+def _passes(reading: Reading, dtype: torch.dtype | None) -> None:
+    for _ in range(PASSES):
+        seen = trace(reading.model, reading.lists, frozenset(reading.whole), reading.example, dtype)
+        both = {block: regions_of_block(reading.model, block, seen) for block in seen.blocks}
+        left = {weight: why for _, more in both.values() for weight, why in more.items()}
+        reading.seen, reading.found = seen, {block: regions for block, (regions, _) in both.items()}
+        if not left:
+            return
+        reading.whole |= left
+    reading.found = {block: [] for block in reading.found}  # never settled: nothing is shared
 
 
 def _run_outline(model: nn.Module, blocks: str, seen: Trace) -> Outline:
@@ -115,85 +160,163 @@ def _owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str | None:
     )
 
 
-def _blocks_alike(model: nn.Module, blocks: str, count: int, seen: Trace | None, said: list[str]) -> list[list[Found]]:
-    """The regions of every block; none when the blocks differ."""
-    left: list[str] = []
-    if seen is None:
-        found = published_regions(model, blocks)
-        said.append("regions from the plan that the model carries" if any(found) else "no tensor-parallel plan: the blocks are replicated")
-    else:
-        both = [regions_of_block(model, f"{blocks}.{index}", seen) for index in range(count)]
-        found, left = [regions for regions, _ in both], both[0][1]
-    first = [(one.region, one.counts) for one in found[0]]
-    if any([(one.region, one.counts) for one in block] != first for block in found[1:]):
-        said.append("the blocks differ in structure: they are not shared")
-        return [[] for _ in found]
-    said += [str(one) for one in found[0]] + left
-    return found
+def _published(reading: Reading) -> None:
+    for path in reading.lists:
+        reading.found |= published_regions(reading.model, path)
+    any_found = any(reading.found.values())
+    reading.said.append(
+        "regions from the plan that the model carries" if any_found else "no tensor-parallel plan: the blocks are replicated"
+    )
 
 
-def _proven(model: nn.Module, blocks: str, found: list[list[Found]], outline: Outline, said: list[str]) -> list[list[Found]]:
-    """The regions whose shares were seen to sum to the whole."""
-    if not found[0] or any(tensor.is_meta for tensor in model.get_submodule(f"{blocks}.0").parameters()):
-        return found
-    splits = {name: split for one in found[0] for name, split in one.splits.items()}
+# --- proof --------------------------------------------------------------------------------------------------------------------
+
+
+def _signature(block: str, one: Found) -> tuple[Any, ...]:
+    """What the regions of like blocks have in common."""
+    text = repr((one.region, sorted(one.splits.items()), one.sizes)).replace(f"'{block}.", "'").replace(f"'{block}'", "''")
+    return (text,)
+
+
+def _prove(reading: Reading, outline: Outline, lend: bool) -> None:
+    """Keeps the regions whose shares were seen to sum to the whole: of each kind of block the first is tried."""
+    model = reading.model
+    first: dict[tuple[Any, ...], tuple[str, Found]] = {}
+    for block, regions in reading.found.items():
+        for one in regions:
+            first.setdefault(_signature(block, one), (block, one))
     vocabulary = model.get_parameter(f"{outline.embedding}.weight").shape[0] if outline.embedding else 0
-    try:
-        proof = Proof(model, f"{blocks}.0", splits, vocabulary)
-    except Exception as error:
-        said.append(f"regions are not proven with numbers ({(str(error).splitlines() or [''])[0][:100]})")
-        return found
-    good = []
-    for index, one in enumerate(found[0]):
-        objection = proof.objection(one.region, one.counts)
-        if objection is None:
-            good.append(index)
-        else:
-            said.remove(str(one))
-            said.append(f"{', '.join(one.region.columns)} stay whole: {objection}")
-    return [[block[index] for index in good] for block in found]
+    kinds = list(dict.fromkeys(block for block, _ in first.values()))
+    needed = _runs_before(reading, kinds[-1] if kinds else "")
+    answers: dict[tuple[Any, ...], tuple[Found, str | None]] = {}
+    with lent(model, needed) if lend else nullcontext():
+        try:
+            shares = reading.seen.shares if reading.seen else {}
+            proof = Proof(model, kinds, shares, vocabulary, reading.example, needed) if kinds else None
+        except Exception as error:
+            reading.said.append(f"regions are not proven with numbers ({(str(error).splitlines() or [''])[0][:100]})")
+            proof = None
+        for signature, (block, one) in first.items():
+            answers[signature] = proven(proof, block, one, guesses(model, block, one)) if proof else (one, None)
+    for block, regions in reading.found.items():
+        reading.found[block] = [found for one in regions if (found := _like(reading, block, one, first, answers)) is not None]
+    _agree(reading)
 
 
-def _anatomy(model: nn.Module, blocks: str, count: int, outline: Outline, found: list[list[Found]], said: list[str]) -> Anatomy:
-    embedding, head = outline.embedding, outline.head
+def _runs_before(reading: Reading, last: str) -> Callable[[str], bool]:
+    """Whether what lies at a path is outside of all blocks, or in one that runs no later than `last`."""
+    order = list(reading.found)
+    early = [f"{block}." for block in order[: order.index(last) + 1]] if last in order else []
+
+    def needed(path: str) -> bool:
+        inside = any(path.startswith(f"{blocks}.") for blocks in reading.lists)
+        return not inside or any(path.startswith(block) for block in early)
+
+    return needed
+
+
+def _like(reading: Reading, block: str, one: Found, first: Mapping[Any, tuple[str, Found]], answers: Mapping[Any, Any]) -> Found | None:
+    """`one` with the counts and sizes that its kind was proven with."""
+    signature = _signature(block, one)
+    pattern, (answer, objection) = first[signature][0], answers[signature]
+    if objection is not None:
+        reading.whole |= dict.fromkeys((f"{path}.weight" for path in one.region.columns), objection)
+        return None
+
+    def here(path: str) -> str:
+        return block + path.removeprefix(pattern) if path.startswith(pattern) else path
+
+    moved = tuple(type(count)(here(count.path), count.name, count.kind) for count in answer.region.counts)
+    kept = {here(name): split for name, split in answer.splits.items()}
+    splits = {name: kept.get(name, split) for name, split in one.splits.items()}
+    region = type(one.region)(**{**vars(one.region), "counts": moved})
+    return one._replace(region=region, splits=splits, sizes=answer.sizes)
+
+
+def _agree(reading: Reading) -> None:
+    """A region that reads shares of another block, such as a bias by position, stands and falls with it."""
+    changed = True
+    while changed:
+        good = {name for regions in reading.found.values() for one in regions for name in one.splits}
+        changed = False
+        for block, regions in reading.found.items():
+            kept = [one for one in regions if one.weights <= good]
+            changed |= len(kept) < len(regions)
+            reading.found[block] = kept
+
+
+# --- the result ---------------------------------------------------------------------------------------------------------------
+
+
+def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
+    model, said, embedding, head = reading.model, reading.said, outline.embedding, outline.head
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    found = [one for regions in reading.found.values() for one in regions]
     splits = {f"{path}.weight": Split(0) for path in (embedding, head) if path}
     if head and model.get_submodule(head)._parameters.get("bias") is not None:
         splits[f"{head}.bias"] = Split(0)
-    for one in (one for block in found for one in block):
+    for one in found:
         splits.update(one.splits)
     splits = _with_aliases(model, splits)
     tied = bool(head and embedding) and model.get_parameter(f"{head}.weight") is model.get_parameter(f"{embedding}.weight")
+    said += _words(reading)
     said += [f"vocabulary embedding {embedding}" if embedding else "no vocabulary embedding reads the token ids"]
     said += [f"vocabulary head {head}" + (", tied to the embedding" if tied else "")] if head else ["no vocabulary head"]
+    order = list(reading.found) if reading.seen else []
+    stacks = sorted(reading.lists, key=lambda path: next((i for i, block in enumerate(order) if block.startswith(f"{path}.")), len(order)))
     return Anatomy(
         blocks,
-        count,
+        len(list(model.get_submodule(blocks).children())),
         embedding,
         head,
         tied,
         vocabulary=model.get_parameter(f"{embedding}.weight").shape[0] if embedding else 0,
-        regions=tuple(one.region for one in found[0]),
+        regions=tuple(one.region for one in found),
         splits=splits,
-        divisible={name: size for one in found[0] for name, size in one.counts.items()},
-        partial=tuple(name for block in found for one in block for name in one.partial),
+        divisible=_divisible(found),
+        partial=tuple(dict.fromkeys(name for one in found for name in one.partial if name not in splits)),
         back=tuple(name for name in outline.back if name not in splits),
-        against_sequence=_against_sequence(blocks, shapes, splits, found[0]),
+        against_sequence=_against_sequence(reading, blocks, shapes, splits),
         understood=tuple(said),
         replicated=tuple(name for name in shapes if name not in splits),
+        stacks=tuple((path, len(list(model.get_submodule(path).children()))) for path in stacks),
     )
 
 
-def _against_sequence(blocks: str, shapes: dict[str, torch.Size], splits: dict[str, Split], found: list[Found]) -> str:
+def _divisible(found: list[Found]) -> dict[str, int]:
+    """Sizes of the same name must all be divided."""
+    result: dict[str, int] = {}
+    for one in found:
+        for name, size in one.sizes.items():
+            result[name] = math.gcd(result.get(name, 0), size)
+    return result
+
+
+def _words(reading: Reading) -> list[str]:
+    """Each kind of region once, and what stays whole with the reason."""
+    said = dict.fromkeys(one.words(block) for block, regions in reading.found.items() for one in regions)
+    left: dict[str, dict[str, None]] = {}
+    for weight, why in reading.whole.items():
+        block = next((block for block in reading.found if weight.startswith(block + ".")), "")
+        left.setdefault(why, {})[weight.removeprefix(block + ".").rpartition(".")[0]] = None
+    return [*said, *(f"{', '.join(names)} stay whole: {why}" for why, names in left.items())]
+
+
+def _against_sequence(reading: Reading, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, Split]) -> str:
     """A matrix that stays whole inside the blocks may mix places of the sequence, or sees too few of them."""
-    whole = next((name for name, shape in shapes.items() if name.startswith(blocks + ".") and len(shape) > 1 and name not in splits), None)
-    if whole:
-        return f"{whole} stays whole"
+    if len(reading.lists) > 1:
+        return f"blocks stand in several lists ({', '.join(reading.lists)})"
+    found = [one for regions in reading.found.values() for one in regions]
     flat = next((one.region.columns[0] for one in found if not one.keeps_sequence), None)
-    return f"{flat} reads batch and sequence as one" if flat else ""
+    if flat:
+        return f"{flat} reads batch and sequence as one"
+    whole = next((name for name, shape in shapes.items() if name.startswith(blocks + ".") and len(shape) > 1 and name not in splits), None)
+    return f"{whole}{WHOLE}" if whole else ""
 
 
 def _with_aliases(model: nn.Module, splits: dict[str, Split]) -> dict[str, Split]:
-    """`splits` under every name that a shared parameter has."""
-    known = {id(model.get_parameter(name)): split for name, split in splits.items()}
-    return {name: known[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False) if id(tensor) in known}
+    """`splits` under every name that a shared parameter has; those of buffers as they are."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {id(parameters[name]): split for name, split in splits.items() if name in parameters}
+    buffers = {name: split for name, split in splits.items() if name not in parameters}
+    return {name: known[id(tensor)] for name, tensor in parameters.items() if id(tensor) in known} | buffers

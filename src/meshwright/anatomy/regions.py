@@ -11,85 +11,119 @@ from typing import NamedTuple
 
 from torch import nn
 
-from meshwright.anatomy.nouns import Region, Split
-from meshwright.anatomy.trace import Product, Trace
-
-FEATURE_COUNTS = ("split_size", "all_head_size", "inner_dim")
+from meshwright.anatomy.nouns import Count, Region, Slice, Split
+from meshwright.anatomy.places import Share
+from meshwright.anatomy.plain import is_convolution, is_plain
+from meshwright.anatomy.seen import Product, Trace
 
 
 class Found(NamedTuple):
-    """A region of one block. Names in `splits` and `partial` are full; `counts` must be divided by tp."""
+    """A region of one block. Names in `splits` and `partial` are full; `sizes` must be divided by tp; `others` are counts that may be needed too."""
 
     region: Region
     splits: dict[str, Split]
-    counts: dict[str, int]
+    sizes: dict[str, int]
     partial: tuple[str, ...]
     keeps_sequence: bool
     """Its layers read (batch, sequence, features)."""
+    weights: frozenset[str]
+    """Of its column layers, and of those in other blocks whose shares it reads."""
 
-    def __str__(self) -> str:
-        return f"{', '.join(self.region.columns)} by columns, {', '.join(self.region.rows)} by rows"
+    def words(self, block: str) -> str:
+        columns, rows = ([path.removeprefix(block + ".") for path in paths] for paths in (self.region.columns, self.region.rows))
+        return f"{', '.join(columns)} by columns, {', '.join(rows)} by rows"
 
 
-def regions_of_block(model: nn.Module, block: str, seen: Trace) -> tuple[list[Found], list[str]]:
-    """The regions of the block at path `block` in forward order, and what was left whole and why."""
+def regions_of_block(model: nn.Module, block: str, seen: Trace) -> tuple[list[Found], dict[str, str]]:
+    """The regions of the block at path `block` in forward order, and the first columns that must stay whole with the reason: what fails behind
+    them may be their doing."""
     products = seen.products.get(block, [])
     used = Counter(product.weight for product in products)
     found: list[Found] = []
-    left: list[str] = []
+    left: dict[str, str] = {}
     for columns, rows in _groups(products):
-        weights = frozenset(product.weight for product in columns)
+        weights = frozenset(product.weight for product in columns).union(*(row.columns for row in rows))
         why = next((seen.problems[weight] for weight in sorted(weights) if weight in seen.problems), None)
         if any(used[product.weight] > 1 for product in [*columns, *rows]):
             why = "a weight is used twice"
-        odd = next((row.owner for row in rows if row.bias and not is_plain(model.get_submodule(row.owner))), None)
+        odd = next((row.owner for row in rows if row.bias and not _adds_last(model.get_submodule(row.owner))), None)
         why = f"{odd} has a forward of its own" if odd and not why else why
-        if why or not rows:
-            names = ", ".join(sorted({_inside(product.owner, block) for product in columns}))
-            left.append(f"{names} stay whole: {(why or 'no row layer follows').replace(block + '.', '')}")
+        if why or not rows or all(column.is_table for column in columns):
+            why = (why or "no row layer follows").replace(block + ".", "").replace(block, "the block")
+            left = left or {product.weight: why for product in columns}
         else:
-            found.append(_found(model, block, columns, rows, seen))
+            found.append(_found(model, block, columns, rows, weights, seen))
     return found, left
 
 
-def _found(model: nn.Module, block: str, columns: list[Product], rows: list[Product], seen: Trace) -> Found:
+def _adds_last(module: nn.Module) -> bool:
+    """Its bias is added behind the product, so that it can be added once."""
+    return is_plain(module) or is_convolution(module)
+
+
+def _found(model: nn.Module, block: str, columns: list[Product], rows: list[Product], weights: frozenset[str], seen: Trace) -> Found:
     splits: dict[str, Split] = {}
+    by_heads = next((attention.heads for attention in seen.attentions.get(block, []) if attention.columns & weights), 0)
     for product in columns:
-        splits[product.weight] = Split(product.dim, product.parts)
+        parts, ways = product.parts, product.ways() if by_heads else ()
+        ways = ways if any(way < size for way, size in zip(ways, parts or (product.size,), strict=False)) else ()
+        splits[product.weight] = Split(product.dim, parts, ways)
         if product.bias:
-            splits[product.bias] = Split(0, product.parts)
+            splits[product.bias] = Split(0, parts, ways)
     for product in rows:
         splits[product.weight] = Split(1 - product.dim)
-    weights = frozenset(product.weight for product in columns)
-    counts = _counts(block, weights, columns, seen)
-    module = _entry(block, columns, seen)
+    for name, (dim, share) in seen.follows.items():
+        if share.columns & weights:
+            splits[name] = _following(model, name, dim, share, columns, splits)
+    kv_heads = min((way for product in columns for way in splits[product.weight].ways), default=by_heads)
+    sizes = {"heads": by_heads, "kv_heads": min(kv_heads, by_heads)} if by_heads else {"ffn": _least(columns)}
+    groups = {key: count for key, (count, origin) in seen.grouped.items() if origin & weights}
+    sizes |= {f"groups of {path.removeprefix(block + '.')}": count for (path, _), count in groups.items()}
     region = Region(
-        _inside(module, block) if module else "",
-        tuple(_inside(product.owner, block) for product in columns),
-        tuple(_inside(product.owner, block) for product in rows),
-        _attributes(model, block, [*columns, *rows], counts),
+        _entry(block, columns, seen) or "",
+        tuple(product.owner for product in columns),
+        tuple(product.owner for product in rows),
+        by_heads,
+        sizes.get("kv_heads", 0),
+        tuple(Count(path, name, "share") for path, name in groups),
+        tuple(Slice(given.path, given.argument, given.dim, given.size) for given, origin in seen.slices.items() if origin & weights),
     )
     partial = tuple(name for name, origin in seen.mixed.items() if origin & weights and name not in splits)
-    return Found(region, splits, counts, partial, all(product.keeps_sequence for product in [*columns, *rows]))
+    return Found(region, splits, sizes, partial, all(p.keeps_sequence for p in [*columns, *rows] if not p.is_table), weights)
 
 
-def is_plain(module: nn.Module) -> bool:
-    """A bare product with a bias, whose forward may be replaced: Linear, or Conv1D of transformers."""
-    return type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
+def _following(model: nn.Module, name: str, dim: int, share: Share, columns: list[Product], splits: dict[str, Split]) -> Split:
+    """A parameter with a number for each feature or head of a share is cut as the share is."""
+    origin = next((product for product in columns if share.columns == {product.weight}), None)
+    if origin is None:
+        return Split(dim)
+    whole = splits[origin.weight]
+    size = (model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)).shape[dim]
+    if size == origin.size:
+        return Split(dim, whole.parts, whole.ways)
+    least = min(whole.ways, default=0)
+    if share.part is not None and whole.parts:
+        begin = 0
+        for part, way in zip(whole.parts, whole.ways or (0,) * len(whole.parts), strict=True):
+            least = way if (begin, begin + part) == share.part else least
+            begin += part
+    return Split(dim, (), (least,) if least else ())
 
 
-def _inside(path: str, block: str) -> str:
-    return path.removeprefix(block + ".")
+def _least(columns: list[Product]) -> int:
+    """Features of the smallest part, or what holds them together: every second one of a gate and its value, say."""
+    return min(min(product.parts or (product.size,)) for product in columns)
 
 
 def _groups(products: list[Product]) -> list[tuple[list[Product], list[Product]]]:
     """Column layers joined by the row layers that read their shares."""
     groups: list[tuple[list[Product], list[Product]]] = []
     for product in products:
-        if not product.columns:
-            groups.append(([product], []))
-            continue
         mine = [group for group in groups if any(column.weight in product.columns for column in group[0])]
+        if not mine:
+            if not product.columns:
+                groups.append(([product], []))
+            continue
         first = mine[0]
         for other in mine[1:]:
             first[0].extend(other[0])
@@ -101,7 +135,7 @@ def _groups(products: list[Product]) -> list[tuple[list[Product], list[Product]]
 
 def _entry(block: str, columns: list[Product], seen: Trace) -> str | None:
     """Path of the outermost module that only the columns read; None when each column has its own."""
-    chosen = {_entry_of(block, column, seen) for column in columns}
+    chosen = {_entry_of(block, column, seen) for column in columns if not column.is_table}
     return chosen.pop() if len(chosen) == 1 else None
 
 
@@ -117,29 +151,75 @@ def _entry_of(block: str, column: Product, seen: Trace) -> str:
     return column.owner
 
 
-def _counts(block: str, weights: frozenset[str], columns: list[Product], seen: Trace) -> dict[str, int]:
-    """The sizes that a tensor degree must divide."""
-    for attention in seen.attentions.get(block, []):
-        if attention.columns & weights:
-            return {"heads": attention.heads, "kv_heads": attention.kv_heads}
-    return {"ffn": min(min(product.parts or (product.size,)) for product in columns)}
+# --- counts that forward methods read -----------------------------------------------------------------------------------------
 
 
-def _attributes(model: nn.Module, block: str, layers: list[Product], counts: dict[str, int]) -> tuple[tuple[str, str], ...]:
-    """Integers that the forward methods use as counts of what is now shared: heads, and sizes of fused parts."""
-    sizes = {part for product in layers if not product.columns for part in product.parts or (product.size,)}
-    heads = {counts[name] for name in ("heads", "kv_heads") if name in counts}
+def guesses(model: nn.Module, block: str, found: Found) -> list[tuple[Count, ...]]:
+    """Sets of integers that may have to be what a rank has of them, the smallest first: the proof takes the first that is right."""
+    heads = _head_counts(model, block, found, False)
+    configured = heads + _head_counts(model, block, found, True)
+    sizes = _sizes(model, block, found)
+    result: list[tuple[Count, ...]] = []
+    for counts in (heads, (), configured, heads + sizes, configured + sizes, sizes):
+        if counts not in result:
+            result.append(counts)
+    return result
+
+
+def _owners(block: str, found: Found) -> list[str]:
+    """Modules between the block and the layers of the region."""
     paths: dict[str, None] = {}
-    for product in layers:
-        parts = product.owner.split(".")
-        for end in range(block.count(".") + 2, len(parts)):
+    for owner in (*found.region.columns, *found.region.rows):
+        parts = owner.split(".")
+        for end in range(block.count(".") + 1, len(parts)):
             paths[".".join(parts[:end])] = None
-    found = []
-    for path in paths:
-        for name, value in vars(model.get_submodule(path)).items():
-            if type(value) is not int:
-                continue
-            counts_heads = "head" in name and not name.endswith(("dim", "size", "groups")) and value in heads
-            if counts_heads or (name in FEATURE_COUNTS and value in sizes):
-                found.append((_inside(path, block), name))
-    return tuple(found)
+    return list(paths)
+
+
+def _integers(model: nn.Module, path: str, configured: bool) -> dict[str, int]:
+    module = model.get_submodule(path)
+    source = getattr(module, "config", None) if configured else module
+    prefix = "config." if configured else ""
+    values = vars(source) if source is not None else {}
+    return {prefix + name: value for name, value in values.items() if type(value) is int}
+
+
+def _head_counts(model: nn.Module, block: str, found: Found, configured: bool) -> tuple[Count, ...]:
+    """Named after heads, and as many."""
+    region = found.region
+    if not region.heads:
+        return ()
+    few = region.kv_heads != region.heads
+    kinds = {region.kv_heads: "kv_heads", region.heads: "share"}
+    result = []
+    for path in _owners(block, found):
+        for name, value in _integers(model, path, configured).items():
+            if name.endswith("groups"):
+                kind = "groups" if few and value == region.heads // region.kv_heads else ""
+            else:
+                kind = kinds.get(value, "") if "head" in name and not name.endswith(("dim", "size")) else ""
+            if kind:
+                result.append(Count(path, name, kind))
+    return tuple(result)
+
+
+def _sizes(model: nn.Module, block: str, found: Found) -> tuple[Count, ...]:
+    """As large as what a column layer gives, or a part of it."""
+    shares: set[int] = set()
+    for path in found.region.columns:
+        split = found.splits[f"{path}.weight"]
+        shares |= {*split.parts, model.get_parameter(f"{path}.weight").shape[split.dim]}
+    few = {part for path in found.region.columns for part, way in _parts(model, found, path) if 0 < way < found.region.heads}
+    return tuple(
+        Count(path, name, "kv_heads" if value in few else "share")
+        for path in _owners(block, found)
+        if path != block
+        for name, value in _integers(model, path, False).items()
+        if value in shares and value > 1 and "head_dim" not in name and not ("head" in name and not name.endswith(("dim", "size")))
+    )
+
+
+def _parts(model: nn.Module, found: Found, path: str) -> list[tuple[int, int]]:
+    split = found.splits[f"{path}.weight"]
+    parts = split.parts or (model.get_parameter(f"{path}.weight").shape[split.dim],)
+    return list(zip(parts, split.ways or (0,) * len(parts), strict=True))

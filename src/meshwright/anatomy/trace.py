@@ -1,122 +1,71 @@
 """Watches a model run once on the meta device (shapes only, no memory, no arithmetic) and notes how its weights are used.
 
-[Note: columns and rows] Inside a block, a matrix product that reads whole features can be cut by columns: its output then holds a share of
-the features on each rank. Whatever is computed from a share is a share. A matrix product that reads a share is cut by rows, and its
-output, summed over ranks, is whole again (Shoeybi et al., Megatron-LM, 2019, section 3). So one pass over the operations tells column
-layers from row layers for any model, without a name being known. Where an operation on a share would need all features (a norm over
-them), or a share leaves the block, the columns that it comes from must stay whole; `problems` says why.
+[Note: columns and rows] Inside a block, a product that reads whole features can be cut by columns: its output then holds a share of the features
+on each rank. Whatever is computed from a share is a share. A product that reads a share is cut by rows, and its output, summed over ranks, is
+whole again (Shoeybi et al., Megatron-LM, 2019, section 3). So one pass over the operations tells column layers from row layers for any
+model, without a name being known. Where an operation on a share would need all features (a norm over them), or a share leaves the block, the
+columns that it comes from must stay whole; `problems` says why, and the next pass takes them as whole (`whole`).
 
 [Note: readers] A region may be entered at a module only if the column layers are the sole readers of that module's input; a residual
 inside the module would read it too, and its gradient must not be summed over ranks.
+
+[Note: what meets a share] Something whole that takes part in a share's operation is one of four: a parameter that has a number for each divided
+feature or head (it is split likewise); a parameter that all of them use (its gradient is a part on each rank); an argument with a number for
+each head, such as a bias by position (each rank takes its heads of it); or anything else. Of the last, what has a gradient would get
+only a part of it: the columns stay whole. The run is made with gradients on, so that this is known.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-BATCH, LENGTH = 2, 7
+from meshwright.anatomy.experts import standing_in
+from meshwright.anatomy.inputs import BATCH, arguments
+from meshwright.anatomy.places import CUTS, MATMULS, RESHAPES, TURNS, Call, Lost, Share, moved
+from meshwright.anatomy.plain import is_convolution, is_plain
+from meshwright.anatomy.seen import Attention, Given, Product, Trace
+
 METADATA = frozenset({"size", "dim", "numel", "is_contiguous", "stride", "__len__", "get_device", "is_floating_point", "type"})
-PRODUCTS = frozenset({"linear", "addmm", "matmul", "mm", "__matmul__"})
-RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "contiguous", "squeeze", "unsqueeze", "clone", "view_as"})
-TRANSPOSES = frozenset({"t", "transpose", "T", "mT", "swapaxes", "permute", "movedim"})
-SCORES = frozenset({"scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "baddbmm"})
-VIEWS = RESHAPES | {"to", "long", "int"}
-REDUCTIONS = frozenset(
-    {"mean", "sum", "var", "std", "var_mean", "norm", "vector_norm", "linalg_vector_norm", "layer_norm", "rms_norm", "group_norm",
-     "softmax", "log_softmax", "logsumexp", "max", "amax", "min", "amin", "argmax", "topk", "sort", "cumsum", "prod", "normalize"}
-)  # fmt: skip
+PRODUCTS = frozenset({"linear", "addmm", "matmul", "mm", "__matmul__", "conv1d", "conv2d", "conv3d"})
+SCORES = MATMULS | {"scaled_dot_product_attention", "einsum"}
+VIEWS = RESHAPES | TURNS | CUTS | {"to", "long", "int", "float", "double", "type_as"}
 
 
-class Call(NamedTuple):
-    """A torch function as it was called; a property goes by its own name."""
-
-    name: str
-    function: Callable[..., Any]
-    args: Any
-    kwargs: Any
-
-
-@dataclass
-class Product:
-    """A matrix product with a weight inside a block."""
-
-    weight: str
-    bias: str | None
-    owner: str
-    dim: int
-    """Dimension of the weight that holds output features."""
-    size: int
-    source: torch.Tensor
-    """What it reads: the input of the module that owns the weight, or the tensor itself."""
-    columns: frozenset[str]
-    """Weights of the column layers whose shares it reads; empty for a column layer."""
-    parts: tuple[int, ...] = ()
-    cuts: set[int] = field(default_factory=set)
-
-    @property
-    def keeps_sequence(self) -> bool:
-        """Its input is (batch, sequence, features), so that sequence parallelism can cut it."""
-        return self.source.ndim == 3 and self.source.shape[:2] == (BATCH, LENGTH)
-
-
-@dataclass
-class Attention:
-    """Seen at the product of queries and keys."""
-
-    columns: frozenset[str]
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
-@dataclass
-class Trace:
-    """What one run showed. Tensors are known by id; `alive` keeps them, so that an id is never used twice."""
-
-    order: dict[str, int] = field(default_factory=dict)
-    """Parameters in the order of their first use."""
-    products: dict[str, list[Product]] = field(default_factory=lambda: defaultdict(list))
-    attentions: dict[str, list[Attention]] = field(default_factory=lambda: defaultdict(list))
-    problems: dict[str, str] = field(default_factory=dict)
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What each module inside the blocks was given first."""
-    uses: dict[int, list[tuple[tuple[str, ...], str]]] = field(default_factory=lambda: defaultdict(list))
-    """Of each tensor: the modules that were running, and the weight that read it ('' for any other operation)."""
-    embeddings: list[str] = field(default_factory=list)
-    outside: list[tuple[str, int]] = field(default_factory=list)
-    """Matrix products outside blocks: weight and output features."""
-    mixed: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Whole parameters that work on shares, with the columns that these come from."""
-    alive: list[Any] = field(default_factory=list)
-
-
-def trace(model: nn.Module, blocks: str, dtype: torch.dtype | None = None) -> Trace:
+def trace(
+    model: nn.Module,
+    lists: list[str],
+    whole: frozenset[str] = frozenset(),
+    example: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Trace:
     """One run of `model` (in eval mode) on meta tensors, of `dtype` where they are floating. Raises whatever the model raises there."""
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
+        kind = dtype if tensor.is_floating_point() else None
+        return torch.empty_like(tensor, device="meta", dtype=kind, requires_grad=False)
 
     twins = {id(tensor): twin(tensor) for tensor in model.parameters()}
     names = {id(twins[id(tensor)]): name for name, tensor in model.named_parameters()}
     state = {name: twins[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
-    state |= {name: twin(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
-    watch = Watch(names, ids)
-    inside = [(name, module) for name, module in model.named_modules() if name.startswith(blocks + ".")]
-    handles = [handle for name, module in inside for handle in watch.attach(name, module, blocks)]
+    buffers = {name: twin(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    for tensor in twins.values():
+        tensor.requires_grad_(tensor.is_floating_point())
+    args, kwargs = arguments(model, example, dtype)
+    watch = Watch(names, {id(tensor): name for name, tensor in buffers.items()}, whole, [*tensors_in((args, kwargs))])
+    watch.shapes = {name: tensor.shape for name, tensor in state.items()}
+    inside = [(name, module) for name, module in model.named_modules() if any(name.startswith(f"{path}.") for path in lists)]
+    depths = {name: name.count(".") - next(path.count(".") for path in lists if name.startswith(f"{path}.")) for name, _ in inside}
+    handles = [handle for name, module in inside for handle in watch.attach(name, module, depths[name])]
     try:
-        with torch.no_grad(), torch.device("meta"), watch:
-            functional_call(model, state, (ids,))
+        with standing_in(model), torch.enable_grad(), torch.device("meta"), watch:
+            functional_call(model, {**state, **buffers}, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()
@@ -135,56 +84,74 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def moved(call: Call, before: torch.Tensor, after: torch.Tensor, place: int | None) -> int | None:
-    """Where the divided dimension `place` of `before` lies in `after`; None when it cannot be told."""
-    if place is None:
-        return None
-    if call.name in TRANSPOSES:  # mark the dimension by its stride and do it again
-        marked = before.as_strided(before.shape, [int(dim == place) for dim in range(before.ndim)])
-        turned = call.function(marked, *call.args[1:], **call.kwargs)
-        return next((dim for dim, stride in enumerate(turned.stride()) if stride), None)
-    if call.name in RESHAPES:  # elements keep their order: look for the dimension that begins behind as many
-        ahead = math.prod(before.shape[:place])
-        return next((dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) == ahead), None)
-    return place if place < after.ndim else None
-
-
 class Watch(TorchFunctionMode):
     """Sees every torch function while the model runs; see [Note: columns and rows]."""
 
-    def __init__(self, names: dict[int, str], ids: torch.Tensor) -> None:
+    def __init__(self, names: dict[int, str], buffers: dict[int, str], whole: frozenset[str], inputs: list[torch.Tensor]) -> None:
         super().__init__()
         self.trace = Trace()
-        self.names = names
-        self.ids = {id(ids)}
+        self.names, self.buffers, self.whole = names, buffers, whole
+        self.shapes: dict[str, torch.Size] = {}
+        self.ids = {id(tensor) for tensor in inputs if not tensor.is_floating_point()}
         self.stack: list[str] = []
-        self.share: dict[int, frozenset[str]] = {}  # tensors that hold a share: the columns it comes from
-        self.place: dict[int, int | None] = {}  # the dimension of a share that is divided; None: it was merged with others
+        self.plain: dict[str, str | None] = {}  # bare products that are running or ran: the name of their bias
+        self.share: dict[int, Share] = {}
         self.made: dict[int, tuple[str, ...]] = {id_: (name,) for id_, name in names.items()}  # tensors computed from parameters alone
         self.turned: dict[int, str] = {}  # transposed parameters
+        self.origin: dict[int, torch.Tensor] = {}  # of a view of an argument: the argument
+        self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(list)  # of an argument: the modules it was given to, and where
+        self.again = 0  # how deep in a block that has run before
         self.nothing = torch.empty(0)
-        self.trace.alive.append(ids)
+        self.trace.alive.append(inputs)
 
-    def attach(self, name: str, module: nn.Module, blocks: str) -> list[Any]:
+    # --- modules --------------------------------------------------------------------------------------------------------------
+
+    def attach(self, name: str, module: nn.Module, depth: int) -> list[Any]:
         """Hooks that keep the stack of running modules, and what each was given."""
-        depth = name.count(".") - blocks.count(".")
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if depth == 1:
+                self.again += name in self.trace.blocks
+                self.trace.blocks.setdefault(name)
             self.stack.append(name)
-            self.trace.inputs[name] = kwargs.get("hidden_states", next(tensors_in((args, kwargs)), self.nothing))
+            if not self.again:
+                self._enter(name, module, args, kwargs, depth == 1)
 
         def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            if depth == 1:  # beside the hidden state a block may return attention weights, which stay shares
-                hidden = next(tensors_in(result), self.nothing)
-                self.refuse(self.share.pop(id(hidden), frozenset()), "its output leaves the block")
-            elif any(tensor is self.trace.inputs[name] for tensor in tensors_in(result)):
-                self.trace.uses[id(self.trace.inputs[name])].append((tuple(self.stack), ""))
+            if not self.again:
+                self._leave(name, result, depth == 1)
             self.stack.pop()
+            if depth == 1:
+                self.again = 0
 
         return [
             module.register_forward_pre_hook(enter, with_kwargs=True),
             module.register_forward_hook(leave, with_kwargs=True),
         ]
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any, is_block: bool) -> None:
+        if is_plain(module) or is_convolution(module):
+            self.plain[name] = f"{name}.bias" if module._parameters.get("bias") is not None else None
+        self.trace.inputs[name] = kwargs.get("hidden_states", next(tensors_in((args, kwargs)), self.nothing))
+        self.trace.alive.append((args, kwargs))
+        for key, value in [*enumerate(args), *kwargs.items()]:
+            if not isinstance(value, torch.Tensor):
+                continue
+            self.places[id(value)].append((name, key))
+            held = self.share.get(id(value))
+            if held is not None and is_block and held.dim is not None:
+                self.trace.shares[name].append((Given(name, key, held.dim, value.shape[held.dim]), held.columns))
+
+    def _leave(self, name: str, result: Any, is_block: bool) -> None:
+        given = self.trace.inputs[name]
+        if is_block:  # beside the hidden state a block may return attention weights, which stay shares
+            hidden = next(tensors_in(result), self.nothing)
+            held = self.share.pop(id(hidden), None)
+            self.refuse(held.columns if held else frozenset(), "its output leaves the block")
+        elif any(tensor is given for tensor in tensors_in(result)):
+            self.trace.uses[id(given)].append((tuple(self.stack), ""))
+
+    # --- functions ------------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -206,48 +173,83 @@ class Watch(TorchFunctionMode):
         weights = list(dict.fromkeys(weight for tensor in given for weight in self.made.get(id(tensor), ())))
         for weight in weights:
             self.trace.order.setdefault(weight, len(self.trace.order))
-        if weights and all(id(tensor) in self.made for tensor in given):
+        if weights and all(id(tensor) in self.made for tensor in given) and not self._is_called(name, given):
             self.made.update({id(tensor): tuple(weights) for tensor in outputs})
-            if name in TRANSPOSES and id(given[0]) in self.names and given[0].ndim == 2:
+            if name in TURNS and id(given[0]) in self.names and given[0].ndim == 2:
                 self.turned[id(outputs[0])] = self.names[id(given[0])]
             return
-        if name == "embedding" and weights and any(id(tensor) in self.ids for tensor in given):
+        if name in VIEWS and given:
+            if id(given[0]) in self.ids:
+                self.ids.update(id(tensor) for tensor in outputs)
+            self.origin.update({id(tensor): given[0] for tensor in outputs if tensor is not given[0]})
+        matrix = next((t for t in reversed(given) if t.ndim >= 2 and (id(t) in self.names or id(t) in self.turned)), None)
+        is_product = name in PRODUCTS and matrix is not None and (given[0] is not matrix or name == "addmm")
+        reads_ids = any(id(tensor) in self.ids for tensor in given)
+        if name == "embedding" and weights and reads_ids:
             self.trace.embeddings.append(weights[0])
-        if name in VIEWS and given and id(given[0]) in self.ids:
-            self.ids.update(id(tensor) for tensor in outputs)
-        matrix = next((t for t in reversed(given) if t.ndim == 2 and (id(t) in self.names or id(t) in self.turned)), None)
-        is_product = name in PRODUCTS and matrix is not None and given[0] is not matrix
         if is_product and not self.stack:
             self.trace.outside.append((self._weight(matrix), outputs[0].shape[-1]))
-        if not self.stack:
+        if not self.stack or self.again:
             return
         if is_product and matrix is not None:
-            self.product(name, given, matrix, weights, outputs[0])
+            self.product(call, given, matrix, weights, outputs[0])
+        elif name == "embedding" and matrix is not None and not reads_ids and self._weight(matrix) not in self.whole:
+            self.column(
+                Product(self._weight(matrix), None, self.stack[-1], 1, outputs[0].shape[-1], given[0], frozenset(), True),
+                outputs[0],
+                outputs[0].ndim - 1,
+            )
         else:
             for tensor in given:
                 self.trace.uses[id(tensor)].append((tuple(self.stack), ""))
             self.carry(call, given, weights, outputs)
 
+    def _is_called(self, name: str, given: list[torch.Tensor]) -> bool:
+        """A layer that reads something computed from parameters, such as a table of positions."""
+        return name in PRODUCTS and bool(self.stack) and any(self.names.get(id(t), "").rpartition(".")[0] == self.stack[-1] for t in given)
+
     def _weight(self, matrix: torch.Tensor | None) -> str:
         return self.names.get(id(matrix)) or self.turned[id(matrix)]
 
-    def product(self, name: str, given: list[torch.Tensor], matrix: torch.Tensor, weights: list[str], result: torch.Tensor) -> None:
+    # --- products -------------------------------------------------------------------------------------------------------------
+
+    def product(self, call: Call, given: list[torch.Tensor], matrix: torch.Tensor, weights: list[str], result: torch.Tensor) -> None:
         weight = self._weight(matrix)
-        owner = weight.rpartition(".")[0]
-        read = next(tensor for tensor in given if id(tensor) not in self.made)
-        source = self.trace.inputs[owner] if self.stack[-1] == owner else read
-        columns = self.share.get(id(read), frozenset())
-        if self.stack[-1] != owner:
-            self.refuse(columns or frozenset({weight}), f"{owner} is read without being called")
-        if columns and self.place[id(read)] not in (None, read.ndim - 1):
-            self.refuse(columns, f"{owner} reads features that were rearranged")
-        bias = next((other for other in weights if other != weight), None)
-        dim = int((name == "linear") == (id(matrix) in self.turned))
-        self.trace.products[self.block].append(Product(weight, bias, owner, dim, result.shape[-1], source, columns))
+        owner, is_conv = weight.rpartition(".")[0], call.name.startswith("conv")
+        read = next((tensor for tensor in given if id(tensor) not in self.made), given[0])
+        held = self.share.get(id(read))
+        if is_conv and call.argument(6, "groups", 1) > 1:
+            if held is not None:
+                self.trace.grouped[self.stack[-1], "groups"] = (call.argument(6, "groups"), held.columns)
+            self.carry(call, given, weights, [result])
+            return
+        is_called = self.stack[-1] == owner
         self.trace.uses[id(read)].append((tuple(self.stack), weight))
-        if not columns:
-            self.share[id(result)] = frozenset({weight})
-            self.place[id(result)] = result.ndim - 1
+        if weight in self.whole:
+            if held is not None:
+                self.refuse(held.columns, f"{owner} stays whole and reads it")
+            return
+        if not is_called:
+            self.refuse((held.columns if held else frozenset()) | {weight}, f"{owner} is read without being called")
+        bias = self.plain.get(owner) if is_called else None
+        bias = bias or next((other for other in weights if other != weight), None)
+        dim = int((call.name == "linear" or is_conv) == (id(matrix) in self.turned))
+        size = result.shape[1] if is_conv else result.shape[-1]
+        source = self.trace.inputs[owner] if is_called else read
+        columns = held.columns if held else frozenset()
+        block = self.trace.inputs.get(self.block, self.nothing)
+        keeps = source.ndim == 3 and not is_conv and block.ndim == 3
+        product = Product(weight, bias, owner, dim, size, source, columns, False, keeps)
+        if held is None:
+            self.column(product, result, 1 if is_conv else result.ndim - 1)
+            return
+        if held.dims and (held.dim != (1 if is_conv else read.ndim - 1) or held.inner > 1):
+            self.refuse(columns, f"{owner} reads features that were rearranged")
+        self.trace.products[self.block].append(product)
+
+    def column(self, product: Product, result: torch.Tensor, dim: int) -> None:
+        self.trace.products[self.block].append(product)
+        self.share[id(result)] = Share(frozenset({product.weight}), (dim,), 1, (0, product.size))
 
     @property
     def block(self) -> str:
@@ -257,62 +259,129 @@ class Watch(TorchFunctionMode):
         for column in columns:
             self.trace.problems.setdefault(column, why)
 
+    # --- shares ---------------------------------------------------------------------------------------------------------------
+
     def carry(self, call: Call, given: list[torch.Tensor], weights: list[str], outputs: list[torch.Tensor]) -> None:
         """What is computed from a share is a share."""
         shares = [tensor for tensor in given if id(tensor) in self.share]
         if not shares:
             return
-        columns = frozenset().union(*(self.share[id(tensor)] for tensor in shares))
-        is_flat = any(self.place[id(tensor)] == tensor.ndim - 1 for tensor in shares)
+        first = next((tensor for tensor in shares if self.share[id(tensor)].dims), shares[0])
+        held = self.share[id(first)]
+        columns = frozenset().union(*(self.share[id(tensor)].columns for tensor in shares))
         where = self.stack[-1]
-        if is_flat and call.name in REDUCTIONS:
-            self.refuse(columns, f"{where} needs all features for {call.name}")
-        for weight in weights:
-            if is_flat:
-                self.refuse(columns, f"{where} uses {weight} on all features")
-            self.trace.mixed[weight] = self.trace.mixed.get(weight, frozenset()) | columns
-        self.attention(call.name, given, columns)
-        self.parts(call, shares[0], outputs)
-        for tensor in outputs:
-            self.share[id(tensor)] = columns
-            self.place[id(tensor)] = moved(call, shares[0], tensor, self.place[id(shares[0])])
+        for tensor in shares:
+            self._note(call, self.share[id(tensor)], self.share[id(tensor)], tensor)
+        for tensor in given:
+            if id(tensor) not in self.share:
+                self.meet(call, tensor, first, held, columns, outputs)
+        if call.name in ("group_norm", "batch_norm"):
+            self._normed(call, held, columns)
+        if call.name in SCORES and len(shares) > 1:
+            self.scores(shares, columns)
+            self._shared_by_heads(shares)
+        try:
+            after = moved(call, held, first, outputs)
+        except Lost as lost:
+            self.refuse(columns, f"{where} {lost}")
+            after = [Share(columns, ()) for _ in outputs]
+        for tensor, share in zip(outputs, after, strict=True):
+            part = share.part if len(columns) == 1 else None
+            self.share[id(tensor)] = Share(columns, share.dims, share.inner, part)
+            self._note(call, held, self.share[id(tensor)], tensor)
 
-    def attention(self, name: str, given: list[torch.Tensor], columns: frozenset[str]) -> None:
-        if any(seen.columns & columns for seen in self.trace.attentions[self.block]):
+    def _note(self, call: Call, before: Share, share: Share, tensor: torch.Tensor) -> None:
+        """Cuts and grains of the product that a share is a part of."""
+        if len(share.columns) != 1 or share.part is None:
             return
-        factors = [tensor for tensor in given if id(tensor) in self.share]
-        if name not in SCORES or len(factors) < 2 or factors[0].ndim < 3:
+        (weight,) = share.columns
+        product = next((product for product in self.trace.products[self.block] if product.weight == weight), None)
+        if product is None or product.size < share.part[1]:
             return
-        query, key = factors[:2]
-        merged = query.ndim == 3  # (batch x heads, sequence, head_dim)
-        heads, kv_heads = (tensor.shape[0] // BATCH if merged else tensor.shape[-3] for tensor in (query, key))
-        head_dim = query.shape[-1]
-        sizes = [product for product in self.trace.products[self.block] if product.weight in self.share.get(id(key), ())]
-        if len(sizes) == 1:  # keys may have been repeated for their group: count them where they were made
-            kv_heads = min(kv_heads, min(sizes[0].parts or (sizes[0].size,)) // head_dim)
-        self.trace.attentions[self.block].append(Attention(columns, heads, kv_heads, head_dim))
+        if share.part != before.part:
+            product.cuts |= set(share.part)
+        if share.dims and share.inner == 1 and call.name not in RESHAPES | TURNS:
+            product.grains[share.part] = min(product.grains.get(share.part, 1 << 60), tensor.shape[share.dims[0]])
 
-    def parts(self, call: Call, share: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-        """A fused projection is cut into its parts along the features."""
-        name, args = call.name, call.args
-        origin = self.share[id(share)]
-        if self.place[id(share)] != share.ndim - 1 or len(origin) != 1:
+    def meet(
+        self, call: Call, tensor: torch.Tensor, share: torch.Tensor, held: Share, columns: frozenset[str], outputs: list[torch.Tensor]
+    ) -> None:
+        """Something whole takes part in an operation on a share; see [Note: what meets a share]."""
+        names = self.made.get(id(tensor)) or ((self.buffers[id(tensor)],) if id(tensor) in self.buffers else ())
+        known = {product.bias for product in self.trace.products[self.block]}
+        if names and names[0] in known:
             return
-        product = next(p for p in reversed(self.trace.products[self.block]) if p.weight in origin)
-        if share.shape[-1] != product.size:
-            return
-        if name in ("split", "chunk", "tensor_split", "split_with_sizes") and sum(t.shape[-1] for t in outputs) == product.size:
-            product.parts = tuple(tensor.shape[-1] for tensor in outputs)
-        elif name == "__getitem__" and outputs and outputs[0].shape[-1] != product.size:
-            index = args[1][-1] if isinstance(args[1], tuple) else args[1]
-            if not isinstance(index, slice) or index.step not in (None, 1):
-                self.refuse(origin, f"{self.stack[-1]} picks single features")
+        size = share.shape[held.dims[0]] // held.inner if held.dims else 0
+        along = self._along(call, tensor, share, held)
+        if names and along is not None and size > 1:
+            owner = self.names.get(id(tensor)) or self.buffers.get(id(tensor)) or names[0]
+            shape = tensor.shape if id(tensor) in self.names or id(tensor) in self.buffers else self.shapes[owner]
+            dims = [dim for dim, length in enumerate(shape) if length == size]
+            if len(names) == 1 and dims:
+                self.trace.follows[owner] = (along if along in dims and shape == tensor.shape else dims[0], held)
                 return
-            start, stop, _ = index.indices(product.size)
-            product.cuts |= {0, start, stop, product.size}
-            cuts = sorted(product.cuts)
-            product.parts = tuple(stop - start for start, stop in itertools.pairwise(cuts))
-        elif name in ("view", "reshape", "unflatten") and outputs[0].ndim == share.ndim + 2:
-            count, second = outputs[0].shape[-3:-1]
-            if count in (2, 3) and second not in (2, 3):  # (3, heads, head_dim), not (heads, 3, head_dim)
-                product.parts = (product.size // count,) * count
+        if names:
+            if (
+                held.dims
+                and tensor.ndim
+                and call.name not in SCORES
+                and size > 1
+                and held.dims[0] == share.ndim - 1
+                and tensor.shape[-1] > 1
+            ):
+                self.refuse(columns, f"{self.stack[-1]} uses {names[0]} on all features")
+            for name in names:
+                self.trace.mixed[name] = self.trace.mixed.get(name, frozenset()) | columns
+            return
+        source, place = self._argument(tensor)
+        if along is not None and place is not None and size > 1:
+            dims = [dim for dim, length in enumerate(source.shape) if length == size]
+            dims = dims or [dim for dim, length in enumerate(source.shape) if length == BATCH * size]
+            if dims:
+                self.trace.slices[Given(*place, dims[0], size)] = columns
+                return
+        if tensor.requires_grad:
+            self.refuse(columns, f"{self.stack[-1]} meets something there that every rank has whole ({call.name})")
+
+    def _argument(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int | str] | None]:
+        """The argument of a running module that `tensor` is a view of, and the innermost such module with its place there."""
+        source: torch.Tensor | None = tensor
+        while source is not None:
+            place = next((place for place in reversed(self.places.get(id(source), ())) if place[0] in self.stack), None)
+            if place is not None:
+                return source, place
+            source = self.origin.get(id(source))
+        return tensor, None
+
+    def _along(self, call: Call, tensor: torch.Tensor, share: torch.Tensor, held: Share) -> int | None:
+        """The dimension of `tensor` that lies along the divided features."""
+        if not held.dims:
+            return None
+        size, dim = share.shape[held.dims[0]], held.dims[0]
+        if call.name in ("batch_norm", "group_norm") or call.name.startswith("conv"):
+            return 0 if tensor.shape[0] == size else None
+        place = tensor.ndim - (share.ndim - dim)
+        return place if place >= 0 and tensor.shape[place] == size else None
+
+    def _normed(self, call: Call, held: Share, columns: frozenset[str]) -> None:
+        if held.dims[:1] != (1,):
+            self.refuse(columns, f"{self.stack[-1]} needs all features for {call.name}")
+        elif call.name == "group_norm":
+            self.trace.grouped[self.stack[-1], "num_groups"] = (call.args[1], columns)
+
+    def _shared_by_heads(self, factors: list[torch.Tensor]) -> None:
+        """Keys or values without a dimension of heads: all heads use them."""
+        for factor in factors:
+            held = self.share[id(factor)]
+            if held.dims and held.dims[0] >= factor.ndim - 2 and held.part is not None and factor.ndim > 2:
+                (weight,) = held.columns
+                for product in self.trace.products[self.block]:
+                    if product.weight == weight:
+                        product.grains[held.part] = 1
+
+    def scores(self, factors: list[torch.Tensor], columns: frozenset[str]) -> None:
+        """The product of queries and keys: it tells how many heads there are."""
+        held, query = self.share[id(factors[0])], factors[0]
+        if any(seen.columns & columns for seen in self.trace.attentions[self.block]) or not held.dims or query.ndim < 3:
+            return
+        self.trace.attentions[self.block].append(Attention(columns, query.shape[held.dims[0]] // held.inner))

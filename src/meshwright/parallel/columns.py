@@ -104,12 +104,12 @@ class Entry:
         self.crossing: Crossing | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": self._cross(kwargs["hidden_states"])}
-        if args:
-            return (self._cross(args[0]), *args[1:]), kwargs
-        name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
-        return args, {**kwargs, name: self._cross(kwargs[name])}
+        given = (kwargs.get("hidden_states"), *args, *kwargs.values())
+        hidden = next(value for value in given if isinstance(value, torch.Tensor))
+        entered = self._cross(hidden)  # queries, keys and values may each be given the same tensor
+        return tuple(entered if value is hidden else value for value in args), {
+            name: entered if value is hidden else value for name, value in kwargs.items()
+        }
 
     def was_read(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook of a reader with a forward of its own, whose gradient autograd brings."""

@@ -1,0 +1,60 @@
+"""What a rank changes of a block beside its weights: integers that forward methods read, and arguments with a number for each head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.anatomy.nouns import Region, Slice
+
+Undo = list[tuple[nn.Module, str, Any]]
+
+
+def set_counts(model: nn.Module, region: Region, ranks: int) -> Undo:
+    """The region's counts as each of `ranks` ranks has them; returns what was there. A configuration is copied for its module first."""
+    undo: Undo = []
+    for count in region.counts:
+        owner: Any = model.get_submodule(count.path)
+        name = count.name
+        if name.startswith("config."):
+            if not any(module is owner and what == "config" for module, what, _ in undo):
+                undo.append((owner, "config", owner.config))
+                owner.config = copy.copy(owner.config)
+            owner, name = owner.config, name.removeprefix("config.")
+        else:
+            undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, region.local(count, getattr(owner, name), ranks))
+    return undo
+
+
+def restore(undo: Undo) -> None:
+    for owner, name, value in reversed(undo):
+        setattr(owner, name, value)
+
+
+class HeadsTaken:
+    """A forward pre-hook that hands a module only a rank's heads of one argument. `take(tensor, dim)` cuts a dimension of heads."""
+
+    def __init__(self, one: Slice, ranks: int, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        self.one, self.ranks, self.take = one, ranks, take
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        key = self.one.argument
+        if isinstance(key, int):
+            if key >= len(args) or not isinstance(args[key], torch.Tensor):
+                return args, kwargs
+            return (*args[:key], self.cut(args[key]), *args[key + 1 :]), kwargs
+        if not isinstance(kwargs.get(key), torch.Tensor):
+            return args, kwargs
+        return args, {**kwargs, key: self.cut(kwargs[key])}
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(rows x heads) are cut by heads. What an earlier block made of its own heads is left as it is."""
+        dim = self.one.dim
+        if tensor.shape[dim] * self.ranks == self.one.heads:
+            return tensor
+        return self.take(tensor.unflatten(dim, (-1, self.one.heads)), dim + 1).flatten(dim, dim + 1)

@@ -1,0 +1,237 @@
+"""Where the divided features of a share lie in a tensor, and where they lie after an operation.
+
+Rule: the features of a column layer are an index that ranks cut into equal runs. Reshapes, transposes, slices, reductions and broadcasts move
+that index about; `moved` follows it through one torch function. What cannot be followed is said (`Lost`): then the share is refused, or the
+proof with numbers decides (prove.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "contiguous", "clone", "view_as", "reshape_as", "_unsafe_view"})
+TURNS = frozenset(
+    {"t", "transpose", "T", "mT", "swapaxes", "permute", "movedim", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to"}
+)
+CUTS = frozenset({"__getitem__", "split", "chunk", "tensor_split", "split_with_sizes", "unbind", "select", "narrow"})
+ALONG = frozenset(
+    {"mean", "sum", "var", "std", "var_mean", "norm", "vector_norm", "linalg_vector_norm", "softmax", "log_softmax", "logsumexp", "max", "amax",
+     "min", "amin", "argmax", "argmin", "topk", "sort", "cumsum", "prod", "normalize", "any", "all", "flip", "roll", "gather", "index_select"}
+)  # fmt: skip
+WHOLE = frozenset({"layer_norm", "rms_norm", "instance_norm"})
+MATMULS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
+
+
+class Lost(Exception):
+    """The operation needs all of the divided features."""
+
+
+class Call(NamedTuple):
+    """A torch function as it was called; a property goes by its own name."""
+
+    name: str
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        return self.kwargs.get(name, self.args[place] if len(self.args) > place else default)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A tensor that holds a share: `columns` are the weights it comes from.
+
+    `dims`: the dimensions that the features lie along, outermost first; ranks cut the first. Empty: they cannot be followed any more.
+    `inner`: how often the first one is walked through inside its dimension (rows x heads: the rows). `part`: where its features lie among those of
+    the one product that it is a part of; None for a mixture.
+    """
+
+    columns: frozenset[str]
+    dims: tuple[int, ...]
+    inner: int = 1
+    part: tuple[int, int] | None = None
+
+    @property
+    def dim(self) -> int | None:
+        return self.dims[0] if self.dims else None
+
+
+def moved(call: Call, share: Share, before: torch.Tensor, outputs: list[torch.Tensor]) -> list[Share]:
+    """What each of `outputs`, computed from `before`, holds of the share. Raises Lost."""
+    if not share.dims or not outputs:
+        return [replace(share, dims=(), part=None) for _ in outputs]
+    if call.name in RESHAPES:
+        return [_reshaped(share, before, after) for after in outputs]
+    if call.name in TURNS:
+        return [_turned(call, share, before, after) for after in outputs]
+    if call.name in CUTS:
+        return _cut(call, share, before, outputs)
+    if call.name in ALONG:
+        return [_reduced(call, share, before, after) for after in outputs]
+    if call.name in WHOLE:
+        normed = call.argument(1, "normalized_shape", ()) if call.name != "instance_norm" else ()
+        if share.dims[0] >= before.ndim - len(normed):
+            raise Lost(f"needs all features for {call.name}")
+        return [share]
+    if call.name == "einsum":
+        return [_summed(call, share, before)]
+    return [_aligned(call, share, before, after) for after in outputs]
+
+
+def _reshaped(share: Share, before: torch.Tensor, after: torch.Tensor) -> Share:
+    """Elements keep their order: look for the dimension that begins behind as many."""
+    ahead = math.prod(before.shape[: share.dims[0]]) * share.inner
+    size = before.shape[share.dims[0]] // share.inner
+    run = list(share.dims) == list(range(share.dims[0], share.dims[0] + len(share.dims)))
+    length = math.prod(before.shape[dim] for dim in share.dims) // share.inner if run else size
+    first = next((dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead), None)
+    if first is None:
+        outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)
+        inner, rest = divmod(ahead, math.prod(after.shape[:outer]))
+        return replace(share, dims=(), part=None) if rest or after.shape[outer] % inner else replace(share, dims=(outer,), inner=inner)
+    dims, covered = [], 1
+    for dim in range(first, after.ndim):
+        if covered >= length:
+            break
+        dims.append(dim)
+        covered *= after.shape[dim]
+    return replace(share, dims=tuple(dims), inner=1) if dims else replace(share, dims=(first,), inner=1)
+
+
+def _marked(call: Call, tensor: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    """The same call on a tensor that is laid out so that only `dim` moves."""
+    marked = torch.empty(0, device="meta").as_strided(tensor.shape, [int(place == dim) for place in range(tensor.ndim)])
+    result = call.function(marked, *call.args[1:], **call.kwargs)
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def _turned(call: Call, share: Share, before: torch.Tensor, after: torch.Tensor) -> Share:
+    dims = []
+    for dim in share.dims:
+        turned = _marked(call, before, dim)[0]
+        places = [place for place, stride in enumerate(turned.stride()) if stride == 1 and turned.shape[place] == before.shape[dim]]
+        dims += places[:1]
+    return replace(share, dims=tuple(dims)) if dims[: len(share.dims[:1])] else replace(share, dims=(), part=None)
+
+
+def _cut(call: Call, share: Share, before: torch.Tensor, outputs: list[torch.Tensor]) -> list[Share]:
+    """Slices along the divided features are parts of a fused projection; a single one of them ends that dimension."""
+    if not _is_view(call):
+        return _listed(call, share, before, outputs)
+    size = before.shape[share.dims[0]]
+    shape = [size if dim == share.dims[0] else 1 for dim in range(before.ndim)]
+    counted = torch.arange(size, device="cpu").view(shape).expand(before.shape)
+    taken = call.function(counted, *call.args[1:], **call.kwargs)
+    marks = [_marked(call, before, dim) for dim in share.dims]
+    result = []
+    for index, held in enumerate([taken] if isinstance(taken, torch.Tensor) else taken):
+        dims: list[int] = []
+        for dim, marked in zip(share.dims, marks, strict=True):
+            turned = marked[index]
+            places = [place for place, stride in enumerate(turned.stride()) if stride]
+            dims += [place for place in places if turned.shape[place] > 1][:1] or (places[:1] if dim == share.dims[0] else [])
+        result.append(_part(share, tuple(dims), size, held.unique()))
+    return result
+
+
+def _listed(call: Call, share: Share, before: torch.Tensor, outputs: list[torch.Tensor]) -> list[Share]:
+    """x[..., [-2], :]: a list of places, of which one along the divided features is a part."""
+    places = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    lists = [place for place in places if isinstance(place, list)]
+    after = outputs[0]
+    if after.ndim != before.ndim or not lists or any(isinstance(place, torch.Tensor) for place in places):
+        return [replace(share, dims=(), part=None)]
+    dim = share.dims[0]
+    ahead = (
+        places.index(lists[0]) if Ellipsis not in places[: places.index(lists[0])] else before.ndim - len(places) + places.index(lists[0])
+    )
+    if ahead != dim:
+        return [share]
+    held = torch.tensor([place % before.shape[dim] for place in lists[0]], device="cpu")
+    return [_part(share, share.dims, before.shape[dim], held)]
+
+
+def _is_view(call: Call) -> bool:
+    """Not an index of a list of places, which copies."""
+    places = call.argument(1, "index") if call.name == "__getitem__" else None
+    return not any(isinstance(place, list | torch.Tensor) for place in (places if isinstance(places, tuple) else (places,)))
+
+
+def _part(share: Share, dims: tuple[int, ...], size: int, held: torch.Tensor) -> Share:
+    count = len(held)
+    if count in (0, size) or share.inner > 1:
+        return replace(share, dims=dims)
+    first = int(held[0])
+    steps = held.diff().unique().tolist()
+    if steps not in ([], [1]):
+        if len(steps) > 1 or size % steps[0]:
+            raise Lost("picks single features")
+        return replace(share, dims=dims, part=None)  # every second one, say: runs of neighbours stay together
+    if share.part is None:
+        return replace(share, dims=dims)
+    unit = (share.part[1] - share.part[0]) // size
+    begin = share.part[0] + first * unit
+    return replace(share, dims=dims, part=(begin, begin + count * unit))
+
+
+def _reduced(call: Call, share: Share, before: torch.Tensor, after: torch.Tensor) -> Share:
+    place = call.argument(1, "dim", call.kwargs.get("axis"))
+    if isinstance(place, torch.Tensor):  # the larger of two tensors
+        return _aligned(call, share, before, after)
+    if call.name in ("norm", "normalize", "vector_norm", "linalg_vector_norm", "topk", "roll", "var", "std"):
+        place = call.kwargs.get(
+            "dim",
+            call.args[2] if len(call.args) > 2 else (1 if call.name == "normalize" else place if call.name in ("var", "std") else None),
+        )
+        place = -1 if place is None and call.name == "topk" else place
+    if call.name == "sort" and place is None:
+        place = -1
+    if place is None:
+        raise Lost(f"needs all features for {call.name}")
+    along = {dim % before.ndim for dim in (place if isinstance(place, tuple | list) else (place,))}
+    if along & set(share.dims[:1]):
+        raise Lost(f"needs all features for {call.name}")
+    left = [dim for dim in share.dims if dim not in along]
+    if after.ndim == before.ndim:
+        return replace(share, dims=tuple(left))
+    return replace(share, dims=tuple(dim - sum(gone < dim for gone in along) for dim in left))
+
+
+def _summed(call: Call, share: Share, before: torch.Tensor) -> Share:
+    """An einsum: by its letters."""
+    equation = call.args[0].replace(" ", "")
+    sources, _, target = equation.partition("->")
+    given = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]
+    mine = next(letters for letters, tensor in zip(sources.split(","), given, strict=True) if tensor is before)
+    if "." in equation or not target:
+        return replace(share, dims=(), part=None)
+    letters = [mine[dim] for dim in share.dims]
+    if letters[0] not in target:
+        raise Lost("sums over all features")
+    return replace(share, dims=tuple(target.index(letter) for letter in letters if letter in target), part=None)
+
+
+def _aligned(call: Call, share: Share, before: torch.Tensor, after: torch.Tensor) -> Share:
+    """Broadcasting aligns dimensions from the right; batched products keep theirs; `cat` and `stack` beside the features too."""
+    shift = after.ndim - before.ndim
+    if call.name in MATMULS and share.dims[0] >= before.ndim - 1:
+        raise Lost("is summed over its features")
+    if call.name in ("cat", "concat", "concatenate", "stack"):
+        dim = call.argument(1, "dim", 0) % after.ndim
+        if call.name == "stack":
+            return replace(share, dims=tuple(place + (dim <= place) for place in share.dims), part=None)
+        if dim == share.dims[0]:
+            raise Lost("joins features with others")
+    if call.name == "repeat" and before.shape[share.dims[0]] != after.shape[share.dims[0] + shift]:
+        raise Lost("repeats its features as a whole")
+    dims = tuple(dim + shift for dim in share.dims)
+    if min(dims) < 0 or (call.name != "repeat_interleave" and after.shape[dims[0]] != before.shape[share.dims[0]]):
+        return replace(share, dims=(), part=None)
+    keeps = call.name not in MATMULS and call.name != "scaled_dot_product_attention"
+    return replace(share, dims=dims if keeps else dims[:1], part=share.part if keeps else None)

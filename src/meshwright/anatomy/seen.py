@@ -1,0 +1,98 @@
+"""What one run of a model on the meta device showed: its products, shares and what met them (written by trace.py, read by regions.py)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshwright.anatomy.places import Share
+
+
+@dataclass
+class Product:
+    """A product with a weight inside a block, or a table of a number for each head."""
+
+    weight: str
+    bias: str | None
+    owner: str
+    dim: int
+    """Dimension of the weight that holds output features."""
+    size: int
+    source: torch.Tensor
+    """What it reads: the input of the module that owns the weight, or the tensor itself."""
+    columns: frozenset[str]
+    """Weights of the column layers whose shares it reads; empty for a column layer."""
+    is_table: bool = False
+    keeps_sequence: bool = False
+    """Its input is (batch, sequence, features), so that sequence parallelism can cut it."""
+    cuts: set[int] = field(default_factory=set)
+    grains: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Of each part (start, stop): the fewest shares that it was seen laid out in."""
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Sizes along the features; empty where it is one."""
+        bounds = sorted({0, self.size, *self.cuts})
+        return tuple(stop - start for start, stop in itertools.pairwise(bounds)) if len(bounds) > 2 else ()
+
+    def ways(self) -> tuple[int, ...]:
+        """Into how many shares each part can be cut."""
+        bounds = sorted({0, self.size, *self.cuts})
+        ways = []
+        for start, stop in itertools.pairwise(bounds):
+            seen = [grain for (first, last), grain in self.grains.items() if first <= start and stop <= last]
+            ways.append(min(seen, default=stop - start))
+        return tuple(ways)
+
+
+@dataclass
+class Attention:
+    """Seen at the product of queries and keys."""
+
+    columns: frozenset[str]
+    heads: int
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument of a module that holds a number for each head, along `dim`."""
+
+    path: str
+    argument: int | str
+    dim: int
+    size: int
+
+
+@dataclass
+class Trace:
+    """What one run showed. Tensors are known by id; `alive` keeps them, so that an id is never used twice."""
+
+    order: dict[str, int] = field(default_factory=dict)
+    """Parameters in the order of their first use."""
+    blocks: dict[str, None] = field(default_factory=dict)
+    """Paths of the blocks in the order in which they ran."""
+    products: dict[str, list[Product]] = field(default_factory=lambda: defaultdict(list))
+    attentions: dict[str, list[Attention]] = field(default_factory=lambda: defaultdict(list))
+    problems: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What each module inside the blocks was given first."""
+    uses: dict[int, list[tuple[tuple[str, ...], str]]] = field(default_factory=lambda: defaultdict(list))
+    """Of each tensor: the modules that were running, and the weight that read it ('' for any other operation)."""
+    embeddings: list[str] = field(default_factory=list)
+    outside: list[tuple[str, int]] = field(default_factory=list)
+    """Matrix products outside blocks: weight and output features."""
+    mixed: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Whole parameters that work on shares, with the columns that these come from."""
+    follows: dict[str, tuple[int, Share]] = field(default_factory=dict)
+    """Parameters and buffers with a number for each divided feature or head: the dimension, and the share that they met."""
+    grouped: dict[tuple[str, str], tuple[int, frozenset[str]]] = field(default_factory=dict)
+    """Modules that treat groups of a share's features apart: the name and the number of the groups."""
+    slices: dict[Given, frozenset[str]] = field(default_factory=dict)
+    """Whole arguments of which each rank takes its heads."""
+    shares: dict[str, list[tuple[Given, frozenset[str]]]] = field(default_factory=lambda: defaultdict(list))
+    """Of each block: arguments that are shares already."""
+    alive: list[Any] = field(default_factory=list)
