@@ -2,8 +2,8 @@
 
 In each round every system does one step on the round's batch, in random order, the same on all ranks, after a barrier. Wall time is that
 of the slowest rank, CPU time the sum over ranks; both are divided by those of DDP in the same round, so that load from outside cancels as
-far as it can. Peak memory is measured in jobs of their own, one system each: the growth of the resident peak over what the process held
-before its model. Losses are compared with one process, step by step.
+far as it can. Peak memory is measured in jobs of their own, one system each: the growth of the process's share of memory over what it held
+before its model, looked at every few milliseconds. Losses are compared with one process, step by step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import platform
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -32,8 +33,9 @@ FAMILIES: dict[str, Callable[[int, int], list[System]]] = {"replicated": replica
 REFERENCE = DDP.name
 NOTE = (
     "{rounds} rounds after {warm} to warm up; medians with quartiles. Losses are compared with one process, or with DDP where that did not run. "
-    "A peak is the growth of resident memory over what the process held before its model, at 8 tokens a sequence."
+    "A peak is the growth of a rank's proportional share of memory over what the process held before its model, at 8 tokens a sequence."
 )
+SAMPLE = 0.004  # seconds between two looks at the memory
 ROOM = 700 * 2**20  # bytes that a system may take on a rank: 16 a parameter, its activations, its buffers
 
 
@@ -69,17 +71,31 @@ def measure(setting: Setting, family: str, only: list[str], rounds: int, warm: i
 
 
 def peak(setting: Setting, family: str, name: str) -> float:
-    """On every rank: bytes by which one system's peak of resident memory grew; the batch is tiny, so that model state decides."""
-    before = _status("VmRSS")
-    step = next(system for system in FAMILIES[family](setting.world, setting.sizes.batch) if system.name == name).make(setting)
-    for index in range(2):
-        step(batch_of(setting.sizes, index))
-    return _status("VmHWM") - before
+    """On every rank: bytes by which one system's memory grew at most; the batch is tiny, so that model state decides."""
+    before = _proportional()
+    largest, through = [before], threading.Event()
+
+    def watch() -> None:
+        while not through.wait(SAMPLE):
+            largest[0] = max(largest[0], _proportional())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        step = next(system for system in chosen_systems(family, setting.world, setting.sizes.batch, [name]) if system.name == name).make(
+            setting
+        )
+        for index in range(3):
+            step(batch_of(setting.sizes, index))
+    finally:
+        through.set()
+        watcher.join()
+    return largest[0] - before
 
 
-def _status(field: str) -> float:
-    """Bytes of a line of /proc/self/status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+def _proportional() -> float:
+    """Bytes of this process, those that several share divided among them: resident memory would count a shared buffer once for each."""
+    line = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
     return float(line.split()[1]) * 1024
 
 
