@@ -10,6 +10,9 @@ The last term is what filling a pipeline of pieces costs when their size is the 
 half of the bandwidth need tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce inside a node runs at the link's `adding` times B, and
 its pipeline is one hop deep.
 
+Over gloo an all-gather and a reduce-scatter are an all-to-all each (`exchange`): every rank hands its part to every other, so that what crosses
+nodes crosses them once for each rank there.
+
 Rings that cross nodes leave each node once per rank of the group in it, so that B is the link inside or that many network shares,
 whichever is less. A group is `ranks` ranks, `stride` devices apart, beginning at a multiple of ranks * stride; it lies in one domain when
 the domain holds whole groups.
@@ -35,11 +38,12 @@ from meshwright.spec.cluster import Cluster, Link
 
 
 class Fabric(NamedTuple):
-    """The least of the groups' links: `domain` devices reach each other over `near`, all over `far`."""
+    """The least of the groups' links: `domain` devices reach each other over `near`, all over `far`; `handed`: gathers are all-to-alls."""
 
     domain: int
     near: Link
     far: Link
+    handed: bool = False
 
 
 def fabric(cluster: Cluster) -> Fabric:
@@ -48,21 +52,25 @@ def fabric(cluster: Cluster) -> Fabric:
     domain = min(each.link.span or each.devices for each in cluster.groups)
     if domain >= cluster.devices:
         return Fabric(cluster.devices, near, near)
-    return Fabric(domain, near, cluster.network)
+    on_hosts = any(each.device.name.lower().startswith("cpu") for each in cluster.groups)
+    return Fabric(domain, near, cluster.network, handed=on_hosts)
 
 
 class Group(NamedTuple):
-    """What the ranks of one axis get: bytes/s of a ring, of an all-reduce, seconds of hops of one turn of the ring and of one tree. Numbers or arrays."""
+    """What the ranks of one axis get: bytes/s of a ring, of an all-reduce, seconds of hops of one turn of the ring and of one tree; bytes/s and
+    hops of a gather. Numbers or arrays."""
 
     ranks: Any
     bandwidth: Any
     adding: Any
     turn: Any
     tree: Any
+    gathering: Any
+    hops: Any
 
     def gather(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-gathers, or reduce-scatters, of `size` bytes in all."""
-        return _pipelined((self.ranks - 1) / self.ranks * size / self.bandwidth, calls * self.turn)
+        return _pipelined((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.hops)
 
     def reduce(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-reduces of `size` bytes in all."""
@@ -84,17 +92,26 @@ def group(links: Fabric, ranks: int, stride: int) -> Group:
     """
     near, far = links.near, links.far
     if ranks == 1:
-        return Group(1, 1.0, 1.0, 0.0, 0.0)
+        return Group(1, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
     if links.domain % (ranks * stride) == 0:
         rate = near.bandwidth * near.efficiency
         adding = rate * (near.adding if ranks >= SWITCH_RANKS else 1.0)
-        return Group(ranks, rate, adding, START + (ranks - 1) * near.latency, START + ceil(log2(ranks)) * near.latency)
+        turn = START + (ranks - 1) * near.latency
+        return Group(ranks, rate, adding, turn, START + ceil(log2(ranks)) * near.latency, rate, turn)
     beside = max(links.domain // stride, 1) if ranks * stride > links.domain else 1
     nodes = ceil(ranks / beside)
     wire = far.bandwidth * far.efficiency * beside
     bandwidth = min(wire, near.bandwidth * near.efficiency) if beside > 1 else wire
     turn = START + (ranks - nodes) * near.latency + (nodes - 1) * far.latency
-    return Group(ranks, bandwidth, bandwidth, turn, START + ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency)
+    gathering, hops = _handed(links, ranks, beside) if links.handed else (bandwidth, turn)
+    return Group(ranks, bandwidth, bandwidth, turn, START + ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency, gathering, hops)
+
+
+def _handed(links: Fabric, ranks: int, beside: int) -> tuple[float, float]:
+    """What an all-to-all among `ranks`, of which `beside` are on one node, makes of a gather: bytes/s and seconds of hops."""
+    near, far = links.near, links.far
+    slower = max((beside - 1) / (near.bandwidth * near.efficiency), (ranks - beside) / (far.bandwidth * far.efficiency))
+    return (ranks - 1) / slower, START + (beside - 1) * near.latency + (ranks - beside) * far.latency
 
 
 def stack(groups: Sequence[Group]) -> Group:
