@@ -97,7 +97,7 @@ class Gate:
         if index is None:
             return output
         if self.after is not None:
-            output = _map_first(self.after, output)
+            output = map_first(self.after, output)
         if index == run.stop - 1 and not run.is_last:
             raise StageDone(output[0] if isinstance(output, tuple) else output)
         return output
@@ -135,5 +135,5 @@ def _open(units: list[FlatUnit], ahead: list[FlatUnit]) -> None:
         unit.prefetch()
 
 
-def _map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
     return (function(output[0]), *output[1:]) if isinstance(output, tuple) else function(output)

@@ -34,7 +34,10 @@ class Keeping:
 
     @classmethod
     def of(cls, plan: Plan, weights: Collection[int]) -> Keeping:
-        return cls(plan.recompute, plan.recompute_layers, Offload.activations in plan.offload, weights)
+        """Context ranks, who compute attention by other means, see to its core themselves (context/setup.py)."""
+        elsewhere = plan.recompute == Recompute.selective and plan.cp > 1
+        recompute = Recompute.none if elsewhere else plan.recompute
+        return cls(recompute, plan.recompute_layers, Offload.activations in plan.offload, weights)
 
     def __call__(self, forward: Forward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's `forward`; it is the block number `place` of its stage."""

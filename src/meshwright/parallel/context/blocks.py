@@ -2,20 +2,22 @@
 
 The hidden state is cut once, before the first block. Everything else that a block is given for the whole sequence (rotary tables, positions) is
 cut on its way in, along the dimensions that `places` names; the proof saw them change with the length (proof.py). A mask of queries by keys
-is left whole: attention takes from it what it needs.
+is left whole: attention takes from it what it needs. Behind the last block most models work on whatever length there is; one that wants the
+length of its ids gets it, with zeros in the places of others, and the piece is cut out again before the vocabulary head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.call import Attending, Call
 from meshwright.parallel.context.pieces import Pieces
-from meshwright.parallel.gates import hidden_of
+from meshwright.parallel.gates import hidden_of, with_hidden
 
 Path = tuple[int | str, ...]
 Places = dict[tuple[int, Path], int]
@@ -25,17 +27,36 @@ SEQUENCE = 1
 """The dimension of the sequence in a hidden state (B, T, C)."""
 
 
-class Context:
-    """One model over context ranks. `attend` computes a call for this rank's piece."""
+class Way(NamedTuple):
+    """How a model works on pieces: `places`, and whether what follows the blocks works on pieces too (`placed` False) or wants the length of
+    the whole up to the head."""
 
-    def __init__(self, pieces: Pieces, attend: Callable[[Call], torch.Tensor], places: Places) -> None:
-        self.pieces, self.places = pieces, places
+    places: Places
+    placed: bool
+
+
+class Context:
+    """One model over context ranks. `attend` computes a call for this rank's piece; of what enters a block sequence parallelism leaves each
+    of `tensor_ranks` a part."""
+
+    def __init__(self, pieces: Pieces, attend: Callable[[Call], torch.Tensor], way: Way, tensor_ranks: int = 1) -> None:
+        self.cuts = pieces.ranks * tensor_ranks
+        self.pieces, self.places, self.placed = pieces, way.places, way.placed
         self.mode = Attending(attend)
         self._cut: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def cut_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """Before the first block."""
         return self.pieces.cut(hidden, SEQUENCE)
+
+    def place_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Behind the last block, where `placed`: zeros stand for the other ranks' positions until the head."""
+        return self.pieces.place(hidden, SEQUENCE) if self.placed else hidden
+
+    def cut_before(self, head: nn.Module) -> Any:
+        """Only this rank's positions reach `head`, which must come before anything else that is done to its input. Returns the hook."""
+        cut = lambda module, args, kwargs: with_hidden(args, kwargs, self.cut_hidden(hidden_of(args, kwargs)))
+        return head.register_forward_pre_hook(cut, prepend=True, with_kwargs=True)
 
     def cut_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Labels that stand at the positions of their logits."""
@@ -48,7 +69,7 @@ class Context:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_of(args, kwargs)
-            length = hidden.shape[SEQUENCE] * self.pieces.ranks
+            length = hidden.shape[SEQUENCE] * self.cuts
             args, kwargs = mapped(lambda path, tensor: self._piece(tensor, index, path, hidden, length), (args, kwargs))
             with self.mode:
                 return block(*args, **kwargs)
@@ -64,7 +85,7 @@ class Context:
             return tensor
         dim = self.places.get((index, path))
         if dim is None:
-            if is_mask(tensor, length) or length not in tensor.shape:
+            if is_mask(tensor.shape, length) or length not in tensor.shape:
                 return tensor
             raise InputError(
                 f"cp: block {index} is given {_said(path)} of {list(tensor.shape)} with this batch, which was not there when the model was "
@@ -78,9 +99,9 @@ class Context:
         return self._cut[key][1]
 
 
-def is_mask(tensor: torch.Tensor, length: int) -> bool:
+def is_mask(shape: torch.Size, length: int) -> bool:
     """Whether it may be a mask of queries by keys."""
-    return tensor.ndim == 4 and tensor.shape[-1] == length and tensor.shape[-2] in (1, length)
+    return len(shape) == 4 and shape[-1] == length and shape[-2] in (1, length)
 
 
 def tensors_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:

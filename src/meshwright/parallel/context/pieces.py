@@ -47,6 +47,16 @@ class Pieces:
         """This rank's positions of `whole` along `dim`."""
         return torch.cat([whole.narrow(dim, run.start, run.stop - run.start) for run in self.chunks(whole.shape[dim])], dim)
 
+    def place(self, piece: torch.Tensor, dim: int) -> torch.Tensor:
+        """The whole with this rank's piece in its places and zeros elsewhere."""
+        length = piece.shape[dim] * self.ranks
+        parts, end = [], 0
+        for run, chunk in zip((*self.chunks(length), slice(length, length)), (*piece.chunk(2, dim), None), strict=True):
+            shape = (*piece.shape[:dim], run.start - end, *piece.shape[dim + 1 :])
+            parts += [piece.new_zeros(shape)] + ([] if chunk is None else [chunk])
+            end = run.stop
+        return torch.cat(parts, dim)
+
     def in_order(self, stacked: torch.Tensor, dim: int) -> torch.Tensor:
         """`stacked` (piece of rank 0, of rank 1, ... along `dim`) with its positions in order."""
         first, second = stacked.unflatten(dim, (self.ranks, 2, -1)).unbind(dim + 1)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
 from meshwright.parallel.context import ring, ulysses
 from meshwright.parallel.context.blocks import Context
+from meshwright.parallel.context.call import Call
 from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.context.proof import Objection, prove
 from meshwright.parallel.context.travel import travel_of
@@ -27,13 +31,17 @@ def context_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> Context | None
         if anatomy.blocks is None or not anatomy.vocabulary:
             raise Objection("it has no blocks behind a vocabulary embedding, so no sequence to cut")
         by_torch(model)
-        places = prove(model, anatomy, plan.cp)
+        way = prove(model, anatomy, plan.cp)
     except Objection as error:
         raise InputError(f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1") from None
     pieces = Pieces(group.size, group.index)
     if plan.context == plans.Context.ulysses:
-        return Context(pieces, partial(ulysses.attend, pieces=pieces, group=group), places)
-    return Context(pieces, partial(ring.attend, pieces=pieces, travel=travel_of(group)), places)
+        attend: Callable[[Call], torch.Tensor] = partial(ulysses.attend, pieces=pieces, group=group)
+    else:
+        attend = partial(ring.attend, pieces=pieces, travel=travel_of(group))
+    if plan.recompute == plans.Recompute.selective:
+        attend = partial(checkpoint, attend, use_reentrant=False)
+    return Context(pieces, attend, way, plan.tp if plan.sequence_parallel else 1)
 
 
 def by_torch(model: nn.Module) -> None:
@@ -44,5 +52,7 @@ def by_torch(model: nn.Module) -> None:
         return
     try:
         choose("sdpa")
-    except (ValueError, ImportError) as error:
-        raise Objection(f"its attention cannot be torch's ({(str(error).splitlines() or [''])[0][:150]})") from None
+    except (ValueError, ImportError):
+        raise Objection(
+            "it writes its attention out itself, and transformers has no other form of it (soft caps on scores have none)"
+        ) from None
