@@ -53,14 +53,14 @@ def placement_faults(plan: Plan, cluster: Cluster) -> Iterator[Fault]:
 
 
 def tensor_faults(plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True) -> Iterator[Fault]:
-    """tp must divide heads, key-value heads and the feed-forward width; a vocabulary may be uneven."""
+    """tp must divide heads and the feed-forward width; key-value heads must divide it or be divided by it; a vocabulary may be uneven."""
     if plan.tp == 1:
         return
     if not tensor_parallel:
         yield Fault("the model has no tensor-parallel form", f"tp({plan.tp}): no rule shards the layers of this model; use tp 1")
         return
     for what, size in divisible.items():
-        if size % plan.tp:
+        if size % plan.tp and not (what == "kv_heads" and plan.tp % size == 0):
             yield Fault(f"tp does not divide {what}", f"tp({plan.tp}) does not divide {what}({size})")
 
 
