@@ -107,7 +107,9 @@ def _is_tokenwise(module: nn.Module, width: int) -> bool:
     given = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(0)).to(parameters[0].device, parameters[0].dtype)
     try:
         with torch.no_grad():
-            whole, *pieces = [next(_tensors(module(piece))).float() for piece in (given, given[:, :2], given[:, 2:])]
+            whole, *pieces = [
+                next(_tensors(module(piece))).float() for piece in (given, given[:, :2].contiguous(), given[:, 2:].contiguous())
+            ]
             return bool((torch.cat(pieces, 1) - whole).norm() <= TOLERANCE * whole.norm())
     except Exception:
         return False

@@ -19,7 +19,7 @@ from meshwright.base.errors import InputError
 from meshwright.parallel.backlog import Backlog, put_off
 from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.context.setup import context_of
-from meshwright.parallel.expert import Mixture, lay_experts, shard_experts
+from meshwright.parallel.expert import Mixture, lay_experts, refuse_balance, shard_experts
 from meshwright.parallel.expert import check as check_experts
 from meshwright.parallel.expert_ranks import ExpertRanks, expert_ranks
 from meshwright.parallel.flat import FlatUnit
@@ -114,6 +114,8 @@ def parallelize_model(
     plan = mesh.plan
     anatomy = (anatomy or read(model, lend=True)).over(plan.tp)
     _check(anatomy, mesh)
+    if loss is None:
+        refuse_balance(model)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice

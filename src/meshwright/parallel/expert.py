@@ -57,6 +57,16 @@ def check(anatomy: Anatomy, plan: Plan) -> None:
             raise InputError(f"plan {plan.name}: {shares} tensor ranks do not divide the {experts.width} inner features of {experts.path}")
 
 
+def refuse_balance(model: nn.Module) -> None:
+    """InputError where the model would add a balance loss: of a product of means over the batch, a part of the batch has no part."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        raise InputError(
+            f"output_router_logits is true: its balance loss (router_aux_loss_coef {config.router_aux_loss_coef}) is another one for every cut "
+            "of the batch and is not computed; set output_router_logits to false, or pass loss=function(output, batch) with one of your own"
+        )
+
+
 def shard_experts(model: nn.Module, anatomy: Anatomy, ranks: ExpertRanks, sequence_parallel: bool) -> list[Mixture]:
     """Each module of experts keeps this rank's, and sends the others their tokens. Parameters must be whole, or (ep 1) already cut by tp."""
     found = []
@@ -104,6 +114,26 @@ def lay_experts(
                     units.insert(place, made[f"{layer}.experts"])
                     place += 1
     return made
+
+
+def pairs_by_expert(mixtures: Sequence[Mixture], anatomy: Anatomy, device: torch.device) -> torch.Tensor:
+    """Pairs that this rank's tokens made in this step with each expert of each mixture of the model, flat; summed over all ranks they are
+    those of the whole batch, times the copies of a token."""
+    widest = max((experts.count for experts in anatomy.experts), default=0)
+    table = torch.zeros(len(anatomy.experts), widest, dtype=torch.float64, device=device)
+    rows = {experts.path: row for row, experts in enumerate(anatomy.experts)}
+    for mixture in mixtures:
+        table[rows[mixture.experts.path], : mixture.load.numel()] = mixture.load.double()
+    return table.flatten()
+
+
+def busiest(pairs: torch.Tensor, anatomy: Anatomy) -> float | None:
+    """The busiest expert's pairs over the mean, in the mixture where that is most; None in a model without experts."""
+    if not anatomy.experts:
+        return None
+    counts = torch.tensor([experts.count for experts in anatomy.experts], dtype=pairs.dtype, device=pairs.device)
+    table = pairs.view(len(counts), -1)
+    return float((table.amax(1) * counts / table.sum(1).clamp_min(1)).max())
 
 
 def is_split(ranks: ExpertRanks, name: str) -> bool:

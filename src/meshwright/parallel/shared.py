@@ -108,7 +108,7 @@ class Host:
         """Where `tensor` lies, if in this rank's shared memory: segment and offset in bytes."""
         base = tensor.untyped_storage().data_ptr()
         found = self._own.get(base)
-        return None if found is None else (found, tensor.storage_offset() * tensor.element_size())  # an empty tensor has no address
+        return None if found is None else (found, int(tensor.storage_offset()) * tensor.element_size())  # an empty tensor has no address
 
     def read(self, rank: int, number: int, file: int) -> torch.Tensor:
         """Bytes of segment `number` of `rank`."""

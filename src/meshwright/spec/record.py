@@ -26,6 +26,9 @@ class StepRecord(Noun):
     )
     loss_scale: float = 1.0
     skipped: bool = Field(default=False, description="a non-finite gradient: no rank updated")
+    expert_load: float | None = Field(
+        default=None, description="pairs of token and expert of the busiest expert over the mean, in the mixture where that is most"
+    )
     held_out_loss: float | None = None
 
 

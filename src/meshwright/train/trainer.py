@@ -20,6 +20,7 @@ from meshwright.base.errors import InputError
 from meshwright.parallel import state
 from meshwright.parallel.apply import Parallel, parallelize_model
 from meshwright.parallel.exchange import all_reduce
+from meshwright.parallel.expert import busiest, pairs_by_expert
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.spec.plan import Plan, parse_plan
@@ -108,6 +109,7 @@ class Trainer:
             memory=dict(zip(("parameters", "gradients", "optimizer"), map(float, self.bytes().values()), strict=True)),
             loss_scale=scale_used,
             skipped=not finite,
+            expert_load=self._expert_load,
         )
 
     def _backward(self, batch: Batch | Share) -> tuple[float, int, float]:
@@ -115,9 +117,11 @@ class Trainer:
         batches, tokens = self._share(batch)
         total = self.engine.forward_backward(batches, self.scale.factor / max(tokens, 1))
         self.engine.zero.finish_gradients()
-        sums = torch.stack([total / self.plan.tp, self.engine.zero.square_norm()])
+        pairs = pairs_by_expert(self.engine.mixtures, self.engine.anatomy, self.mesh.device)
+        sums = torch.cat([torch.stack([total / self.plan.tp, self.engine.zero.square_norm()]), pairs])
         all_reduce(sums, self.mesh.world).wait()
-        loss, square = sums.tolist()
+        loss, square = sums[:2].tolist()
+        self._expert_load = busiest(sums[2:], self.engine.anatomy)
         return loss / max(tokens, 1), tokens, square
 
     def load_weights(self, path: str | Path) -> None:
