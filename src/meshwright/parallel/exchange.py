@@ -81,9 +81,8 @@ def all_to_all(out: torch.Tensor, full: torch.Tensor, group: Group | None) -> Pe
     """`out` becomes, in order of rank, slice r of everyone's `full` on rank r; all slices are equal and both tensors flat."""
     if group is None:
         return Pending(None, lambda: _copy(out, full))
-    if group.lanes is not None:
-        return Pending(None, group.lanes.all_to_all(out, full))
-    return Pending(dist.all_to_all_single(out, full, group=group.process, async_op=True), lambda: _keep(full))
+    rows = [[1] * group.size] * group.size
+    return all_to_all_rows(out.view(group.size, -1), full.view(group.size, -1), rows, group)
 
 
 def all_to_all_rows(out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: Group) -> Pending:

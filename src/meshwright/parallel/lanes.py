@@ -7,7 +7,7 @@ Sums go in order of rank on every rank, low precision in float32, so that they a
     all-reduce            rank r sums slice r of all parts in its own, then everyone copies the slices
     reduce-scatter        rank r sums slice r of all parts
     all-gather            everyone copies all parts
-    all-to-all            rank r copies slice r of all parts
+    all-to-all            rank r copies what is for it out of all parts
 
 [Note: lanes] A group has LANES collectives under way at most. Collective n uses lane n % LANES, whose words are: `posted` (n: the part
 can be read), `halfway` (n: the own slice is summed), `done` (n: the others' parts are read), and where the part lies. The next collective
@@ -81,7 +81,7 @@ class Lanes:
     def all_reduce(self, flat: torch.Tensor, largest: bool = False) -> Callable[[], None]:
         small = flat.numel() * flat.element_size() <= SMALL
         number, memory = self._begin(flat, copy=small)
-        slices = [self._slice(flat, rank) for rank in range(len(self.ranks))]
+        slices = [_slice(flat, rank, len(self.ranks)) for rank in range(len(self.ranks))]
 
         def sum_all() -> None:
             _reduce(self._parts(number, memory), slice(None), flat, largest)
@@ -104,7 +104,7 @@ class Lanes:
         number, memory = self._begin(full)
 
         def scatter() -> None:
-            _reduce(self._parts(number, memory), self._slice(memory, self.index), out)
+            _reduce(self._parts(number, memory), _slice(memory, self.index, len(self.ranks)), out)
             self._done(number)
 
         return self._started(number, (_POSTED, scatter))
@@ -119,16 +119,6 @@ class Lanes:
             self._done(number)
 
         return self._started(number, (_POSTED, gather))
-
-    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> Callable[[], None]:
-        number, memory = self._begin(full)
-
-        def exchange() -> None:
-            for into, part in zip(out.view(len(self.ranks), -1), self._parts(number, memory), strict=True):
-                into.copy_(part[self._slice(part, self.index)])
-            self._done(number)
-
-        return self._started(number, (_POSTED, exchange))
 
     def all_to_all_rows(self, out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]]) -> Callable[[], None]:
         """Uneven: rank i sends `rows[i][j]` rows to rank j."""
@@ -251,10 +241,6 @@ class Lanes:
     def _at(self, number: int, word: int) -> int:
         return _word(self.first, number, word)
 
-    def _slice(self, flat: torch.Tensor, rank: int) -> slice:
-        length, ranks = flat.numel(), len(self.ranks)
-        return slice(length * rank // ranks, length * (rank + 1) // ranks)
-
     # --- what is under way ------------------------------------------------------------------------------------------------------
 
     def _started(self, number: int, *steps: tuple[int, Callable[[], None]]) -> Callable[[], None]:
@@ -279,6 +265,11 @@ class Lanes:
 
 def _word(first: int, number: int, word: int) -> int:
     return first + number % LANES * _SIZE + word
+
+
+def _slice(flat: torch.Tensor, rank: int, ranks: int) -> slice:
+    length = flat.numel()
+    return slice(length * rank // ranks, length * (rank + 1) // ranks)
 
 
 def _part(host: Host, others: Sequence[int], first: int, finished: list[int]) -> None:
