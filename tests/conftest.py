@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 
@@ -10,4 +12,5 @@ settings.register_profile("new", deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("MESHWRIGHT_MEASURED", "0")  # what somebody measured on this machine must not change answers
     settings.load_profile("new" if config.getoption("-m") == "soak" else "same")

@@ -30,9 +30,10 @@ PLANNING = {
     "simulate": 3,
     "report": 4,
     "elastic": 4,
+    "emulate": 4,
     "validation": 4,
 }
-RUNNING = {"models": 2, "anatomy": 2, "parallel": 3, "data": 3, "checkpoint": 3, "probe": 3, "train": 4}
+RUNNING = {"models": 2, "anatomy": 2, "parallel": 3, "data": 3, "checkpoint": 3, "probe": 4, "train": 5}
 GROUND = ("base", "spec", "schedules")
 """What the running wing may import of the planning wing."""
 NO_NUMPY = ("base", "catalog", "spec", "schedules", "words", "intake")

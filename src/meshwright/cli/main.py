@@ -23,6 +23,8 @@ COMMANDS = (
     ("simulate", "play a step action by action, or months of a fleet that fails"),
     ("fit", "the largest model that fits, the smallest cluster for a model"),
     ("verify", "compare a plan with one device: loss, every gradient, counts"),
+    ("probe", "measure this machine or cluster: devices, links; for --cluster"),
+    ("emulate", "a described cluster on this machine: real ranks behind shaped links"),
     ("validate", "score the cost model on published measurements"),
     ("report", "a run, or several, as text"),
     ("checkpoint", "list, verify, export and import checkpoints"),

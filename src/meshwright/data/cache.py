@@ -2,7 +2,7 @@
 
 Promise: a folder is written under a temporary name, every file of it is synced, then it is renamed; one process makes it while the others
 wait (a lock that the kernel frees when its holder dies); what an interrupted run left is removed by the next one.
-Place: $MESHWRIGHT_CACHE, else $XDG_CACHE_HOME/meshwright, else ~/.cache/meshwright (XDG Base Directory Specification 0.8).
+Place: base/places.py.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.base.errors import InputError
-
-
-def cache_folder() -> Path:
-    """Where this user's cache is; it need not exist yet."""
-    if chosen := os.environ.get("MESHWRIGHT_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "meshwright"
+from meshwright.base.places import cache_folder
 
 
 def kept(name: str, make: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:

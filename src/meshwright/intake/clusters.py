@@ -16,6 +16,7 @@ from meshwright.base.errors import InputError, did_you_mean
 from meshwright.base.units import parse_quantity
 from meshwright.catalog import read as catalog
 from meshwright.intake.local import core_cluster, cores, cuda_cards, host_memory, local_count, usual_ranks
+from meshwright.intake.measured import keep, kept_cluster
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 
 _GROUP = re.compile(r"(?:(\d+)x)?(\d+):([A-Za-z0-9_.+-]+)")
@@ -25,15 +26,17 @@ _LATENCY = "6 us"
 DEVICE_FIELDS = ("name", "memory", "bandwidth", "peak", "efficiency", "sustained", "attention", "processors", "context", "source")
 
 
-def read_cluster(text: str) -> Cluster:
-    """The cluster that `text` says.
+def read_cluster(text: str, measured: bool = True) -> Cluster:
+    """The cluster that `text` says; `local` as it was measured here, if it was and `measured` is not False.
 
     >>> read_cluster("2x8:a100-80gb+1x8:v100-32gb").devices
     24
     """
     word = text.strip()
     if word == "local" or word.startswith("local:"):
-        return local_cluster(word)
+        found = local_cluster(word)
+        kept = kept_cluster(found.devices, _machine()) if measured else None
+        return found if kept is None else kept.but(name=word)
     named = catalog.clusters().get(word.lower())
     if named is not None:
         return parse_cluster(named["is"]).but(name=word)
@@ -41,6 +44,15 @@ def read_cluster(text: str) -> Cluster:
     if path.suffix in (".json", ".yaml", ".yml") or path.is_file():
         return read_cluster_file(path)
     return parse_cluster(word)
+
+
+def keep_local(cluster: Cluster) -> Path | None:
+    """Keep what was measured of this machine; None where that cannot be."""
+    return keep(cluster, _machine())
+
+
+def _machine() -> tuple[object, ...]:
+    return (cores(), round(host_memory() / 2**28), *cuda_cards())
 
 
 def local_cluster(word: str) -> Cluster:

@@ -1,0 +1,124 @@
+"""`meshwright probe`: measures the devices of this machine or cluster and the links between them; the planner reads the cluster that it writes.
+
+Started by torchrun, Slurm or `meshwright emulate` each process is one rank of what is measured; else the ranks are started here.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from meshwright.cli.options import AsJson, note, say, say_json
+
+if TYPE_CHECKING:
+    from meshwright.cost.calibration import Calibrated
+    from meshwright.spec.cluster import Cluster
+    from meshwright.spec.measurement import Measurement
+
+TARGET = "meshwright.train.probing"
+
+
+def probe(
+    *,
+    cluster: Annotated[
+        str, Parameter(help="what is measured: local, local:N for N ranks, or a description whose names and memory stay")
+    ] = "local",
+    save: Annotated[Path | None, Parameter(help="write the measured cluster to this file, for --cluster")] = None,
+    json: AsJson = False,
+) -> int:
+    """Measure devices, memory, storage and every link, through the exchange that training uses; say what is odd.
+
+    What it finds on this machine alone is kept: `--cluster local` means that from then on.
+
+    Try: meshwright probe --save cluster.json
+    """
+    from meshwright.base.errors import InputError
+    from meshwright.cost.calibration import calibrated
+    from meshwright.intake.clusters import keep_local, read_cluster
+    from meshwright.train.rank import launched
+
+    if save is not None and (save.is_dir() or not save.parent.is_dir()):
+        raise InputError(f"--save {save}: {'is a folder' if save.is_dir() else f'folder {save.parent} does not exist'}; name a file in one")
+    me = launched(os.environ)
+    known = read_cluster(cluster, measured=False)
+    if me is None and sum(group.nodes for group in known.groups) > 1:
+        raise InputError(
+            f"cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, Slurm or `meshwright emulate`"
+        )
+    if me is not None and known.name.startswith("local") and known.devices != me.world:
+        known = read_cluster(f"local:{me.world}", measured=False)
+    found = _here(known) if me is None else _with_others(me.rank, me.world)
+    if found is None:
+        return 0
+    result = calibrated(found, known)
+    if me is None and known.name.startswith("local"):
+        kept = keep_local(result.cluster)
+        note(f"kept in {kept}: --cluster local is this from now on" if kept else "not kept: the cache cannot be written")
+    if save is not None:
+        save.write_text(result.cluster.to_json() + "\n", encoding="utf-8")
+        note(f"the cluster is in {save}; `--cluster {save}` uses it")
+    if json:
+        say_json({"cluster": result.cluster.model_dump(mode="json"), "odd": list(result.odd), "measured": found.model_dump(mode="json")})
+    else:
+        say("\n".join(lines(result, found)))
+    return 0
+
+
+def _here(known: Cluster) -> Measurement:
+    """Ranks of this machine, each a child of this process."""
+    from meshwright.base.codec import build
+    from meshwright.elastic.supervisor import Supervisor, Work
+    from meshwright.spec.measurement import Measurement
+
+    said: list[Any] = []
+    note(f"measuring {known.devices} rank{'s' if known.devices > 1 else ''} of this machine")
+    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
+        work = Work(f"{TARGET}:probe", known.devices, {}, Path(folder), (TARGET,))
+        Supervisor(work, lambda rank, message: said.append(message), note).run()
+    return build(Measurement, next(message["measurement"] for message in said if message["kind"] == "measured"))
+
+
+def _with_others(rank: int, world: int) -> Measurement | None:
+    """One of the ranks that a launcher started; only rank 0 has something to say."""
+    from meshwright.probe.machine import measure
+    from meshwright.train.rank import connect
+
+    connection = connect(rank, world, timeout=120.0)
+    try:
+        found = measure()
+    finally:
+        connection.close()
+    return found if rank == 0 else None
+
+
+def lines(result: Calibrated, found: Measurement) -> Iterator[str]:
+    """The screen."""
+    from meshwright.base.units import show_bytes, show_rate, show_seconds
+
+    cluster = result.cluster
+    yield f"measured in {show_seconds(found.seconds)}: {cluster.devices} devices on {len(found.hosts)} host{'s' if len(found.hosts) > 1 else ''}"
+    for group in cluster.groups:
+        device = group.device
+        rates = ", ".join(f"{name} {show_rate(rate, 'FLOP/s')}" for name, rate in device.peak.items())
+        yield f"  {group.nodes} x {group.devices} {device.name}   {rates}; memory {show_bytes(device.memory)} at {show_rate(device.bandwidth)}"
+        yield f"      attention {device.attention:.0%} of its products; storage {show_rate(group.storage_bandwidth)}".replace("%", " %")
+        yield f"      link inside {show_rate(group.link.bandwidth)}, {show_seconds(group.link.latency)}" + (
+            f", between {group.link.span} devices each" if group.link.span else ""
+        )
+    if len(cluster.groups) > 1 or cluster.groups[0].nodes > 1:
+        yield f"  network   {show_rate(cluster.network.bandwidth)}, {show_seconds(cluster.network.latency)}"
+    sizes = sorted({each.size for each in found.timings})
+    if sizes:
+        yield "collectives          " + "".join(f"{show_bytes(size):>12}" for size in sizes)
+    for key in dict.fromkeys((each.kind, each.ranks, each.stride) for each in found.timings):
+        row = {each.size: each.seconds for each in found.timings if (each.kind, each.ranks, each.stride) == key}
+        name = f"{key[0]} {key[1]}" + (f" by {key[2]}" if key[2] > 1 else "")
+        yield f"  {name:19}" + "".join(f"{show_seconds(row[size]) if size in row else '':>12}" for size in sizes)
+    yield from (f"odd: {line}" for line in result.odd)
+    if not result.odd:
+        yield "nothing is odd"

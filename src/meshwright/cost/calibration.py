@@ -1,0 +1,221 @@
+"""Calibration is Cluster -> Cluster: what was measured replaces what was described, in the same noun.
+
+    peak         the best rate of square products x the rank's share of a processor; efficiency 1, on cores sustained 1: it is what is reached
+    bandwidth    of element-wise work x the same share, over MEMORY_SHARE, which the formulas take of it again
+    link         bandwidth and latency with which the formulas of cost.collectives give the measured times of all collectives best
+
+The last is a search in two numbers for the least mean square of log(formula / measured): a fact about the machine in the planner's own words,
+not a correction. Ranks are nodes by the host that they named; alike nodes, one after the other, are a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import exp, log, sqrt
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.cost import constants
+from meshwright.cost.collectives import Fabric, exchange, group
+from meshwright.cost.tiers import tiers
+from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
+from meshwright.spec.measurement import Measured, Measurement, Timing
+
+ALIKE = 0.15
+"""Part of their speed by which devices of one group may differ."""
+
+SLOW = 0.85
+"""Of the middle of its group, below which a device is said to be slow."""
+
+QUIET = 0.15
+"""Processors that others may keep busy before a measurement is said to be disturbed."""
+
+STEPS = (2.0, 1.4, 1.1, 1.03)
+UNFITTED = 0.35
+
+
+class Calibrated(NamedTuple):
+    """The cluster as measured, and what a person should know about it."""
+
+    cluster: Cluster
+    odd: tuple[str, ...]
+
+
+class Node(NamedTuple):
+    """Ranks of one host that are alike."""
+
+    ranks: tuple[Measured, ...]
+
+    @property
+    def speed(self) -> float:
+        return median(map(_speed, self.ranks))
+
+
+def calibrated(measured: Measurement, known: Cluster) -> Calibrated:
+    """`known` with what was measured: its memory, prices and names stay where the number of devices is the same."""
+    odd = list(_disturbed(measured))
+    devices = tuple(_settled(device, measured.busy) for device in measured.devices)
+    nodes = [node for host in measured.hosts for node in _alike([devices[rank] for rank in host])]
+    found = tiers(measured.pairs, len(devices))
+    span = min(map(len, measured.hosts))
+    span = found.span if found.span and span == 1 else span
+    near, far = _links(measured, span, known)
+    groups: list[NodeGroup] = []
+    for same in _runs(nodes):
+        ranks = [rank for node in same for rank in node.ranks]
+        odd += _slow(ranks)
+        base = _known(known, len(groups))
+        link = near.but(span=0 if span == len(same[0].ranks) else span)
+        groups.append(
+            NodeGroup(
+                nodes=len(same),
+                devices=len(same[0].ranks),
+                device=_device(ranks, base.device, known.devices == len(devices)),
+                link=link,
+                host_memory=base.host_memory or ranks[0].host_memory,
+                storage_bandwidth=median(rank.storage for rank in ranks),
+                host_bandwidth=median(rank.host_bandwidth * rank.share for rank in ranks),
+            )
+        )
+    odd += found.odd if measured.busy <= QUIET or len(measured.hosts) > 1 else ()
+    odd += _misfit(measured, Fabric(span, near, far, _handed(measured)))
+    cluster = Cluster(name=known.name, groups=tuple(groups), network=far, failures_per_device_hour=known.failures_per_device_hour)
+    return Calibrated(cluster, tuple(odd))
+
+
+def _known(known: Cluster, index: int) -> NodeGroup:
+    return known.groups[min(index, len(known.groups) - 1)]
+
+
+# --- devices --------------------------------------------------------------------------------------------------------------------
+
+
+def _speed(device: Measured) -> float:
+    return max(device.peak("fp32"), device.peak("bf16") if device.name != "cpu" else 0.0) * device.share
+
+
+def _settled(device: Measured, busy: float) -> Measured:
+    """Beside other programs a core's rank gets less than what is its own: the measurement is of them, and its own part counts."""
+    return device.but(share=device.own) if device.own and busy > QUIET else device
+
+
+def _disturbed(measured: Measurement) -> Iterable[str]:
+    if measured.busy > QUIET:
+        yield f"other programs kept {measured.busy:.1f} processors busy meanwhile: links are measured slower than they are; measure again when it is quiet"
+    for device in measured.devices:
+        if measured.busy <= QUIET and device.own and device.share < SLOW * device.own:
+            yield f"rank {device.rank} got {device.share:.0%} of a processor where {device.own:.0%} are its own".replace("%", " %")
+
+
+def _alike(ranks: Sequence[Measured]) -> list[Node]:
+    """Neighbours of one host in parts that are equally fast."""
+    parts: list[list[Measured]] = []
+    for rank in ranks:
+        if parts and parts[-1][0].name == rank.name and _near(_speed(parts[-1][0]), _speed(rank)):
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return [Node(tuple(part)) for part in parts]
+
+
+def _runs(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Alike nodes, one after the other."""
+    runs: list[list[Node]] = []
+    for node in nodes:
+        first = runs[-1][0] if runs else None
+        if first and len(first.ranks) == len(node.ranks) and first.ranks[0].name == node.ranks[0].name and _near(first.speed, node.speed):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return runs
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(log(one / other)) < ALIKE
+
+
+def _slow(ranks: Sequence[Measured]) -> list[str]:
+    middle = median(map(_speed, ranks))
+    return [
+        f"the device of rank {rank.rank} reaches {_speed(rank) / middle:.0%} of its neighbours'".replace("%", " %")
+        for rank in ranks
+        if _speed(rank) < SLOW * middle
+    ]
+
+
+def _device(ranks: Sequence[Measured], known: Device, same: bool) -> Device:
+    """What the middle rank reaches. `same`: the devices are those that were known, whose memory a rank cannot measure."""
+    on_host = ranks[0].name == "cpu"
+    precisions = {each.precision for each in ranks[0].products}
+    peak = {name: median(rank.peak(name) * rank.share for rank in ranks) for name in sorted(precisions)}
+    changes = {
+        "name": ranks[0].name if on_host or not same else known.name,
+        "memory": known.memory if same else ranks[0].memory,
+        "bandwidth": median(rank.bandwidth * rank.share for rank in ranks) / constants.MEMORY_SHARE,
+        "peak": {**({} if on_host else known.peak), **peak},
+        "efficiency": 1.0,
+        "sustained": dict.fromkeys(peak, 1.0) if on_host else known.sustained,
+        "attention": median(rank.attention / rank.peak("fp32") for rank in ranks) if ranks[0].attention else known.attention,
+        "source": "measured by probe",
+    }
+    return known.but(**changes)
+
+
+# --- links ----------------------------------------------------------------------------------------------------------------------
+
+
+def _links(measured: Measurement, span: int, known: Cluster) -> tuple[Link, Link]:
+    """The link inside a block of `span` ranks and the one between blocks; one of them where only one was measured."""
+    inside = [each for each in measured.timings if span % (each.ranks * each.stride) == 0]
+    between = [each for each in measured.timings if span % (each.ranks * each.stride)]
+    old_near, old_far = known.groups[0].link, known.network
+    near = _fit(inside, old_near, lambda link: Fabric(span, link, link)) if inside else None
+    far = _fit(between, old_far, lambda link: Fabric(span, near or link, link, _handed(measured))) if between else None
+    return near or far or old_near, far or near or old_far
+
+
+def _handed(measured: Measurement) -> bool:
+    """Processes on several hosts gather by all-to-alls."""
+    return measured.devices[0].name == "cpu" and len(measured.hosts) > 1
+
+
+def _fit(timings: Sequence[Timing], known: Link, fabric: Callable[[Link], Fabric]) -> Link:
+    """Coordinate search from what the largest and the smallest timing say by themselves."""
+    large, small = max(timings, key=lambda each: each.size), min(timings, key=lambda each: each.seconds)
+    bandwidth, latency = large.size / large.seconds, max(small.seconds / max(small.ranks, 2), 1e-7)
+
+    def link(bandwidth: float, latency: float) -> Link:
+        return known.but(bandwidth=bandwidth, latency=latency, efficiency=1.0, adding=1.0)
+
+    def loss(at: tuple[float, float]) -> float:
+        return sum(log(formula(fabric(link(*at)), each) / each.seconds) ** 2 for each in timings)
+
+    at, least = (bandwidth, latency), loss((bandwidth, latency))
+    for step in STEPS:
+        moved = True
+        while moved:
+            moved = False
+            for change in ((step, 1.0), (1 / step, 1.0), (1.0, step), (1.0, 1 / step)):
+                trial = (at[0] * change[0], at[1] * change[1])
+                if (found := loss(trial)) < least:
+                    at, least, moved = trial, found, True
+    return link(*at)
+
+
+def formula(links: Fabric, timing: Timing) -> float:
+    """Seconds that the planner gives this collective."""
+    over = group(links, timing.ranks, timing.stride)
+    if timing.kind == "all_reduce":
+        return float(over.reduce(timing.size))
+    if timing.kind == "all_to_all":
+        return float(exchange(links, timing.ranks, timing.stride, np.array(timing.size)))
+    return float(over.gather(timing.size))
+
+
+def _misfit(measured: Measurement, links: Fabric) -> Iterable[str]:
+    """How far the formulas are from what was measured, where that is far."""
+    off = [log(formula(links, each) / each.seconds) for each in measured.timings if each.size >= 2**16]
+    if off and (middle := sqrt(sum(each**2 for each in off) / len(off))) > UNFITTED:
+        yield f"collectives of 64 KiB and more are a factor of {exp(middle):.2f} from one bandwidth and latency (root mean square)"

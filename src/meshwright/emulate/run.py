@@ -1,0 +1,113 @@
+"""One command on every rank of an emulated cluster, as a launcher of several nodes would start it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.emulate.network import DEVICE, INSTEAD, PR_SET_PDEATHSIG, Wires, address
+from meshwright.emulate.scale import Scaled
+from meshwright.emulate.shares import Shares
+
+PORT = "29517"
+GRACE, TICK = 10.0, 0.05
+
+
+class Emulated:
+    """A cluster that is there: `environment` and `enter` make a process one of its ranks."""
+
+    def __init__(self, scaled: Scaled, wires: Wires, shares: Shares) -> None:
+        self.scaled, self.wires, self.shares = scaled, wires, shares
+
+    @property
+    def world(self) -> int:
+        return len(self.scaled.nodes)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What torchrun would set."""
+        nodes = self.scaled.nodes
+        node = nodes[rank]
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(rank - nodes.index(node)),
+            "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": PORT,
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+
+    def enter(self, rank: int) -> None:
+        """Makes the calling process, one that was just forked, stand where `rank` stands; it dies with its parent."""
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        self.wires.enter(self.scaled.nodes[rank])
+        self.shares.enter(rank)
+
+
+@contextmanager
+def emulated(scaled: Scaled) -> Iterator[Emulated]:
+    """The cluster for as long as the block lasts. InputError says in one line what this machine or user lacks, and what works without."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        raise InputError(f"emulate: network namespaces and quotas of processor time are root's; {INSTEAD}")
+    with ExitStack() as stack:
+        shares = stack.enter_context(Shares(scaled.shares))
+        yield Emulated(scaled, stack.enter_context(Wires(scaled.wires)), shares)
+
+
+def run(cluster: Emulated, command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """`command` on every rank; the exit status of the first that failed, after which the others are ended."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _passing_on(ranks):
+        try:
+            for rank in range(cluster.world):
+                ranks.append(_start(cluster, rank, command, environment))
+            return _watch(ranks)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def _start(cluster: Emulated, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command, env={**environment, **cluster.environment(rank)}, stdin=subprocess.DEVNULL, preexec_fn=lambda: cluster.enter(rank)
+        )
+    except FileNotFoundError:
+        raise InputError(f"emulate: there is no program {command[0]!r}") from None
+    except subprocess.SubprocessError as error:
+        raise MeshwrightError(f"emulate: rank {rank} could not enter its node: {error}") from None
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]]) -> int:
+    failed, end = 0, float("inf")
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+        codes = [code for rank in ranks if (code := rank.poll()) is not None]
+        if any(codes) and end == float("inf"):
+            failed, end = next(filter(None, codes)), time.monotonic() + GRACE
+        time.sleep(TICK)
+    return failed or next(filter(None, (rank.poll() for rank in ranks)), 0)
+
+
+@contextmanager
+def _passing_on(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """SIGINT and SIGTERM go to the ranks, which end as they see fit."""
+
+    def send(number: int, _: object) -> None:
+        for rank in ranks:
+            rank.send_signal(number)
+
+    before = {number: signal.signal(number, send) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -1,0 +1,172 @@
+"""One rank's device, measured: matrix products by size and type, memory, the way to its host, storage, and its share of the machine.
+
+Ranks on cores share them, and other programs run beside: products are therefore timed by the seconds that the processor gave this rank
+(thread time), and `share` says how many of those it got in a second of the wall while all ranks were busy. On CUDA devices both are the wall.
+The best of several tries counts: nothing makes a device faster than it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from meshwright.spec.measurement import Measured, Product
+
+PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+CORE_SIZES, CARD_SIZES = (64, 128, 256, 512), (512, 1024, 2048, 4096, 8192)
+SLOW = 0.03
+"""Seconds of one product above which no larger one is tried."""
+
+TRIES, BURST, WINDOW = 5, 0.01, 0.25
+CORE_STREAM, CARD_STREAM = 16 * 2**20, 2**30
+"""Bytes of one tensor of the stream: what a layer's element-wise work reads and writes between two uses of the same value."""
+
+STORED = 16 * 2**20
+
+
+def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Measured:
+    """`device` as `rank` finds it, one of `neighbours` ranks of this machine. All ranks call it at once."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory, share, own = properties.name, float(properties.total_memory), 1.0, 1.0
+    else:
+        name, memory, share, own = "cpu", 0.0, share_of_core(), min(1.0, len(os.sched_getaffinity(0)) / neighbours, quota())
+    return Measured(
+        rank=rank,
+        host=host_identity(),
+        name=name,
+        products=tuple(products(device)),
+        bandwidth=stream(device),
+        attention=attention(device),
+        share=share,
+        own=own,
+        memory=memory,
+        host_memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        storage=storage(),
+        host_bandwidth=to_host(device),
+    )
+
+
+def products(device: torch.device) -> Iterator[Product]:
+    """Square products of each type, larger and larger; a type that the device multiplies slowly is measured small."""
+    for name, dtype in PRECISIONS.items():
+        if device.type == "cuda" and name == "fp64":
+            continue
+        for size in CARD_SIZES if device.type == "cuda" else CORE_SIZES:
+            left = torch.ones(size, size, device=device, dtype=dtype)
+            out = torch.empty_like(left)
+            seconds = best(lambda left=left, out=out: torch.mm(left, left, out=out), device)  # type: ignore[misc]
+            yield Product(precision=name, size=size, rate=2.0 * size**3 / seconds)
+            if seconds > SLOW:
+                break
+
+
+def stream(device: torch.device) -> float:
+    """Bytes/s that a sum of two tensors reads and writes."""
+    size = CARD_STREAM if device.type == "cuda" else CORE_STREAM
+    first = torch.ones(size // 4, device=device)
+    second, out = torch.ones_like(first), torch.empty_like(first)
+    return 3.0 * size / best(lambda: torch.add(first, second, out=out), device)
+
+
+def attention(device: torch.device) -> float:
+    """FLOP/s of fused attention: two products of all positions with all positions, in fp32 on cores, in bf16 elsewhere."""
+    heads, sequence, width = (4, 256, 64) if device.type == "cpu" else (32, 4096, 128)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    query = torch.ones(1, heads, sequence, width, device=device, dtype=dtype)
+    work = lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    return 4.0 * heads * sequence**2 * width / best(work, device)
+
+
+def quota() -> float:
+    """Processors that the control group of this process may use; infinite where it has no limit."""
+    folder = Path("/sys/fs/cgroup")
+    places = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()] if folder.is_dir() else []
+    for _, kinds, name in places:
+        two, one = folder / name.strip("/") / "cpu.max", folder / "cpu" / name.strip("/")
+        with contextlib.suppress(OSError, ValueError):
+            if kinds == "":
+                limit, period = two.read_text().split()
+                return float(limit) / float(period)
+            if "cpu" in kinds.split(","):
+                limit, period = (one / "cpu.cfs_quota_us").read_text(), (one / "cpu.cfs_period_us").read_text()
+                if float(limit) > 0:
+                    return float(limit) / float(period)
+    return float("inf")
+
+
+def to_host(device: torch.device) -> float:
+    """Bytes/s between the device and its host's memory; a core's are one and the same: a copy."""
+    if device.type == "cuda":
+        far = torch.empty(CARD_STREAM // 16, dtype=torch.uint8).pin_memory()
+        near = torch.empty_like(far, device=device)
+        return far.numel() / best(lambda: near.copy_(far, non_blocking=True), device)
+    source = torch.ones(CORE_STREAM // 4)
+    target = torch.empty_like(source)
+    return CORE_STREAM / best(lambda: target.copy_(source), device)
+
+
+def storage() -> float:
+    """Bytes/s at which a file is written and synced where temporary files go; 0 where nothing can be written."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix="meshwright-") as file:
+            began = time.perf_counter()
+            file.write(bytes(STORED))
+            file.flush()
+            os.fsync(file.fileno())
+            return STORED / (time.perf_counter() - began)
+    except OSError:
+        return 0.0
+
+
+def best(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of some bursts of `action`, of the device's own time."""
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    action()
+    settle(device)
+    fastest = float("inf")
+    for _ in range(TRIES):
+        began, count = clock(), 0
+        while True:
+            action()
+            count += 1
+            if device.type == "cpu" and (passed := clock() - began) >= BURST:
+                break
+            if device.type != "cpu" and count >= TRIES:
+                settle(device)
+                passed = clock() - began
+                break
+        fastest = min(fastest, passed / count)
+    return fastest
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def share_of_core() -> float:
+    """Seconds of the processor that this rank gets in a second while it does nothing but multiply: the most of some windows."""
+    matrix = torch.ones(128, 128)
+    most = 0.0
+    for _ in range(3):
+        began, used = time.perf_counter(), time.thread_time()
+        while (passed := time.perf_counter() - began) < WINDOW:
+            torch.mm(matrix, matrix)
+        most = max(most, (time.thread_time() - used) / passed)
+    return min(most, 1.0)
+
+
+def host_identity() -> str:
+    """The same text for ranks of one machine and network: a container with a network of its own is a host of its own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return os.uname().nodename

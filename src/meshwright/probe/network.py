@@ -1,0 +1,156 @@
+"""The links between ranks, measured through the runtime's own exchange: pairs of ranks, and every collective by size on each kind of group.
+
+Kinds of groups: neighbours of one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host. Groups that do not overlap run at
+once, as they do in training. A timing is that of the slowest rank; the lower quartile of several counts, so that what runs beside disturbs
+it little.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel.exchange import all_gather, all_reduce, all_to_all, reduce_scatter
+from meshwright.parallel.group import Group, of_lanes, of_process
+from meshwright.parallel.lanes import LANE_WORDS, Lanes
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.shared import WORDS
+from meshwright.spec.measurement import Pair, Timing
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+SIZES = (2**12, 2**16, 2**19, 2**21)
+"""Bytes of the whole tensor."""
+
+SMALL, LARGE, LARGEST = 8, 2**17, 2**25
+"""Bytes of the messages that a pair sends: the smallest, and larger and larger ones until one takes ENOUGH seconds."""
+
+ENOUGH = 0.01
+
+MOST, FEWEST, BUDGET = 25, 3, 0.06
+"""Repetitions at most and at least, and seconds after which there are no more."""
+
+
+@dataclass
+class Network:
+    """This rank's view. `hosts`: the ranks of each host, in order. All ranks make it and call its methods together."""
+
+    mesh: Mesh
+    hosts: tuple[tuple[int, ...], ...]
+    made: int = 0
+
+    def group(self, ranks: Sequence[int]) -> Group | None:
+        """The group of `ranks`; None on the others. All ranks ask for all groups in the same order."""
+        shared = self.mesh.shares_memory(list(ranks))
+        process = None if shared else dist.new_group(list(ranks))
+        self.made += shared
+        if self.mesh.rank not in ranks:
+            return None
+        if not shared:
+            return of_process(process)
+        assert self.mesh.host is not None
+        return of_lanes(Lanes(self.mesh.host, list(ranks), self.made * LANE_WORDS))
+
+    @property
+    def room(self) -> bool:
+        """Whether words are left for one more group of ranks that share memory."""
+        return (self.made + 2) * LANE_WORDS <= WORDS
+
+    # --- pairs ------------------------------------------------------------------------------------------------------------------
+
+    def pairs(self) -> list[Pair]:
+        """Every two hosts by ranks of theirs in turn, and of a host's cards the first with each other, one pair at a time; cores have no wires."""
+        found = []
+        for first, second in self._chosen():
+            if not self.room:
+                break
+            group = self.group((first, second))
+            latency, size, large = self._pair(group, SMALL), LARGE, 0.0
+            while large < ENOUGH and size <= LARGEST:
+                large, size = self._pair(group, size), 4 * size
+            rate = size / 4 / max(large - latency, 1e-9)
+            found.append(Pair(first=first, second=second, latency=latency, bandwidth=rate))
+        return found
+
+    def _chosen(self) -> list[tuple[int, int]]:
+        chosen = [(host[0], other) for host in self.hosts for other in host[1:] if self.mesh.device.type == "cuda"]
+        for at, one in enumerate(self.hosts):
+            for step, other in enumerate(self.hosts[at + 1 :]):
+                chosen.append((one[step % len(one)], other[at % len(other)]))
+        return sorted(chosen)
+
+    def _pair(self, group: Group | None, size: int) -> float:
+        """Seconds until both have the other's `size` bytes, on every rank."""
+        sent = torch.ones(2 * size // 4)
+        out = torch.empty_like(sent)
+        return self._time(lambda: all_to_all(out, sent, group).wait(), group)
+
+    # --- collectives ------------------------------------------------------------------------------------------------------------
+
+    def timings(self) -> list[Timing]:
+        """Every collective by size on each kind of group."""
+        found = []
+        for members, stride in self._sets():
+            if not self.room:
+                break
+            groups = [self.group(ranks) for ranks in members]
+            mine = next((group for group in groups if group is not None), None)
+            for kind in KINDS:
+                found += self._sizes(kind, mine, len(members[0]), stride)
+        return found
+
+    def _sizes(self, kind: str, group: Group | None, ranks: int, stride: int) -> list[Timing]:
+        found: list[Timing] = []
+        for size in SIZES:
+            numel = -(-size // 4 // ranks) * ranks
+            seconds = self._time(self._collective(kind, numel, ranks, group), group)
+            found.append(Timing(kind=kind, ranks=ranks, stride=stride, size=4.0 * numel, seconds=seconds))
+            if seconds > BUDGET * 8:
+                break
+        return found
+
+    def _sets(self) -> list[tuple[list[tuple[int, ...]], int]]:
+        """Groups that run at once, all of one length, and how far apart their ranks are."""
+        least = min(map(len, self.hosts))
+        lengths = sorted({length for length in (2, 4, 8, least) if 1 < length <= least})
+        sets = [([host[at : at + n] for host in self.hosts for at in range(0, len(host) - n + 1, n)], 1) for n in lengths]
+        if len(self.hosts) > 1:
+            sets.append(([tuple(range(self.mesh.plan.world))], 1))
+            if least > 1:
+                sets.append(([tuple(host[at] for host in self.hosts) for at in range(least)], least))
+        return sets
+
+    def _collective(self, kind: str, numel: int, ranks: int, group: Group | None) -> Callable[[], None]:
+        """As the runtime calls it: what is read by others lies in shared memory where there is any."""
+        place = self.mesh.host.zeros if self.mesh.host is not None else lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+        full = place(numel, torch.float32).to(self.mesh.device) if group is not None else torch.zeros(0)
+        if group is None:
+            return lambda: None
+        shard, other = full[group.index * (numel // ranks) :][: numel // ranks], torch.empty_like(full)
+        return {
+            "all_reduce": lambda: all_reduce(full, group).wait(),
+            "reduce_scatter": lambda: reduce_scatter(full, shard, group).wait(),
+            "all_gather": lambda: all_gather(full, shard, group).wait(),
+            "all_to_all": lambda: all_to_all(other, full, group).wait(),
+        }[kind]
+
+    def _time(self, action: Callable[[], None], group: Group | None) -> float:
+        """Seconds of `action`, of the slowest rank: the lower quartile of several. All ranks call it; those outside of the group wait."""
+        spent: list[float] = []
+        left, world = BUDGET, self.mesh.world
+        flag = torch.zeros(1, dtype=torch.float64)
+        while len(spent) <= FEWEST or (left > 0 and len(spent) < MOST):
+            all_reduce(flag.zero_(), world).wait()
+            began = time.perf_counter()
+            if group is not None:
+                action()
+                if self.mesh.device.type == "cuda":
+                    torch.cuda.synchronize(self.mesh.device)
+            flag.fill_(time.perf_counter() - began if group is not None else 0.0)
+            all_reduce(flag, world, largest=True).wait()
+            spent.append(float(flag))
+            left -= float(flag) if len(spent) > 1 else 0.0
+        return sorted(spent[1:])[(len(spent) - 1) // 4]

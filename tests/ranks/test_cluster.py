@@ -1,0 +1,132 @@
+"""An emulated cluster: real processes behind shaped links on shares of the cores; what this user may not do is said in one line."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.base.errors import InputError
+from meshwright.emulate.run import Emulated, emulated
+from meshwright.emulate.scale import Scaled
+from meshwright.parallel.mesh import make_mesh
+from meshwright.probe.device import host_identity, quota
+from meshwright.probe.network import Network
+from meshwright.spec.measurement import Pair
+from meshwright.spec.plan import Plan
+
+WIRE = 4e6
+NODES = Scaled(shares=(0.6, 0.6, 0.3, 0.3), nodes=(0, 0, 1, 1), wires=(WIRE, WIRE), motion=1.0)
+
+
+def permitted() -> bool:
+    """Whether this user may make network namespaces and quotas."""
+    try:
+        with emulated(NODES._replace(shares=(0.5,), nodes=(0,), wires=(WIRE,))):
+            return True
+    except InputError as error:
+        assert "meshwright simulate" in str(error) and "\n" not in str(error)
+        return False
+
+
+def on_ranks(cluster: Emulated, function: Callable[[], Any]) -> list[Any]:
+    """`function()` on every rank, forked from this process; their results in order."""
+    pipes, pids = [], []
+    for rank in range(cluster.world):
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                cluster.enter(rank)
+                os.environ.update(cluster.environment(rank))
+                torch.set_num_threads(1)
+                dist.init_process_group("gloo", rank=rank, world_size=cluster.world, timeout=timedelta(seconds=60))
+                with os.fdopen(theirs, "wb") as pipe:
+                    pipe.write(pickle.dumps(function()))
+                dist.barrier()
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(theirs)
+        pipes.append(ours)
+        pids.append(pid)
+    results = []
+    for pipe, pid in zip(pipes, pids, strict=True):
+        with os.fdopen(pipe, "rb") as said:
+            data = said.read()
+        assert os.waitpid(pid, 0)[1] == 0
+        results.append(pickle.loads(data))
+    return results
+
+
+def look() -> tuple[str, float, list[Pair]]:
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_identity())
+    names = list(dict.fromkeys(hosts))
+    members = tuple(tuple(rank for rank, host in enumerate(hosts) if host == name) for name in names)
+    mesh = make_mesh(Plan(dp_replicate=dist.get_world_size()))
+    return host_identity(), quota(), Network(mesh, members).pairs()
+
+
+def test_nodes_have_networks_of_their_own_whose_wires_carry_what_was_asked_and_ranks_their_quota() -> None:
+    if not permitted():
+        return
+    with emulated(NODES) as cluster:
+        found = on_ranks(cluster, look)
+    hosts = [host for host, _, _ in found]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+    assert [share for _, share, _ in found] == pytest.approx([0.6, 0.6, 0.3, 0.3])
+    pairs = found[0][2]
+    assert {(pair.first // 2, pair.second // 2) for pair in pairs} == {(0, 1)}
+    assert 0.5 * WIRE < min(pair.bandwidth for pair in pairs) < 1.2 * WIRE
+
+
+SLEEPERS = """
+import os, signal, time
+from meshwright.emulate.run import emulated, run
+from meshwright.emulate.scale import Scaled
+with emulated(Scaled((0.5, 0.5), (0, 1), (1e6, 1e6), 1.0)) as cluster:
+    run(cluster, ["sleep", "1234.5"], os.environ)
+"""
+
+
+def sleepers(parent: int) -> list[int]:
+    """What the emulator `parent` started and what holds its networks."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == parent]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def test_a_killed_emulator_leaves_no_process_and_the_next_one_removes_its_quotas() -> None:
+    if not permitted():
+        return
+    process = subprocess.Popen([sys.executable, "-c", SLEEPERS])
+    end = time.monotonic() + 20
+    while len(sleepers(process.pid)) < 5 and time.monotonic() < end:  # a switch, two nodes, two ranks
+        time.sleep(0.02)
+    children = sleepers(process.pid)
+    assert len(children) == 5
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert permitted()
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/meshwright-{process.pid}-*"))

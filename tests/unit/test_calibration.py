@@ -1,0 +1,130 @@
+"""Calibration: from what was measured to the cluster that the planner reads, and what is said to be odd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.base.errors import InputError
+from meshwright.cost.calibration import calibrated, formula
+from meshwright.cost.collectives import Fabric, fabric
+from meshwright.cost.tiers import tiers
+from meshwright.emulate.scale import scaled
+from meshwright.intake.clusters import parse_cluster, read_cluster
+from meshwright.intake.measured import keep, kept_cluster
+from meshwright.spec.cluster import Cluster, Link
+from meshwright.spec.measurement import Measured, Measurement, Pair, Product, Timing
+
+NEAR = Link(name="near", bandwidth=8e9, latency=60e-6, efficiency=1.0)
+FAR = Link(name="far", bandwidth=50e6, latency=300e-6, efficiency=1.0)
+
+
+def rank(number: int, host: int, rate: float = 100e9, share: float = 0.5) -> Measured:
+    product = Product(precision="fp32", size=256, rate=rate)
+    return Measured(rank=number, host=f"h{host}", name="cpu", products=(product,), bandwidth=20e9, share=share, own=share, memory=4e9)
+
+
+def pairs(ranks: int, rate: float = 1e8, **odd: float) -> tuple[Pair, ...]:
+    """All of them; `odd` by name such as _2_5."""
+    return tuple(
+        Pair(first=a, second=b, latency=1e-4, bandwidth=odd.get(f"_{a}_{b}", rate)) for a in range(ranks) for b in range(a + 1, ranks)
+    )
+
+
+def timings(links: Fabric, sets: tuple[tuple[int, int], ...]) -> tuple[Timing, ...]:
+    kinds = ("all_reduce", "reduce_scatter", "all_gather")
+    bare = [Timing(kind=k, ranks=n, stride=s, size=float(z), seconds=1.0) for k in kinds for n, s in sets for z in (2**12, 2**16, 2**21)]
+    return tuple(each.but(seconds=formula(links, each)) for each in bare)
+
+
+def test_the_links_with_which_times_were_made_are_found_again() -> None:
+    made = Fabric(2, NEAR, FAR, handed=True)
+    sets = ((2, 1), (4, 1), (2, 2))
+    measured = Measurement(devices=tuple(rank(n, n // 2) for n in range(4)), timings=timings(made, sets))
+    found = calibrated(measured, parse_cluster("2x2:cpu"))
+    assert found.odd == ()
+    group, network = found.cluster.groups[0], found.cluster.network
+    assert (group.nodes, group.devices, len(found.cluster.groups)) == (2, 2, 1)
+    assert group.device.peak["fp32"] == 50e9
+    for seen, true in ((group.link, NEAR), (network, FAR)):
+        assert seen.bandwidth == pytest.approx(true.bandwidth, rel=0.05)
+        assert seen.latency == pytest.approx(true.latency, rel=0.1)
+    for each in measured.timings:
+        assert formula(fabric(found.cluster), each) == pytest.approx(each.seconds, rel=0.05)
+
+
+def test_unlike_nodes_become_groups_and_unlike_ranks_of_a_host_too() -> None:
+    apart = Measurement(devices=(rank(0, 0), rank(1, 1), rank(2, 2, share=0.25), rank(3, 3, share=0.25)))
+    found = calibrated(apart, parse_cluster("4x1:cpu")).cluster
+    assert [(group.nodes, group.devices, group.device.peak["fp32"]) for group in found.groups] == [(2, 1, 50e9), (2, 1, 25e9)]
+    together = Measurement(devices=(rank(0, 0), rank(1, 0, share=0.25)))
+    found = calibrated(together, parse_cluster("1x2:cpu")).cluster
+    assert [(group.nodes, group.devices) for group in found.groups] == [(1, 1), (1, 1)]
+
+
+def test_a_slow_device_a_slow_rank_and_a_slow_link_are_named() -> None:
+    devices = tuple(rank(n, n, rate=86e9 if n == 3 else 100e9) for n in range(8))
+    said = calibrated(Measurement(devices=devices, pairs=pairs(8, _2_5=5e7)), parse_cluster("8x1:cpu")).odd
+    assert said == ("the link between ranks 2 and 5 carries 50 % of what the others do (50.0 MB/s)",)
+    slow = tuple(rank(n, n, rate=80e9 if n == 3 else 100e9, share=0.5) for n in range(8))
+    groups = calibrated(Measurement(devices=slow), parse_cluster("8x1:cpu")).cluster.groups
+    assert [group.nodes for group in groups] == [3, 1, 4]
+    all_of_one = {f"_{min(a, 4)}_{max(a, 4)}": 4.8e7 for a in range(8) if a != 4}
+    assert tiers(pairs(8, **all_of_one), 8) == (0, ("all links of rank 4 carry 48 % of what the others do (48.0 MB/s of 100.0 MB/s)",))
+
+
+def test_blocks_of_hosts_behind_one_switch_are_a_tier() -> None:
+    inside = {f"_{a}_{b}": 1e9 for a in range(8) for b in range(a + 1, 8) if a // 4 == b // 4}
+    assert tiers(pairs(8, **inside), 8) == (4, ())
+    found = calibrated(Measurement(devices=tuple(rank(n, n) for n in range(8)), pairs=pairs(8, **inside)), parse_cluster("8x1:cpu"))
+    assert [group.link.span for group in found.cluster.groups] == [4]
+
+
+def test_beside_other_programs_a_rank_counts_with_its_own_share_and_that_is_said() -> None:
+    disturbed = Measurement(devices=(rank(0, 0).but(share=0.1, own=0.5), rank(1, 0).but(share=0.12, own=0.5)), busy=1.6)
+    found = calibrated(disturbed, parse_cluster("1x2:cpu"))
+    assert found.cluster.groups[0].device.peak["fp32"] == 50e9
+    assert len(found.odd) == 1 and found.odd[0].startswith("other programs kept 1.6 processors busy")
+    alone = calibrated(disturbed.but(busy=0.0), parse_cluster("1x2:cpu"))
+    assert "rank 0 got 10 % of a processor where 50 % are its own" in alone.odd
+
+
+def test_local_is_what_was_measured_here_unless_that_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
+    monkeypatch.setenv("MESHWRIGHT_MEASURED", "1")
+    machine = ("a machine",)
+    cluster = parse_cluster("1x4:cpu")
+    assert kept_cluster(4, machine) is None
+    path = keep(cluster, machine)
+    assert path is not None and kept_cluster(4, machine) == cluster and kept_cluster(3, machine) is None
+    monkeypatch.setenv("MESHWRIGHT_MEASURED", "0")
+    assert kept_cluster(4, machine) is None
+    monkeypatch.setenv("MESHWRIGHT_MEASURED", "1")
+    path.write_text('{"name": "of another version"}')
+    assert kept_cluster(4, machine) is None
+
+
+def test_a_cluster_is_scaled_to_the_cores_so_that_speeds_and_links_keep_their_ratios() -> None:
+    cluster = unlike()
+    found = scaled(cluster, cores=2, core=80e9)
+    assert found.nodes == (0, 0, 1)
+    assert found.shares[0] == pytest.approx(found.shares[2] / 2)
+    assert sum(found.shares) <= 2
+    assert found.shares[2] * 80e9 * found.motion == pytest.approx(80e9)
+    assert [wire * found.motion for wire in found.wires] == pytest.approx([2.5e9, 1.25e9])
+    with pytest.raises(InputError, match="emulate fewer devices"):
+        scaled(parse_cluster("50x2:cpu"), cores=2, core=80e9)
+
+
+def unlike() -> Cluster:
+    cluster = parse_cluster("1x2:cpu+1x1:cpu@1.25GB/s")
+    slow = cluster.groups[0]
+    device = slow.device.but(peak={name: rate / 2 for name, rate in slow.device.peak.items()})
+    network = cluster.network.but(efficiency=1.0)
+    return cluster.but(groups=(slow.but(device=device), cluster.groups[1]), network=network)
+
+
+def test_a_measured_cluster_is_read_from_a_file_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "measured.json").write_text(unlike().to_json())
+    assert read_cluster(str(tmp_path / "measured.json")) == unlike()
