@@ -22,10 +22,13 @@ from meshwright.checkpoint.huggingface import export
 from meshwright.checkpoint.load import full_tensors
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import parse_plan
+from meshwright.spec.workload import Lora
+from meshwright.train.adapters import attach
 from meshwright.train.model import build_model
 from meshwright.train.trainer import parallelize
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -258,3 +261,46 @@ def test_a_run_from_weights_begins_where_they_left_off_with_their_tokenizer(trai
     again = transformers.AutoModelForCausalLM.from_pretrained(trained / "further")
     assert again.dtype == torch.bfloat16
     assert (trained / "further" / "tokenizer.json").read_bytes() == (trained / "out" / "tokenizer.json").read_bytes()
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------------------
+
+ADAPTED = [
+    ("llama", "dp2"), ("llama", "dp2.z3.rc-layer"), ("llama", "tp2"), ("llama", "tp2.sp.mb4"), ("llama", "dp2.tp2.z1"), ("llama", "tp2.pp2.mb4"),
+    ("llama", "dp2.pp2.z3"), ("llama", "tp4"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"),
+]  # fmt: skip
+LORA = Lora(rank=4, alpha=8.0)
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """With adapters whose B is not zero, so that every gradient says something."""
+    attach(model, LORA, seed=5)
+    random = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=random) / 10)
+    return model
+
+
+def train_adapters(folder: str, plan: str, steps: int, save: str = "") -> dict[str, Any]:
+    trainer = parallelize(adapted(start(folder)), make_optimizer, plan, precision="fp64", clip=1.0)
+    trainer.load_weights(folder)
+    result = measured(trainer, steps, save)
+    return {**result, "bytes": trainer.bytes()}
+
+
+@functools.cache
+def expected_adapters(name: str, folder: str) -> dict[str, Any]:
+    return by_itself(adapted(type(FAMILIES[name]()).from_pretrained(folder, dtype=torch.float64)).train(), 2)
+
+
+@pytest.mark.parametrize(("name", "plan"), ADAPTED)
+def test_adapters_train_as_on_one_device_and_nothing_else_does(ranks: Any, folders: dict[str, Path], name: str, plan: str) -> None:
+    folder = str(folders[name])
+    expected = expected_adapters(name, folder)
+    assert expected["gradients"] and all(".lora_" in key for key in expected["gradients"])
+    results = ranks.run(parse_plan(plan).world, train_adapters, folder, plan, 2)
+    check(expected, results, "fp64")
+    for held in (result["bytes"] for result in results):
+        assert held["gradients"] < held["parameters"] / 2 and held["optimizer"] <= 2 * held["gradients"]

@@ -54,7 +54,7 @@ class Region:
     """A part of a block between a column layer and the row layer behind it. Paths are full.
 
     The input of `module` is what every tensor rank enters with, once; '' means that no module has exactly the column layers as readers
-    of its input, so that the column layers themselves are entered.
+    of its input, so that the column layers themselves are entered, or `entries` instead of them.
     """
 
     module: str
@@ -64,6 +64,7 @@ class Region:
     kv_heads: int = 0
     counts: tuple[Count, ...] = ()
     slices: tuple[Slice, ...] = ()
+    entries: tuple[str, ...] = ()
 
     def local(self, count: Count, value: int, ranks: int) -> int:
         """What `count`, now `value`, is on each of `ranks` ranks."""

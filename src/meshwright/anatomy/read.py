@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.anatomy.adapters import unwrapped, with_adapters, wrapped_layers
 from meshwright.anatomy.experts import WHOLE, add_experts
 from meshwright.anatomy.nouns import Anatomy, Split
 from meshwright.anatomy.prove import Proof, lent, proven
@@ -50,6 +51,11 @@ def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None
     `lend`: parameters without memory are lent numbers as far as the proof needs them (blocks up to the last kind, and what lies outside of
     all blocks). `example`: a batch that the model can be called with, where it asks for more than token ids or images.
     """
+    adapted = wrapped_layers(model)
+    if adapted:
+        with unwrapped(model, adapted):
+            found = read(model, lend, example)
+        return with_adapters(model, found, adapted)
     names = tuple(name for name, _ in model.named_parameters())
     lists = find_lists(model)
     blocks = find_blocks(model)

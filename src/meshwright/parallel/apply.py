@@ -6,7 +6,7 @@ set the gates. Every parameter is accounted for: a layer can never be lost in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -113,7 +113,7 @@ def parallelize_model(
     """
     plan = mesh.plan
     anatomy = (anatomy or read(model, lend=True)).over(plan.tp)
-    _check(anatomy, mesh)
+    _check(anatomy, mesh, any(not parameter.requires_grad for parameter in model.parameters()))
     if loss is None:
         refuse_balance(model)
     config: Any = getattr(model, "config", None)
@@ -134,20 +134,20 @@ def parallelize_model(
     objective = Objective(model, loss, mesh.tp if anatomy.head is not None else None, context.cut_labels if context else None)
     shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
     mixtures = shard_experts(model, anatomy, experts, plan.sequence_parallel)
-    if unfilled:
-        _give_places(model, mesh.device)
+    _give_places(model, mesh.device)
     parameters = dict(model.named_parameters())
     stages = plan.stages_of(mesh.place.pp)
     mine = {stage: [layer for layer in table if layer.stage == stage] for stage in stages}
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
-    dtype = getattr(torch, recipe.compute)
-    _drop_absent(model, anatomy, {name for held in mine.values() for layer in held for name in layer.parameters}, tie_here, dtype)
+    present = {name for held in mine.values() for layer in held for name in layer.parameters}
+    _drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute))
     second = None
     if tie_here and 0 in stages:  # both ends of a V are here: two copies that are kept equal, as on two ranks
         head: Any = model.get_submodule(anatomy.head or "")
         second = head.weight = nn.Parameter(head.weight.detach().clone())
     flat, tied, by_layer = _lay_flat(_without(mine, experts), table, anatomy, mesh, recipe, parameters, second)
-    by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
+    dealt = lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
+    by_layer |= {name: [unit] for name, unit in dealt.items()}
     _put_off(model, anatomy, mesh, flat)
     zero = Zero(
         mesh,
@@ -164,12 +164,11 @@ def parallelize_model(
     pipeline = Pipeline(mesh, lambda *arguments: engine.stage_forward(*arguments), zero.end_backward)
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, _bounds(anatomy, mesh), pipeline)
     engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
-    here = {name for layers_here in mine.values() for layer in layers_here for name in layer.parameters}
-    engine.mixtures = [each for each in mixtures if f"{each.experts.path}.{each.experts.names[0]}" in here]
+    engine.mixtures = [each for each in mixtures if f"{each.experts.path}.{each.experts.names[0]}" in present]
     return engine
 
 
-def _check(anatomy: Anatomy, mesh: Mesh) -> None:
+def _check(anatomy: Anatomy, mesh: Mesh, frozen: bool) -> None:
     plan = mesh.plan
     if missing(plan):
         raise InputError(f"plan {plan.name}: {', '.join(missing(plan))} can be planned and priced but do not run yet; leave them out")
@@ -181,6 +180,8 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
         raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
     plan.stage_layers(max(anatomy.count, 1))
     check_experts(anatomy, plan)
+    if plan.ep > 1 and frozen:
+        raise InputError(f"plan {plan.name}: ep({plan.ep}) with frozen parameters does not run yet: use ep1")
 
 
 def _give_places(model: nn.Module, device: torch.device) -> None:
@@ -252,42 +253,44 @@ def _lay_flat(
     recipe: Recipe,
     parameters: dict[str, nn.Parameter],
     second: nn.Parameter | None,
-) -> tuple[dict[int, list[FlatUnit]], dict[int, bool], dict[str, FlatUnit]]:
-    """Flat units by stage, tied units with whether they count in the norm here, and the unit of each layer. `second`: the tied weight of the
-    last stage where another stage of this rank holds the first."""
+) -> tuple[dict[int, list[FlatUnit]], dict[int, bool], dict[str, list[FlatUnit]]]:
+    """Flat units by stage, tied units with whether they count in the norm here, and the units of each layer: what is trained and what is
+    frozen lie apart. `second`: the tied weight of the last stage where another stage of this rank holds the first."""
     plan = mesh.plan
     tied_layer = next((layer for layer in table if layer.name == "embedding"), None) if anatomy.tied else None
     stages: dict[int, list[FlatUnit]] = {}
     tied: dict[int, bool] = {}
-    by_layer: dict[str, FlatUnit] = {}
+    by_layer: dict[str, list[FlatUnit]] = {}
     for stage, held in mine.items():
         shares_tie = tied_layer is not None and plan.stages > 1 and stage == plan.stages - 1
         present = [*held, *([tied_layer] if shares_tie and tied_layer is not None else [])]
-        slots = [
-            LayerSlots(
-                layer.name,
-                tuple(Slot(name, parameters[name].numel(), name in anatomy.splits and plan.tp > 1) for name in layer.parameters),
-                alone=layer is tied_layer,
-            )
-            for layer in present
-        ]
+        split = anatomy.splits.keys() if plan.tp > 1 else ()
         stages[stage] = []
         if shares_tie and tied_layer is not None and second is not None:
             parameters = {**parameters, **dict.fromkeys(tied_layer.parameters, second)}
-        for unit in units(slots, plan.zero, plan.shards, plan.bucket, recipe.size):
-            flat = FlatUnit(unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe, mesh.sharing)
-            stages[stage].append(flat)
-            by_layer |= {COPY if shares_tie and name == "embedding" else name: flat for name in unit.layers}
-            if tied_layer is not None and plan.stages > 1 and tied_layer.name in unit.layers:
-                tied[id(flat)] = stage == 0
+        for trained in (True, False):
+            slots = [_slots(layer, parameters, split, trained, layer is tied_layer) for layer in present]
+            for unit in units(slots, plan.zero, plan.shards, plan.bucket, recipe.size):
+                flat = FlatUnit(unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe, mesh.sharing)
+                stages[stage].append(flat)
+                for name in unit.layers:
+                    by_layer.setdefault(COPY if shares_tie and name == "embedding" else name, []).append(flat)
+                if tied_layer is not None and plan.stages > 1 and tied_layer.name in unit.layers:
+                    tied[id(flat)] = stage == 0
     return stages, tied, by_layer
+
+
+def _slots(layer: Layer, parameters: dict[str, nn.Parameter], split: Collection[str], trained: bool, alone: bool) -> LayerSlots:
+    """The layer's parameters that are trained, or those that are not."""
+    held = {name: parameters[name] for name in layer.parameters if parameters[name].requires_grad == trained}
+    return LayerSlots(layer.name, tuple(Slot(name, tensor.numel(), name in split) for name, tensor in held.items()), alone)
 
 
 def _put_off(model: nn.Module, anatomy: Anatomy, mesh: Mesh, flat: dict[int, list[FlatUnit]]) -> None:
     """Matrix layers of blocks leave their weight's gradient to W where the schedule has one; see [Note: not put off]."""
     plan, bounds = mesh.plan, _bounds(anatomy, mesh)
     for stage, held in flat.items():
-        unit_of = {name: unit for unit in held for name in unit.parameters}
+        unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
         for place, index in enumerate(range(*bounds[stage])) if plan.separates(stage) and anatomy.blocks is not None else ():
             if plan.recompute == Recompute.layer and (not plan.recompute_layers or place < plan.recompute_layers):
                 continue
@@ -301,7 +304,7 @@ def _put_off(model: nn.Module, anatomy: Anatomy, mesh: Mesh, flat: dict[int, lis
 
 
 def _set_gates(
-    model: nn.Module, anatomy: Anatomy, mesh: Mesh, run: Run, by_layer: dict[str, FlatUnit], layer_of: dict[str, Layer]
+    model: nn.Module, anatomy: Anatomy, mesh: Mesh, run: Run, by_layer: dict[str, list[FlatUnit]], layer_of: dict[str, Layer]
 ) -> list[Gate]:
     plan = mesh.plan
     gates: list[Gate] = []
@@ -312,7 +315,7 @@ def _set_gates(
             if isinstance(block, Absent):
                 continue
             gate = Gate(block, run, index)
-            held = [by_layer[name] for name in (f"block.{index}", f"block.{index}.experts") if name in by_layer]
+            held = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
             gate.units = held if plan.zero == 3 else []
             if region is not None:
                 gate.before = region.enter if index == 0 else None
@@ -353,7 +356,9 @@ def _chain(*functions: Callable[[torch.Tensor], torch.Tensor] | None) -> Callabl
     return all_of_them
 
 
-def _outer_gates(model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[str, FlatUnit], layer_of: dict[str, Layer]) -> list[Gate]:
+def _outer_gates(
+    model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[str, list[FlatUnit]], layer_of: dict[str, Layer]
+) -> list[Gate]:
     """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is one."""
     gates = []
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -361,10 +366,9 @@ def _outer_gates(model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[st
     for layer in {layer.name: layer for layer in layer_of.values()}.values():
         if layer.name in by_layer and not (anatomy.blocks and layer.name.startswith("block.")):
             owners = {name.rpartition(".")[0] for name in layer.parameters}
-            by_path.setdefault(_common_path(owners), []).append(by_layer[layer.name])
-    tied = by_layer.get(COPY, by_layer.get("embedding"))
-    if anatomy.tied and anatomy.head is not None and tied is not None:
-        by_path.setdefault(anatomy.head, []).append(tied)
+            by_path.setdefault(_common_path(owners), []).extend(by_layer[layer.name])
+    if anatomy.tied and anatomy.head is not None:
+        by_path.setdefault(anatomy.head, []).extend(by_layer.get(COPY, by_layer.get("embedding", ())))
     for path, held in by_path.items():
         module = modules.get(path)
         if path and module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict | Absent):

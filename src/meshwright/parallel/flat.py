@@ -48,10 +48,12 @@ class FlatUnit:
         self._gathering: Pending | None = None
         self.is_open = True
         self.gated = False
+        self.frozen = not any(parameter.requires_grad for parameter in parameters.values())
+        """Weights that are not trained: no gradients, no optimizer, no float32 copy, no part in any reduction."""
         self._lay_weights()
         self._lay_gradients()
         self._make_master(recipe)
-        for name, parameter in parameters.items():
+        for name, parameter in parameters.items() if not self.frozen else ():
             parameter.register_post_accumulate_grad_hook(self._taker(name))
 
     # --- construction ---------------------------------------------------------------------------------------------------------
@@ -76,13 +78,16 @@ class FlatUnit:
         return torch.zeros(numel, dtype=self.dtype, device=self.mesh.device)
 
     def _lay_gradients(self) -> None:
+        if self.frozen:
+            self.gradients = self.own_gradients = self._zeros(0, shared=False)
+            return
         size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
         self.gradients = self._zeros(size, shared=self.zero < 2 or self.replicas is not None)
         self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
     def _make_master(self, recipe: Recipe) -> None:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
-        self.has_master = bool(recipe.master)
+        self.has_master = bool(recipe.master) and not self.frozen
         self.master = Master(self.shard.to(torch.float32) if self.has_master else self.shard)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:

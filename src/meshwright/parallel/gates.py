@@ -105,7 +105,9 @@ class Gate:
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _open(self.units, self.following)
         entering = hidden_of(args, kwargs)
-        if any(unit.backlog for unit in self.units) and entering.requires_grad:  # W, which ends others, needs no weights
+        if (
+            any(unit.backlog or unit.frozen for unit in self.units) and entering.requires_grad
+        ):  # W and reductions, which end others, need no weights
             entering.register_hook(self._close_behind_backward)
         if self.index is not None and torch.is_grad_enabled():
             output = self.run.keeping(self.inner, self.index - self.run.start, args, kwargs)

@@ -124,7 +124,8 @@ class Pipeline:
             gradient = None
         else:
             gradient = self._receive(*source, key)
-        torch.autograd.backward(output, gradient)
+        if output.requires_grad:  # a first stage may have nothing that is trained
+            torch.autograd.backward(output, gradient)
         del output, gradient
         if received is not None:
             assert received.grad is not None

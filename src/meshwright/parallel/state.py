@@ -79,7 +79,8 @@ def buffer_pieces(engine: Parallel) -> Iterator[Held]:
 
 def gradient_pieces(engine: Parallel) -> Iterator[Held]:
     for unit in _units(engine, True):
-        yield from _runs(engine, "gradient", unit, unit.own_gradients, True)
+        if not unit.frozen:
+            yield from _runs(engine, "gradient", unit, unit.own_gradients, True)
 
 
 def optimizer_pieces(engine: Parallel, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[Held]:
@@ -93,7 +94,7 @@ def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dic
     """Numbers of the optimizer: types of the states, scalars of a unit (equal for all), options of the groups."""
     kinds: dict[str, str] = {}
     scalars: dict[str, float] = {}
-    for unit in engine.zero.units:
+    for unit in engine.zero.trained:
         kinds |= {key: str(value.dtype).removeprefix("torch.") for key, value in unit.master.states(optimizer).items()}
         scalars |= dict(unit.master.scalars(optimizer))
     options = [{key: value for key, value in group.items() if _is_plain(value)} for group in optimizer.param_groups]
@@ -106,7 +107,7 @@ def _is_plain(value: Any) -> bool:
 
 def prepare_optimizer(engine: Parallel, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading."""
-    for unit in engine.zero.units:
+    for unit in engine.zero.trained:
         unit.master.prepare(optimizer, saved["kinds"], saved["scalars"])
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})

@@ -50,6 +50,10 @@ def shard_model(model: nn.Module, anatomy: Anatomy, group: Group | None, sequenc
     table = model.get_submodule(anatomy.embedding).weight if anatomy.embedding else None
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is table]
     _shard_parameters(model, anatomy, index, ranks)
+    columns = {f"{path}.weight" for region in anatomy.regions for path in region.columns}
+    for name in anatomy.used.keys() - columns if anatomy.regions else ():
+        if name.endswith(".weight"):  # of an adapter, behind its own entry
+            _by_part(model.get_submodule(name.removesuffix(".weight")), None, anatomy.used[name], group)
     for region in anatomy.regions:
         _enter_region(model, region, anatomy, group, sequence_parallel)
         for path in region.rows:
@@ -139,7 +143,7 @@ def _resize(module: nn.Module) -> None:
 def _enter_region(model: nn.Module, region: Region, anatomy: Anatomy, group: Group, sequence_parallel: bool) -> None:
     columns = {path: layer for path in region.columns if not isinstance(layer := model.get_submodule(path), nn.Embedding)}
     entry = Entry(group, sequence_parallel, len(columns))
-    for path in (region.module,) if region.module else columns:
+    for path in (region.module,) if region.module else region.entries or columns:
         model.get_submodule(path).register_forward_pre_hook(entry, with_kwargs=True)
     for path, layer in columns.items():
         name = f"{path}.weight"
@@ -156,7 +160,7 @@ def _by_columns(module: nn.Module, entry: Entry, split: Split) -> None:
         module.register_forward_hook(entry.was_read)
 
 
-def _by_part(module: nn.Module, entry: Entry, split: Split, group: Group) -> None:
+def _by_part(module: nn.Module, entry: Entry | None, split: Split, group: Group) -> None:
     """A layer that every rank holds whole computes the outputs that this rank uses."""
     if not is_plain(module):
         raise InputError(
@@ -172,7 +176,8 @@ def _by_part(module: nn.Module, entry: Entry, split: Split, group: Group) -> Non
         return F.linear(x, mine if split.dim == 0 else mine.t(), own)
 
     module.forward = forward  # type: ignore[assignment]
-    module.register_forward_hook(entry.was_read)
+    if entry is not None:
+        module.register_forward_hook(entry.was_read)
 
 
 def _by_rows(module: nn.Module, split: Split, group: Group, sequence_parallel: bool) -> None:

@@ -38,16 +38,20 @@ class Stage:
 class Zero:
     """All flat units of this rank. `partial` names parameters whose gradients are partial sums over the tensor ranks."""
 
+    trained: list[FlatUnit]
+    """The units that are not frozen: all that is reduced, counted in the norm and updated."""
+
     def __init__(self, mesh: Mesh, stages: dict[int, list[FlatUnit]], partial: set[str], tied: dict[int, bool], tie: Group | None) -> None:
         self.mesh, self.tie = mesh, tie
         self.stages: dict[tuple[int, Kind], Stage] = {}
         for number, held in stages.items():
             for kind, late in ((Kind.B, False), (Kind.W, True)):
-                self.stages[number, kind] = Stage([unit for unit in held if (unit.backlog is not None) == late])
+                self.stages[number, kind] = Stage([unit for unit in held if not unit.frozen and (unit.backlog is not None) == late])
         self.units = [unit for units in stages.values() for unit in units]
+        self.trained = [unit for unit in self.units if not unit.frozen]
         self.tied = [(unit, counts) for unit in self.units if (counts := tied.get(id(unit))) is not None]
         self._partial: dict[Group, list[torch.Tensor]] = {}
-        for unit in self.units:
+        for unit in self.trained:
             if unit.sharing.tensor_group is not None and (runs := _partial_runs(unit, partial)):
                 self._partial.setdefault(unit.sharing.tensor_group, []).extend(runs)
         self._pending: deque[Pending] = deque()
@@ -129,7 +133,7 @@ class Zero:
         """Every gradient is the sum over all ranks that read data, all tensor ranks' parts, and both ends of a tie."""
         while self._pending:
             self._wait(self._pending.popleft())
-        for pending in [unit.reduce_over_replicas() for unit in self.units]:
+        for pending in [unit.reduce_over_replicas() for unit in self.trained]:
             self._wait(pending)
         self.settle()
         for group, runs in self._partial.items():
@@ -137,17 +141,18 @@ class Zero:
             all_reduce(joined, group).wait()
             for run, total in zip(runs, joined.split([run.numel() for run in runs]), strict=True):
                 run.copy_(total)
-        if self.tie is None and len(self.tied) == 2:  # both ends of a V are on this rank
-            first, last = (unit.own_gradients for unit, _ in self.tied)
+        tied = [unit.own_gradients for unit, _ in self.tied if not unit.frozen]
+        if self.tie is None and len(tied) == 2:  # both ends of a V are on this rank
+            first, last = tied
             last.copy_(first.add_(last))
-        for unit, _ in self.tied:
-            all_reduce(unit.own_gradients, self.tie).wait()
+        for gradients in tied:
+            all_reduce(gradients, self.tie).wait()
 
     def square_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each element once."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         uncounted = {id(unit) for unit, counts in self.tied if not counts}
-        for unit in self.units:
+        for unit in self.trained:
             if id(unit) in uncounted:
                 continue
             length, copies, copy = unit.own_gradients.numel(), unit.sharing.copies, unit.sharing.copy
@@ -164,7 +169,7 @@ class Zero:
     # --- update ---------------------------------------------------------------------------------------------------------------
 
     def masters(self) -> list[nn.Parameter]:
-        return [run for unit in self.units for run in unit.master.runs]
+        return [run for unit in self.trained for run in unit.master.runs]
 
     def update(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
         """Gradients times `scale` through the optimizer.
@@ -173,7 +178,7 @@ class Zero:
         unit's gradients exist in float32 at a time.
         """
         self.settle()
-        plain = [unit for unit in self.units if not unit.has_master]
+        plain = [unit for unit in self.trained if not unit.has_master]
         for unit in plain:
             if scale != 1.0:
                 unit.own_gradients.mul_(scale)
@@ -183,14 +188,14 @@ class Zero:
         for unit in plain:
             unit.master.take_back()
             unit.master.states(optimizer)
-        for unit in self.units:
+        for unit in self.trained:
             if unit.has_master:
                 unit.master.give(unit.own_gradients.to(torch.float32).mul_(scale))
                 optimizer.step()
                 unit.master.take_back()
                 unit.master.states(optimizer)
                 unit.write_back()
-        for pending in [unit.share() for unit in self.units]:
+        for pending in [unit.share() for unit in self.trained]:
             self._wait(pending)
 
     # --- gathering for use ----------------------------------------------------------------------------------------------------

@@ -31,6 +31,16 @@ class Optimizer(Noun):
         return OPTIMIZER_STATES[self.name]
 
 
+class Lora(Noun):
+    """Low-rank adapters instead of all weights: y = W x + (alpha / rank) B A x, where only A and B are trained."""
+
+    rank: int = Field(default=8, ge=1)
+    alpha: float = Field(default=16.0, gt=0)
+    target: tuple[str, ...] = Field(
+        default=(), description="layers by the last part of their names; empty: every linear layer of the blocks"
+    )
+
+
 class Workload(Noun):
     """`batch` is in sequences per optimizer step, over all devices."""
 
@@ -40,6 +50,7 @@ class Workload(Noun):
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     optimizer: Optimizer = Optimizer()
     seed: int = Field(default=1, ge=0)
+    lora: Lora | None = Field(default=None, description="train adapters only; null: all weights")
 
     @property
     def tokens(self) -> int:
