@@ -19,7 +19,7 @@ from meshwright.base.errors import InputError
 from meshwright.parallel.backlog import Backlog, put_off
 from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.context.setup import context_of
-from meshwright.parallel.expert import Mixture, lay_experts, refuse_balance, shard_experts
+from meshwright.parallel.expert import Mixture, lay_experts, refuse_balance, shard_experts, still_in
 from meshwright.parallel.expert import check as check_experts
 from meshwright.parallel.expert_ranks import ExpertRanks, expert_ranks
 from meshwright.parallel.flat import FlatUnit
@@ -28,6 +28,7 @@ from meshwright.parallel.keeping import Keeping, storage_of
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import Batch, LossFunction, Objective
 from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.statistics import check_passes, over_batch
 from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
 from meshwright.parallel.zero import Zero
 from meshwright.spec.layout import LayerSlots, Slot, units
@@ -70,10 +71,13 @@ class Parallel:
     """Other names in the model's saved state: buffers, and tied weights under their second name."""
     unfilled: frozenset[str] = frozenset()
     """Parameters that were built without memory and have no values yet."""
+    statistics: str = ""
+    """A module with statistics over the batch."""
 
     def forward_backward(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
         """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
         if scale is not None:
+            check_passes(self.statistics, self.mesh.plan, len(batches))
             self.zero.begin_step(len(batches))
             for mixture in self.mixtures:
                 mixture.begin_step()
@@ -113,15 +117,11 @@ def parallelize_model(
     """
     plan = mesh.plan
     anatomy = (anatomy or read(model, lend=True)).over(plan.tp)
-    _check(anatomy, mesh, any(not parameter.requires_grad for parameter in model.parameters()))
-    if loss is None:
-        refuse_balance(model)
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(mesh.device))
-    if recipe.compute == "float64":
-        model.double()
+    _check(anatomy, mesh)
+    statistics = over_batch(model)
+    check_passes(statistics, plan, 1)
+    refuse_balance(model, loss)
+    _prepare(model, mesh.device, recipe)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta)
     aliases = frozenset(model.state_dict().keys() - shapes.keys())
@@ -163,12 +163,23 @@ def parallelize_model(
         _set_context(model, anatomy, gates, context)
     pipeline = Pipeline(mesh, lambda *arguments: engine.stage_forward(*arguments), zero.end_backward)
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, _bounds(anatomy, mesh), pipeline)
+    engine.statistics = statistics
     engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
-    engine.mixtures = [each for each in mixtures if f"{each.experts.path}.{each.experts.names[0]}" in present]
+    engine.mixtures = still_in(model, mixtures)
     return engine
 
 
-def _check(anatomy: Anatomy, mesh: Mesh, frozen: bool) -> None:
+def _prepare(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
+    """The model on its device, without what only the writing of a text needs."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    if recipe.compute == "float64":
+        model.double()
+
+
+def _check(anatomy: Anatomy, mesh: Mesh) -> None:
     plan = mesh.plan
     if missing(plan):
         raise InputError(f"plan {plan.name}: {', '.join(missing(plan))} can be planned and priced but do not run yet; leave them out")

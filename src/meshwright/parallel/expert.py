@@ -57,10 +57,16 @@ def check(anatomy: Anatomy, plan: Plan) -> None:
             raise InputError(f"plan {plan.name}: {shares} tensor ranks do not divide the {experts.width} inner features of {experts.path}")
 
 
-def refuse_balance(model: nn.Module) -> None:
+def still_in(model: nn.Module, mixtures: Sequence[Mixture]) -> list[Mixture]:
+    """Those whose blocks this rank holds."""
+    here = {id(module) for module in model.modules()}
+    return [mixture for mixture in mixtures if id(mixture.module) in here]
+
+
+def refuse_balance(model: nn.Module, loss: object | None) -> None:
     """InputError where the model would add a balance loss: of a product of means over the batch, a part of the batch has no part."""
     config: Any = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+    if loss is None and getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
         raise InputError(
             f"output_router_logits is true: its balance loss (router_aux_loss_coef {config.router_aux_loss_coef}) is another one for every cut "
             "of the batch and is not computed; set output_router_logits to false, or pass loss=function(output, batch) with one of your own"
