@@ -117,7 +117,7 @@ def parallelize_model(
     """
     plan = mesh.plan
     anatomy = (anatomy or read(model, lend=True)).over(plan.tp)
-    _check(anatomy, mesh)
+    _check(anatomy, mesh, any(not parameter.requires_grad for parameter in model.parameters()))
     statistics = over_batch(model)
     check_passes(statistics, plan, 1)
     refuse_balance(model, loss)
@@ -179,7 +179,7 @@ def _prepare(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
         model.double()
 
 
-def _check(anatomy: Anatomy, mesh: Mesh) -> None:
+def _check(anatomy: Anatomy, mesh: Mesh, frozen: bool) -> None:
     plan = mesh.plan
     if missing(plan):
         raise InputError(f"plan {plan.name}: {', '.join(missing(plan))} can be planned and priced but do not run yet; leave them out")
