@@ -8,6 +8,7 @@ import pytest
 import torch
 from equality import make_batch, make_model, make_optimizer
 from torch import nn
+from torch.nn import functional as F
 
 from meshwright.base.errors import InputError
 from meshwright.spec.plan import parse_plan
@@ -123,12 +124,39 @@ def refused(name: str, plan: str, rows: int) -> str:
         ("llama", "dp3", 2, 8, "= 3 ranks, but 2 were started"),
         ("llama", "dp2", 2, 7, "batch 7 is not a multiple of dp(2) * micro_batch(1) = 2"),
         ("llama", "tp3", 3, 8, "heads"),
-        ("convnet", "tp2", 2, 8, "tp(2)"),
         ("llama", "pp4.interleaved2", 4, 8, "need as many blocks"),
-        ("llama", "cp2", 2, 8, "do not run yet"),
+        ("llama", "dp2.off-optimizer", 2, 8, "do not run yet"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(ranks: Any, name: str, plan: str, world: int, rows: int, says: str) -> None:
     for message in ranks.run(world, refused, name, plan, rows):
         assert says in message
         assert "\n" not in message
+
+
+def decayed(plan: str) -> dict[str, torch.Tensor] | None:
+    """After two steps of a rule that lets only matrices decay."""
+    from meshwright.spec.workload import Optimizer
+    from meshwright.train.optimizer import optimizer_of
+
+    trainer = parallelize(make_model("gpt2"), optimizer_of(Optimizer(lr=0.1, weight_decay=0.5)), plan, precision="fp64")
+    for step in range(2):
+        trainer.step(make_batch("gpt2", step))
+    return trainer.full_state_dict()
+
+
+def test_only_matrices_decay_whatever_the_plan(ranks: Any) -> None:
+    model = make_model("gpt2").double()
+    parameters = dict(model.named_parameters())
+    groups = [{"params": [p for p in parameters.values() if (p.ndim > 1) is kind], "weight_decay": 0.5 * kind} for kind in (True, False)]
+    optimizer = torch.optim.AdamW(groups, 0.1, (0.9, 0.95), 1e-8)
+    for step in range(2):
+        batch = make_batch("gpt2", step)
+        loss = F.cross_entropy(model(batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for plan in ("dp4.z1", "dp2.tp2.z3", "pp2.mb4"):
+        found = ranks.run(parse_plan(plan).world, decayed, plan)[0]
+        for name, value in found.items():
+            assert torch.allclose(value, parameters[name], rtol=1e-6, atol=1e-8), (plan, name)

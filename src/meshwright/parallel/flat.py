@@ -15,7 +15,7 @@ Source: Rajbhandari et al., ZeRO (2020). Gradients are sums, already divided by 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -88,7 +88,15 @@ class FlatUnit:
     def _make_master(self, recipe: Recipe) -> None:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
         self.has_master = bool(recipe.master) and not self.frozen
-        self.master = Master(self.shard.to(torch.float32) if self.has_master else self.shard)
+        flat = self.shard.to(torch.float32) if self.has_master else self.shard
+        self.master = Master(flat, [(start - self.own.start, stop - self.own.start) for start, stop in self._vectors()])
+
+    def _vectors(self) -> Iterator[tuple[int, int]]:
+        """Where the own run holds biases and norms."""
+        for name, offset in sorted(self.unit.offsets.items(), key=lambda item: item[1]):
+            start, stop = max(offset, self.own.start), min(offset + self.parameters[name].numel(), self.own.stop)
+            if self.parameters[name].ndim < 2 and start < stop:
+                yield start, stop
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside a whole buffer of this unit."""

@@ -2,12 +2,13 @@
 
 An optimizer passes over its parameters once for each of its operations. 18 million elements of torch's AdamW took 92 ms as one tensor on one
 thread and 27 ms in runs that stay in the cache, so on a CPU the optimizer is given such runs; an accelerator gets one tensor, one launch.
-States with an element for each weight lie whole here, the optimizer holds views of them: what a checkpoint writes does not know of runs.
+A run holds either matrices or vectors (biases, norms), so that a rule can treat them apart. States with an element for each weight lie whole
+here, the optimizer holds views of them: what a checkpoint writes does not know of runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +18,30 @@ RUN = 1 << 17
 """Elements that an optimizer updates at a time on a CPU."""
 
 
-class Master:
-    """`flat` is the whole tensor, `runs` what the optimizer is given: parameters that are views of it."""
+class Run(nn.Parameter):
+    """A flat parameter that the optimizer is given. `is_matrix`: it holds elements of tensors of two or more dimensions."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
+    is_matrix: bool
+
+    def __new__(cls, data: torch.Tensor, is_matrix: bool) -> Run:
+        made = super().__new__(cls, data)
+        made.is_matrix = is_matrix
+        return made
+
+
+class Master:
+    """`flat` is the whole tensor, `runs` are views of it. `vectors` says where it holds tensors of one dimension, in order."""
+
+    def __init__(self, flat: torch.Tensor, vectors: Sequence[tuple[int, int]] = ()) -> None:
         self.flat = flat
-        self.runs = [nn.Parameter(part) for part in self._split(flat)]
+        longest = RUN if flat.device.type == "cpu" else max(flat.numel(), 1)
+        cuts = list(_cuts(flat.numel(), vectors, longest)) or [(0, True)]
+        self._sizes = [size for size, _ in cuts]
+        self.runs = [Run(part, is_matrix) for part, (_, is_matrix) in zip(self._split(flat), cuts, strict=True)]
         self._states: dict[str, torch.Tensor] = {}
 
     def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return flat.split(RUN if flat.device.type == "cpu" else max(flat.numel(), 1))
+        return flat.split(self._sizes)
 
     def bytes(self) -> int:
         return self.flat.numel() * self.flat.element_size()
@@ -71,6 +86,19 @@ class Master:
             state |= {key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()}
             if state:
                 optimizer.state[run] = state
+
+
+def _cuts(numel: int, vectors: Sequence[tuple[int, int]], longest: int) -> Iterator[tuple[int, bool]]:
+    """Sizes of runs and whether they hold matrices.
+
+    >>> list(_cuts(10, [(4, 6), (6, 7)], 3))
+    [(3, True), (1, True), (2, False), (1, False), (3, True)]
+    """
+    end = 0
+    for start, stop in [*vectors, (numel, numel)]:
+        for first, last, is_matrix in ((end, start, True), (start, stop, False)):
+            yield from ((min(longest, last - at), is_matrix) for at in range(first, last, longest))
+        end = stop
 
 
 def _is_elementwise(value: Any, run: torch.Tensor) -> bool:

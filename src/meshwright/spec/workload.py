@@ -19,6 +19,7 @@ class Optimizer(Noun):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
+    decay: Literal["matrices", "all"] = Field(default="matrices", description="what weight decay falls on; biases and norms are vectors")
     momentum: float = Field(default=0.9, ge=0, lt=1)
     warmup: int = Field(default=0, ge=0)
     final_lr: float = Field(default=0.1, ge=0, le=1)

@@ -53,8 +53,9 @@ def parallelize(
 ) -> Trainer:
     """Shard `model` over the ranks of the default process group as `plan` says, and return what trains it.
 
-    `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters: it is given flat
-    float tensors, so its rule must be elementwise (AdamW, SGD, ...). `clip` is the largest norm of the whole gradient. `loss(output, batch)`
+    `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters, of one group or several:
+    it is given flat float tensors, so its rule must be elementwise (AdamW, SGD, ...); `is_matrix` of each says whether it holds elements of
+    matrices or of vectors (biases, norms), which most rules do not let decay. `clip` is the largest norm of the whole gradient. `loss(output, batch)`
     is needed only where the model returns no logits; it gives a mean over the rows of the batch. `anatomy` says how the model is built
     where that is known, from `meshwright.anatomy.read` or written by hand; else it is found out.
     Raises InputError when the world is not the plan's or a size does not divide.
@@ -74,6 +75,8 @@ class Trainer:
         self.mesh, self.plan = engine.mesh, engine.mesh.plan
         self.scale = LossScale.start(engine.recipe.loss_scaling)
         self.steps = self.samples = 0
+        base = optimizer.defaults.get("lr") or 1.0
+        self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
 
     # --- steps ----------------------------------------------------------------------------------------------------------------
 
@@ -192,8 +195,9 @@ class Trainer:
     # --- state ----------------------------------------------------------------------------------------------------------------
 
     def learning_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        """Of the optimizer as it was made; its groups keep their ratios to it."""
+        for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
+            group["lr"] = lr * ratio
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Every weight whole, on rank 0 (CPU); None on the other ranks. All ranks must call it. Tied weights stand once."""
