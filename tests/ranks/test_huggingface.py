@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.base.errors import InputError
+from meshwright.checkpoint.adapters import export_adapter
 from meshwright.checkpoint.huggingface import export
 from meshwright.checkpoint.load import full_tensors
+from meshwright.cost.step import estimate
+from meshwright.intake.job import read_job, resolve
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Lora
@@ -304,3 +308,47 @@ def test_adapters_train_as_on_one_device_and_nothing_else_does(ranks: Any, folde
     check(expected, results, "fp64")
     for held in (result["bytes"] for result in results):
         assert held["gradients"] < held["parameters"] / 2 and held["optimizer"] <= 2 * held["gradients"]
+
+
+def test_the_planner_counts_adapters_as_peft_makes_them_and_states_for_them_alone(folders: dict[str, Path]) -> None:
+    config = {"workload.lora": {"rank": 4, "target": ["q_proj", "down_proj"]}, "cluster.name": "1x2:a100-80gb", "workload.sequence": 16}
+    job = resolve(read_job(None, (), {**config, "model.name": str(folders["llama"])}))
+    model = start(str(folders["llama"]))
+    attach(model, Lora(rank=4, target=("q_proj", "down_proj")), seed=1)
+    assert job.model.parameters == sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert job.model.trained == pytest.approx(trained / job.model.parameters)
+    plain = resolve(read_job(None, (), {**config, "workload.lora": None, "model.name": str(folders["llama"])}))
+    few, all_ = (estimate(each, parse_plan("dp2")).memory for each in (job, plain))
+    assert few.gradients < 0.2 * all_.gradients and few.optimizer < 0.2 * all_.optimizer and few.parameters >= all_.parameters
+
+
+def test_a_target_that_is_not_there_and_an_adapter_on_the_vocabulary_are_one_line(folders: dict[str, Path]) -> None:
+    model = start(str(folders["llama"]))
+    with pytest.raises(InputError, match=r"lora.target 'q_porj' is no layer of this model; did you mean 'q_proj'"):
+        attach(model, Lora(target=("q_porj",)), seed=1)
+    attach(model, Lora(target=("q_proj", "lm_head")), seed=1)
+    with pytest.raises(InputError, match=r"an adapter on the vocabulary \(lm_head\) is not trained here"):
+        parallelize(model, make_optimizer, "dp1")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_adapters_are_exported_for_peft_and_added_to_the_weights(ranks: Any, folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+    import peft
+
+    folder = str(folders[name])
+    ranks.run(2, train_adapters, folder, "dp2.z3", 1, str(tmp_path / "run"))
+    path = tmp_path / "run" / "step-00000001"
+    export_adapter(path, tmp_path / "adapter", LORA, folder, {})
+    config = json.loads((folders[name] / "config.json").read_text())
+    export(path, tmp_path / "merged", config, lora=LORA)
+    ids = torch.arange(40).view(2, 20)
+    kind = type(FAMILIES[name]())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        apart = peft.PeftModel.from_pretrained(kind.from_pretrained(folder, dtype=torch.float64), tmp_path / "adapter")
+    merged = kind.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == torch.float64
+    plain = kind.from_pretrained(folder, dtype=torch.float64)
+    assert (apart(ids).logits - merged(ids).logits).abs().max() < 1e-12
+    assert (plain(ids).logits - merged(ids).logits).abs().max() > 1e-3

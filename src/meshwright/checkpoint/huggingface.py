@@ -19,12 +19,14 @@ import torch
 
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.checkpoint import disk
+from meshwright.checkpoint.adapters import BASE, Folded, is_adapter
 from meshwright.checkpoint.load import full
 from meshwright.checkpoint.save import save
 from meshwright.checkpoint.shard import DTYPES, Item, dtype_name, write_shard
 from meshwright.checkpoint.verify import Reader
 from meshwright.checkpoint.weights import BUFFER, INDEX, PREFIX, WEIGHTS, Weights
 from meshwright.spec.piece import Piece
+from meshwright.spec.workload import Lora
 
 LARGEST_FILE = 5 * 10**9
 
@@ -37,12 +39,13 @@ def export(
     dtype: str | None = None,
     turned: tuple[str, ...] = (),
     beside: Mapping[str, bytes] = MappingProxyType({}),
+    lora: Lora | None = None,
     largest: int = LARGEST_FILE,
 ) -> list[Path]:
     """Writes the full weights of the checkpoint `path` into `folder` and returns the files.
 
     `dtype` rounds floating-point weights to another type; matrices whose name ends in one of `turned` are transposed. `beside`: other
-    files of the folder, such as those of companions.py. The config says the type that is written: `from_pretrained` rounds to it.
+    files of the folder, such as those of companions.py. `lora`: the adapters are added to the weights that they stand beside. The config says the type that is written: `from_pretrained` rounds to it.
     """
     folder = Path(folder)
     reader = Reader(path)
@@ -54,12 +57,15 @@ def export(
     if folder.exists() and any(folder.glob("model*.safetensors*")):
         raise InputError(f"folder {str(folder)!r} already holds weights; name another, or remove them first")
     items = []
+    folded = Folded(reader, lora, config) if lora is not None else None
     for name, entry in sorted(weights.items()):
+        if is_adapter(name) and folded is not None:
+            continue
         kind = dtype if dtype and name.startswith(PREFIX) and DTYPES[entry.dtype].is_floating_point else entry.dtype
-        shown = name.partition("/")[2]
+        shown = name.partition("/")[2].replace(BASE, ".")
         turn = shown.endswith(turned) and len(entry.shape) == 2
         shape = entry.shape[::-1] if turn else entry.shape
-        items.append(Item(shown, kind, shape, entry.numel * DTYPES[kind].itemsize, partial(_full, reader, name, kind, turn)))
+        items.append(Item(shown, kind, shape, entry.numel * DTYPES[kind].itemsize, partial(_full, folded or reader, name, kind, turn)))
     disk.make_folder(folder)
     texts = dict(beside)
     if config is not None:
@@ -69,8 +75,8 @@ def export(
     return _write(folder, items, texts, largest)
 
 
-def _full(reader: Reader, name: str, dtype: str, turn: bool) -> torch.Tensor:
-    tensor = full(reader, name).to(DTYPES[dtype])
+def _full(source: Reader | Folded, name: str, dtype: str, turn: bool) -> torch.Tensor:
+    tensor = (source.full(name) if isinstance(source, Folded) else full(source, name)).to(DTYPES[dtype])
     return tensor.T if turn else tensor
 
 

@@ -11,6 +11,7 @@ from meshwright.cli.options import AsJson, note, say, say_json
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.reference import Form
+    from meshwright.spec.launch import Launch
 
 checkpoint = App(name="checkpoint", help="List, verify, export and import checkpoints.", version_flags=[], help_format="markdown")
 TOKENIZER = "tokenizer"
@@ -76,6 +77,9 @@ def export(
     *,
     config: Annotated[Path | None, Parameter(help="a config.json to put beside the weights; else the run's own, where it is known")] = None,
     dtype: Annotated[str | None, Parameter(help="round floating-point weights to float32, bfloat16 or float16")] = None,
+    adapter: Annotated[
+        bool, Parameter(negative="", help="of a run with LoRA: the adapters alone, as peft reads them; else they are added to the weights")
+    ] = False,
     json: AsJson = False,
 ) -> int:
     """Write the newest weights as a folder that transformers' from_pretrained loads: safetensors, config, tokenizer.
@@ -83,13 +87,22 @@ def export(
     Try: meshwright checkpoint export runs/mine --to exported --dtype bfloat16
     """
     from meshwright.base.codec import parse, read_text
+    from meshwright.base.errors import InputError
     from meshwright.checkpoint import huggingface
+    from meshwright.checkpoint.adapters import export_adapter
 
     one = newest_at(path)
     form = known_form(one)
     text = parse(read_text(config, "config"), str(config)) if config else form.config if form else None
-    files = huggingface.export(one, to, text, dtype=dtype, turned=form.turned if form else (), beside=beside(one))
-    if text is None:
+    launch = launch_around(one)
+    lora = launch.workload.lora if launch is not None else None
+    if adapter and lora is None:
+        raise InputError(f"{one}: no run with LoRA: it has no adapters; leave --adapter out")
+    if adapter and lora is not None and launch is not None:
+        files = export_adapter(one, to, lora, launch.model.folder, beside=beside(one))
+    else:
+        files = huggingface.export(one, to, text, dtype=dtype, turned=form.turned if form else (), beside=beside(one), lora=lora)
+    if text is None and not adapter:
         note("no config.json is written: this run's model has no form that transformers knows; give one by --config")
     if json:
         say_json({"checkpoint": str(one), "files": [str(file) for file in files]})
@@ -144,17 +157,23 @@ def newest_at(path: Path) -> Path:
     return path if found == [path] else newest(found[0].parent, say=note) or found[0]
 
 
-def beside(one: Path) -> dict[str, bytes]:
-    """The files that stand beside the weights of a run's checkpoint: those of its tokenizer, and how to generate."""
+def launch_around(one: Path) -> Launch | None:
+    """What the run folder around a checkpoint was told; None where it is no run's."""
     from meshwright.base.codec import read
-    from meshwright.checkpoint.companions import companions
-    from meshwright.data.tokens import END_OF_TEXT, MASK
     from meshwright.spec.launch import Launch
 
-    run = one.resolve().parent.parent
-    if not (run / "launch.json").exists():
+    file = one.resolve().parent.parent / "launch.json"
+    return read(Launch, file) if file.exists() else None
+
+
+def beside(one: Path) -> dict[str, bytes]:
+    """The files that stand beside the weights of a run's checkpoint: those of its tokenizer, and how to generate."""
+    from meshwright.checkpoint.companions import companions
+    from meshwright.data.tokens import END_OF_TEXT, MASK
+
+    run, launch = one.resolve().parent.parent, launch_around(one)
+    if launch is None:
         return {}
-    launch = read(Launch, run / "launch.json")
     named = Path(launch.data.tokenizer).expanduser()
     tokenizer = named if named.is_dir() else run / TOKENIZER
     model = Path(launch.model.folder) if launch.model.folder else None
@@ -163,14 +182,13 @@ def beside(one: Path) -> dict[str, bytes]:
 
 def known_form(one: Path) -> Form | None:
     """What the run folder around a checkpoint says of its model: a reference model's sizes, or the folder it came from."""
-    from meshwright.base.codec import parse, read, read_text
+    from meshwright.base.codec import parse, read_text
     from meshwright.checkpoint.reference import Form, form_of
-    from meshwright.spec.launch import Launch
 
-    file = one.resolve().parent.parent / "launch.json"
-    if not file.exists():
+    launch = launch_around(one)
+    if launch is None:
         return None
-    model = read(Launch, file).model
+    model = launch.model
     if model.sizes:
         return form_of(model.sizes)
     config = Path(model.folder, "config.json")

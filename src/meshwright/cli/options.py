@@ -37,6 +37,9 @@ class Shared:
     seq: Annotated[int | None, _option("tokens per sequence")] = None
     precision: Annotated[str | None, _option("fp64, fp32, bf16 or fp16; else the fastest of the devices")] = None
     optimizer: Annotated[str | None, _option("adamw, adam, sgd or sgd-momentum")] = None
+    lora: Annotated[str | None, _option("train adapters only: rank=8,alpha=16,target=q_proj+v_proj; parts left out take their default")] = (
+        None
+    )
     plan: Annotated[str | None, _option("a plan by name (dp8.tp2.pp4.z1), a file, or auto")] = None
     set: Annotated[
         tuple[str, ...], Parameter(negative="", show_default=False, help="section.key=value over the job file, any number of times")
@@ -44,6 +47,7 @@ class Shared:
 
     def overrides(self) -> dict[str, Any]:
         """The options as entries of a job file."""
+        from meshwright.intake.adapters import parse_lora
         from meshwright.intake.models import is_module
 
         model = "model.module" if self.model and is_module(self.model) else "model.name"
@@ -54,6 +58,7 @@ class Shared:
             "workload.sequence": self.seq,
             "workload.precision": self.precision,
             "workload.optimizer.name": self.optimizer,
+            "workload.lora": parse_lora(self.lora) if self.lora is not None else None,
             "plan.name": self.plan,
         }
         return {name: value for name, value in entries.items() if value is not None}

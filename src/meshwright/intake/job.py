@@ -18,6 +18,7 @@ from meshwright.base.codec import Noun, build, parse, read_text
 from meshwright.base.errors import InputError
 from meshwright.base.units import Bytes
 from meshwright.catalog import read as catalog
+from meshwright.intake.adapters import with_adapters
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.clusters import cluster_of, read_cluster
 from meshwright.intake.generic import title
@@ -137,6 +138,8 @@ def resolve(file: JobFile) -> Job:
     model = file.described or model_spec(title(file.model.source), sizes_of(file.model))
     if isinstance(model, str):
         raise InputError(model)
+    if file.workload.lora is not None:
+        model = with_adapters(model, file.workload.lora)
     cluster = cluster_from(file.cluster)
     workload = fill(file.workload, model, cluster)
     check_precision(workload, cluster)

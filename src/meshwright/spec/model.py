@@ -85,6 +85,7 @@ class ModelSpec(Noun):
     tensor_parallel: bool = Field(default=True, description="False when no rule shards its layers (a convolutional network)")
     against_sequence: str = Field(default="", description="why sequence parallelism would be wrong; empty where it is right")
     vocabulary: int = Field(default=0, ge=0)
+    trained: float = Field(default=1.0, gt=0, le=1, description="share of the parameters that is trained; the rest is frozen")
     notes: tuple[str, ...] = Field(default=(), description="what was found of a traced model, and what was not understood")
 
     @property

@@ -33,7 +33,12 @@ def attach(model: nn.Module, lora: Lora, seed: int) -> None:
             raise InputError(
                 f"lora.target {target!r} is no layer of this model{did_you_mean(target, known)}; it has {', '.join(sorted(known))}"
             )
-    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.target) or "all-linear", lora_dropout=0.0)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=list(lora.target) or "all-linear",
+        lora_dropout=0.0,
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # which way round a layer keeps its weight, peft finds out by itself and says so

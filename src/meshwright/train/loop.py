@@ -61,7 +61,7 @@ class Loop:
         self.launch, self.channel, self.connection = launch, channel, connection
         self.folder = Path(launch.run.folder)
         self.steps = launch.workload.steps
-        model = build_model(launch.model, launch.workload.seed)
+        model = build_model(launch.model, launch.workload.seed, lora=launch.workload.lora)
         self.objective = objective_of(launch.model, model)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary_of(launch.model, model), self.objective, self._note)
@@ -221,6 +221,6 @@ class Loop:
             return
         launch, tokenizer = self.launch, self.dataset.tokenizer
         assert tokenizer is not None
-        model = build_model(launch.model, launch.workload.seed, weights=False)
+        model = build_model(launch.model, launch.workload.seed, weights=False, lora=launch.workload.lora)
         text = write_text(model, weights, tokenizer, PROMPT, SAMPLE_TOKENS, launch.workload.sequence, launch.workload.seed)
         self._say("sample", text=text.strip("\n"), parameters=show_count(self.parameters))

@@ -1,0 +1,61 @@
+"""`--lora rank=8,alpha=16,target=q_proj+v_proj` to the section `workload.lora` of a job, and a model of the planner with these adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.base.errors import InputError, did_you_mean
+from meshwright.spec.model import Layer, ModelSpec, Parameter
+from meshwright.spec.workload import Lora
+
+PARTS = ("rank", "alpha", "target")
+
+
+def parse_lora(text: str) -> dict[str, Any]:
+    """
+    >>> parse_lora("rank=4,target=q_proj+v_proj")
+    {'rank': 4, 'target': ['q_proj', 'v_proj']}
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals or name not in PARTS:
+            raise InputError(f"--lora {part!r} is not one of rank=8, alpha=16, target=q_proj+v_proj{did_you_mean(name, PARTS)}")
+        try:
+            found[name] = (
+                [each for each in value.split("+") if each] if name == "target" else int(value) if name == "rank" else float(value)
+            )
+        except ValueError:
+            raise InputError(f"--lora {name}={value!r} is not a number") from None
+    return found
+
+
+def with_adapters(model: ModelSpec, lora: Lora) -> ModelSpec:
+    """`model` with A and B beside each target matrix of its blocks; `trained` is their share of all parameters."""
+    layers = tuple(_adapted(layer, lora) if layer.name == "block" else layer for layer in model.layers)
+    found = model.but(layers=layers)
+    added = found.parameters - model.parameters
+    if not added:
+        known = sorted({_short(parameter.name) for layer in model.layers if layer.name == "block" for parameter in _matrices(layer)})
+        raise InputError(f"lora.target {', '.join(lora.target)} is no layer of {model.name}; its blocks have {', '.join(known) or 'none'}")
+    return found.but(trained=added / found.parameters)
+
+
+def _adapted(layer: Layer, lora: Lora) -> Layer:
+    more: list[Parameter] = []
+    for parameter in _matrices(layer):
+        if not lora.target or _short(parameter.name) in {target.rpartition(".")[2] for target in lora.target}:
+            path, (out, into) = parameter.name.removesuffix(".weight"), parameter.shape
+            more.append(Parameter(name=f"{path}.lora_A.default.weight", shape=(lora.rank, into), split=1 if parameter.split == 1 else None))
+            parts = parameter.parts if parameter.split == 0 else ()
+            split = 0 if parameter.split == 0 else None
+            more.append(Parameter(name=f"{path}.lora_B.default.weight", shape=(out, lora.rank), split=split, parts=parts))
+    return layer.but(parameters=(*layer.parameters, *more))
+
+
+def _matrices(layer: Layer) -> list[Parameter]:
+    return [parameter for parameter in layer.parameters if len(parameter.shape) == 2 and parameter.name.endswith(".weight")]
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
