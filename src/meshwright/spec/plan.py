@@ -5,7 +5,7 @@ Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (Z
 micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage),
 `rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `ulysses` (how context ranks attend; else
-by a ring), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `ax-dp-pp-tp` (another order of axes).
+by a ring), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `ax-dp-pp-tp` (another order of axes).
 
 World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies inside of dp.
 """
@@ -109,6 +109,7 @@ class Plan(Degrees):
     placement: tuple[int, ...] = Field(
         default=(), description="of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order"
     )
+    shares: tuple[int, ...] = Field(default=(), description="micro-batches of each data replica in a step; empty: equally many")
     axes: tuple[Axis, ...] = Field(default=AXES, description="from the outermost to the innermost; cp lies inside of dp")
     bucket: int = Field(default=BUCKET, ge=1, description="bytes of gradients that one collective carries at least")
 
@@ -137,6 +138,21 @@ class Plan(Degrees):
             raise ValueError(
                 f"offload {[str(what) for what in self.offload]} names each of {', '.join(Offload)} at most once, in this order"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_out(self) -> Plan:
+        """[Note: shares] Replicas with unlike numbers of micro-batches meet once a step: what meets in each micro-batch would wait for ever."""
+        if not self.shares:
+            return self
+        if len(self.shares) != self.dp or self.dp < 2 or min(self.shares) < 1:
+            raise ValueError(
+                f"shares {list(self.shares)} give each of dp({self.dp}) replicas at least one micro-batch, of two replicas or more"
+            )
+        if self.zero > 1 or self.ep > 1:
+            raise ValueError("shares: replicas of unlike numbers of micro-batches may meet once a step only: use z0 or z1, and ep1")
+        if self.schedule not in (Schedule.gpipe, Schedule.one_f_one_b, Schedule.zb1, Schedule.zbv):
+            raise ValueError(f"shares: {self.schedule} orders one number of micro-batches; gpipe, 1f1b, zb1 and zbv order any")
         return self
 
     def _has_stages(self) -> None:
@@ -185,14 +201,29 @@ class Plan(Degrees):
         """The stages of a pipeline rank, ascending."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
-    def micro_batches(self, batch: int) -> int:
-        """Micro-batches per step of one replica. Raises InputError when `batch` does not divide."""
+    def micro_batches(self, batch: int, replica: int | None = None) -> int:
+        """Micro-batches per step of `replica`, or the most that one has. Raises InputError when `batch` does not divide."""
+        if self.shares:
+            if sum(self.shares) * self.micro_batch != batch:
+                raise InputError(
+                    f"batch {batch} is not the sum of shares {list(self.shares)} = {sum(self.shares)} times micro_batch({self.micro_batch})"
+                )
+            return max(self.shares) if replica is None else self.shares[replica]
         count, rest = divmod(batch, self.dp * self.micro_batch)
         if rest or not count:
             raise InputError(
                 f"batch {batch} is not a multiple of dp({self.dp}) * micro_batch({self.micro_batch}) = {self.dp * self.micro_batch}"
             )
         return count
+
+    def first_row(self, batch: int, replica: int) -> int:
+        """Of the batch, where the part of `replica` begins.
+
+        >>> parse_plan("dp2.mb4.sh3-1").first_row(16, 1), parse_plan("dp2.mb4").first_row(16, 1)
+        (12, 8)
+        """
+        before = sum(self.shares[:replica]) if self.shares else replica * self.micro_batches(batch)
+        return before * self.micro_batch
 
     def stage_layers(self, blocks: int) -> tuple[int, ...]:
         """Blocks of each virtual stage; without `layers_per_stage` as even as can be, the first stages taking the rest."""
@@ -250,6 +281,7 @@ def plan_name(plan: Plan) -> str:
     parts += [f"off-{what}" for what in plan.offload]
     parts += [str(plan.context)] if plan.context != Context.ring else []
     parts += ["on" + "-".join(map(str, plan.placement))] if plan.placement else []
+    parts += ["sh" + "-".join(map(str, plan.shares))] if plan.shares else []
     parts += ["ax-" + "-".join(plan.axes)] if plan.axes != AXES else []
     return ".".join(parts)
 
@@ -301,6 +333,8 @@ def parse_plan(name: str) -> Plan:
             put("layers_per_stage", tuple(map(int, part[2:].split("-"))), part)
         elif re.fullmatch(r"on\d+(-\d+)*", part):
             put("placement", tuple(map(int, part[2:].split("-"))), part)
+        elif re.fullmatch(r"sh\d+(-\d+)+", part):
+            put("shares", tuple(map(int, part[2:].split("-"))), part)
         elif re.fullmatch(r"ax(-(pp|dp|tp)){3}", part):
             put("axes", tuple(part[3:].split("-")), part)
         elif part.startswith("off-") and part[4:] in list(Offload):

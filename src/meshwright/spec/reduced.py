@@ -44,8 +44,11 @@ def reduced(plan: Plan, most: int = MOST) -> Plan:
         "sequence_parallel": plan.sequence_parallel and sizes["tp"] > 1,
         "micro_batch": min(plan.micro_batch, 2),
         "layers_per_stage": (),
+        "shares": (),
         "bucket": min(plan.bucket, BUCKET // 2**10),
     }
+    if plan.shares and sizes["dp_replicate"] * sizes["dp_shard"] == plan.dp:
+        changes["shares"] = tuple(2 * sizes["pp"] + (count > min(plan.shares)) for count in plan.shares)
     if plan.layers_per_stage and len(plan.layers_per_stage) == sizes["pp"] * virtual:
         fewest = min(plan.layers_per_stage)
         changes["layers_per_stage"] = tuple(1 + (count > fewest) for count in plan.layers_per_stage)

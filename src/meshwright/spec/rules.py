@@ -107,7 +107,12 @@ def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
     """The batch is a whole number of micro-batches on every replica; interleaving turns in rounds of pp of them, dualpipev needs 2 pp, and a
     schedule of actions orders just so many."""
     slice_of_all = plan.dp * plan.micro_batch
-    if batch % slice_of_all:
+    if plan.shares and sum(plan.shares) * plan.micro_batch != batch:
+        total = f"({'+'.join(map(str, plan.shares))}) * micro_batch({plan.micro_batch}) = {sum(plan.shares) * plan.micro_batch}"
+        yield Fault("shares are of another batch", f"shares: {total} but the batch is {batch}")
+    elif plan.shares:
+        return
+    elif batch % slice_of_all:
         yield Fault(
             "batch does not divide", f"batch {batch} is not a multiple of dp({plan.dp}) * micro_batch({plan.micro_batch}) = {slice_of_all}"
         )

@@ -115,8 +115,9 @@ class Loop:
     def _steps(self, began: int) -> Iterator[StepRecord]:
         """The records of steps began + 1 to the last, each as the whole world saw it."""
         plan, rule = self.launch.plan, self.launch.workload.optimizer
-        count, size = plan.micro_batches(self.launch.workload.batch), plan.micro_batch
-        ranges = [((self.trainer.mesh.replica * count + k) * size, size) for k in range(count)]
+        rows, replica, size = self.launch.workload.batch, self.trainer.mesh.replica, plan.micro_batch
+        first = plan.first_row(rows, replica)
+        ranges = [(first + k * size, size) for k in range(plan.micro_batches(rows, replica))]
         with self.loader.prefetch(ranges, began, self.steps) as batches:
             for step, batch in enumerate(batches, began):
                 start = time.perf_counter() - batches.waited

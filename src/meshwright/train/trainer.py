@@ -142,7 +142,8 @@ class Trainer:
         if isinstance(batch, Share):
             batches = batch.micro_batches
             tokens = batch.tokens
-            self._rows = sum(map(rows_of, batches)) * self.plan.dp
+            parts = sum(self.plan.shares) / self.plan.shares[self.mesh.replica] if self.plan.shares else self.plan.dp
+            self._rows = round(sum(map(rows_of, batches)) * parts)
             if tokens is None:
                 valid = torch.tensor(float(sum(map(objective.count, batches))), dtype=torch.float64, device=self.mesh.device)
                 all_reduce(valid, self.mesh.world).wait()
@@ -151,8 +152,8 @@ class Trainer:
             tokens = objective.count(batch)
             self._rows = rows_of(batch)
             size = self.plan.micro_batch
-            count = self.plan.micro_batches(self._rows)
-            first = self.mesh.replica * count * size
+            count = self.plan.micro_batches(self._rows, self.mesh.replica)
+            first = self.plan.first_row(self._rows, self.mesh.replica)
             batches = [
                 {
                     name: value[first + k * size : first + (k + 1) * size] if isinstance(value, torch.Tensor) else value

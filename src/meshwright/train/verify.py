@@ -10,6 +10,7 @@ makes whole steps.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def verify(channel: Channel, payload: Message) -> int:
 
 def rows_of(plan: Plan) -> int:
     """A batch with several micro-batches a replica; enough of them for any schedule of the plan."""
-    return plan.dp * plan.micro_batch * 2 * plan.pp
+    return plan.micro_batch * (sum(plan.shares) or plan.dp * 2 * plan.pp)
 
 
 # --- the reduced model --------------------------------------------------------------------------------------------------------
@@ -179,10 +180,9 @@ def _under_plan(question: Question, precision: str) -> dict[str, Any]:
     trainer = parallelize(model, optimizer_of(rule), question.plan, precision=precision, clip=rule.clip, seed=question.seed)
     first, labels, gradients = trainer.gradients(batches[0])
     losses = [trainer.step(batch).loss for batch in batches]
-    count, objective = rows_of(question.plan) // question.plan.dp, trainer.engine.objective
-    by_replica = [
-        objective.count({name: value[d * count : (d + 1) * count] for name, value in batches[0].items()}) for d in range(question.plan.dp)
-    ]
+    rows, objective, plan = rows_of(question.plan), trainer.engine.objective, question.plan
+    borders = [plan.first_row(rows, replica) for replica in range(plan.dp)] + [rows]
+    by_replica = [objective.count({name: value[a:b] for name, value in batches[0].items()}) for a, b in pairwise(borders)]
     weights = trainer.full_state_dict()
     trainer.close()
     return {"losses": [first, *losses], "labels": labels, "by_replica": by_replica, "gradients": gradients, "weights": weights}

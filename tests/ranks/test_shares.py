@@ -1,0 +1,63 @@
+"""Replicas with unlike numbers of micro-batches: the loss is the loss of one device, and what cannot be so is refused in one line."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from equality import alone, check, train
+
+from meshwright.base.errors import InputError
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.reduced import reduced
+from meshwright.spec.rules import batch_faults
+
+SAMPLE = [
+    ("llama", "dp2.sh6-2"), ("llama", "dp2.z1.mb2.sh1-3"), ("llama-tied", "dp2.pp2.z1.sh5-3"), ("llama", "dp2x2.z1.sh1-2-4-1"),
+    ("gpt2", "dp2.tp2.z1.mb2.sh3-1"), ("llama", "dp4.rc-layer.sh1-1-2-4"),
+]  # fmt: skip
+MORE = [(model, plan) for model in ("llama", "bert", "gpt2") for plan in ("dp2.pp2.gpipe.sh7-1", "dp2.pp2.zb1.sh3-5", "dp2.pp2.zbv.sh5-3", "dp2.cp2.z1.sh3-5", "dp3.z1.sh2-5-1")
+    if not (model == "bert" and "cp" in plan)]  # fmt: skip
+
+
+@functools.cache
+def single(model: str, precision: str) -> dict[str, Any]:
+    return alone(model, precision, 2)
+
+
+@pytest.mark.parametrize(("model", "plan"), SAMPLE)
+def test_unlike_shares_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
+    check(single(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("model", "plan"), MORE)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_unlike_shares_of_every_schedule_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str, precision: str) -> None:
+    check(single(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("dp2.z2.sh3-1", "use z0 or z1"),
+        ("dp4.z1.sh3-1", "give each of dp(4) replicas at least one"),
+        ("dp2.sh3-0", "at least one micro-batch"),
+        ("dp2.pp2.interleaved2.sh3-1", "interleaved orders one number"),
+    ],
+)
+def test_shares_that_would_hang_are_refused_in_one_line(plan: str, words: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_plan(plan)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_shares_read_back_from_their_name_and_must_sum_to_the_batch() -> None:
+    plan = parse_plan("dp2.z1.mb2.sh3-1")
+    assert (plan.name, plan.shares) == ("dp2.z1.mb2.sh3-1", (3, 1))
+    assert [plan.micro_batches(8, replica) for replica in (0, 1, None)] == [3, 1, 3]
+    assert [plan.first_row(8, replica) for replica in (0, 1)] == [0, 6]
+    assert not list(batch_faults(plan, 8))
+    assert [fault.message for fault in batch_faults(plan, 16)] == ["shares: (3+1) * micro_batch(2) = 8 but the batch is 16"]
+    assert reduced(parse_plan("dp2.tp8.z1.sh30-10")).name == "dp2.tp4.z1.sh3-2"
