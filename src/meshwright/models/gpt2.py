@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.models.documents import document_mask
 from meshwright.models.output import Output, output
 
 
@@ -41,10 +42,11 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.hidden, config.hidden)
         self.dropout = config.dropout
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         batch, length, _ = x.shape
         q, k, v = (part.view(batch, length, self.num_heads, self.head_dim).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -67,8 +69,8 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.dropout(self.attn(self.ln_1(x)))
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.dropout(self.attn(self.ln_1(x), mask))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
@@ -81,10 +83,12 @@ class Transformer(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.hidden, eps=config.eps)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.dropout(self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device)))
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids
+        mask = None if position_ids is None else document_mask(position_ids)
+        x = self.dropout(self.wte(input_ids) + self.wpe(places))
         for block in self.h:
-            x = block(x)
+            x = block(x, mask)
         return self.ln_f(x)
 
 
@@ -107,5 +111,6 @@ class GPT2(nn.Module):
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
-        return output(self.lm_head(self.transformer(input_ids)), labels, self.shift_labels)
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None) -> Output:
+        """`position_ids` that begin anew keep documents apart."""
+        return output(self.lm_head(self.transformer(input_ids, position_ids)), labels, self.shift_labels)

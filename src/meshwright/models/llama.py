@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.models.documents import document_mask
 from meshwright.models.output import Output, output
 
 
@@ -52,18 +53,19 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and sines (T, head_dim) of the rotation of each position; no parameters, nothing in checkpoints."""
+    """Cosines and sines (1 or B, 1, T, head_dim) of the rotation of each position; no parameters, nothing in checkpoints."""
 
     def __init__(self, head_size: int, base: float) -> None:
         super().__init__()
         self.head_size = head_size
         self.base = base
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         steps = torch.arange(0, self.head_size, 2, device=x.device, dtype=precise) / self.head_size
-        angles = torch.outer(torch.arange(x.shape[1], device=x.device, dtype=precise), self.base**-steps)
-        angles = torch.cat((angles, angles), dim=-1)
+        places = torch.arange(x.shape[1], device=x.device).unsqueeze(0) if position_ids is None else position_ids
+        angles = places.to(precise).unsqueeze(-1) * self.base**-steps
+        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
@@ -82,12 +84,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.heads * self.head_dim, config.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
         shape = (*x.shape[:-1], -1, self.head_dim)
         q = rotate(self.q_proj(x).view(shape).transpose(1, 2), *positions)
         k = rotate(self.k_proj(x).view(shape).transpose(1, 2), *positions)
         v = self.v_proj(x).view(shape).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -112,8 +114,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions)
+    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), positions, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -125,11 +127,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed_tokens(input_ids)
-        positions = self.rotary(x)
+        positions = self.rotary(x, position_ids)
+        mask = None if position_ids is None else document_mask(position_ids)
         for layer in self.layers:
-            x = layer(x, positions)
+            x = layer(x, positions, mask)
         return self.norm(x)
 
 
@@ -151,5 +154,6 @@ class Llama(nn.Module):
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
-        return output(self.lm_head(self.model(input_ids)), labels, self.shift_labels)
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None) -> Output:
+        """`position_ids` that begin anew keep documents apart."""
+        return output(self.lm_head(self.model(input_ids, position_ids)), labels, self.shift_labels)

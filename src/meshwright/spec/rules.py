@@ -73,14 +73,10 @@ def expert_faults(plan: Plan, experts: int) -> Iterator[Fault]:
 
 
 def context_faults(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Fault]:
-    """Ulysses gives each context rank whole heads of its tensor rank."""
-    if plan.context == Context.ulysses:
-        for what in ("heads", "kv_heads"):
-            if divisible.get(what, 0) % (plan.cp * plan.tp):
-                yield Fault(
-                    f"ulysses does not divide {what}",
-                    f"ulysses: cp({plan.cp}) * tp({plan.tp}) = {plan.cp * plan.tp} does not divide {what}({divisible[what]})",
-                )
+    """Ulysses gives each context rank whole heads of its tensor rank; key-value heads that are too few are repeated."""
+    heads, ranks = divisible.get("heads", 0), plan.cp * plan.tp
+    if plan.context == Context.ulysses and heads % ranks:
+        yield Fault("ulysses does not divide heads", f"ulysses: cp({plan.cp}) * tp({plan.tp}) = {ranks} does not divide heads({heads})")
 
 
 def offload_faults(plan: Plan, host_bandwidth: float) -> Iterator[Fault]:

@@ -20,8 +20,10 @@ from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.gates import hidden_of, with_hidden
 
 Path = tuple[int | str, ...]
-Places = dict[tuple[int, Path], int]
-"""Of each block and each tensor among its arguments: the dimension of the sequence."""
+Places = dict[tuple[int, Path], int | None]
+"""Of each block and each tensor among its arguments: the dimension of the sequence; None where there is none to cut."""
+
+UNSEEN = -1
 
 SEQUENCE = 1
 """The dimension of the sequence in a hidden state (B, T, C)."""
@@ -83,15 +85,13 @@ class Context:
     def _piece(self, tensor: torch.Tensor, index: int, path: Path, hidden: torch.Tensor, length: int) -> torch.Tensor:
         if tensor is hidden:
             return tensor
-        dim = self.places.get((index, path))
-        if dim is None:
-            if is_mask(tensor.shape, length) or length not in tensor.shape:
-                return tensor
+        dim = self.places.get((index, path), UNSEEN)
+        if dim == UNSEEN and length in tensor.shape and not is_mask(tensor.shape, length):
             raise InputError(
                 f"cp: block {index} is given {_said(path)} of {list(tensor.shape)} with this batch, which was not there when the model was "
                 "understood: leave it out of the batch, or use cp1"
             )
-        if tensor.shape[dim] != length:
+        if dim is None or dim == UNSEEN or tensor.shape[dim] != length:
             return tensor
         key = (id(tensor), dim)
         if key not in self._cut:

@@ -26,15 +26,21 @@ class Call:
     causal: bool
     scale: float
 
-    def check(self, length: int) -> None:
-        """Raises InputError when this is no attention of a sequence of `length` over itself, seen from a piece of `self.query.shape[-2]`."""
+    def objection(self, length: int) -> str:
+        """Why this is no attention of a sequence of `length` over itself that a piece of it can share in; empty when it is one."""
         here, seen = self.query.shape[-2], self.key.shape[-2]
         if self.query.ndim != 4 or here != seen:
-            raise InputError(f"cp: attention from {here} positions to {seen} others is not of one sequence over itself: use cp1")
+            return f"attention from {here} positions to {seen} others is not of one sequence over itself"
         if self.mask is not None and self.mask.requires_grad:
-            raise InputError("cp: attention with a learnt bias (a mask that needs a gradient) does not run over context ranks: use cp1")
+            return "attention with a learnt bias (a mask that needs a gradient) does not run over context ranks"
         if self.mask is not None and not all(size in (1, length) for size in self.mask.shape[-2:]):
-            raise InputError(f"cp: a mask of {list(self.mask.shape[-2:])} is not one of the whole sequence ({length}): use cp1")
+            return f"a mask of {list(self.mask.shape[-2:])} is not one of the whole sequence ({length})"
+        return ""
+
+    def check(self, length: int) -> None:
+        """Raises InputError with the objection."""
+        if why := self.objection(length):
+            raise InputError(f"cp: {why}: use cp1")
 
 
 def call_of(

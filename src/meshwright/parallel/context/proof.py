@@ -122,11 +122,10 @@ def _places(noted: Noted, other: Noted) -> Places:
         along = [one == noted.length and two == other.length for one, two in zip(shape, after, strict=False)]
         if len(shape) != len(after) or any(one != two and not moves for one, two, moves in zip(shape, after, along, strict=True)):
             raise Objection(f"block {key[0]} is given {list(shape)} of {noted.length} positions and {list(after)} of {other.length}")
-        if not any(along) or is_mask(shape, noted.length):
-            continue
-        if sum(along) > 1:
+        mask = any(along) and along[-1] and is_mask(shape, noted.length)
+        if sum(along) > 1 and not mask:
             raise Objection(f"block {key[0]} is given {list(shape)}, along the sequence twice, which is no mask")
-        places[key] = along.index(True)
+        places[key] = along.index(True) if any(along) and not mask else None
     return places
 
 
@@ -158,7 +157,8 @@ def _compare(model: nn.Module, anatomy: Anatomy, pieces: Pieces, noted: Noted, w
         if following is None:
             raise Objection("it attends more often than on the whole")
         number, (whole, result) = following
-        call.check(noted.length)
+        if why := call.objection(noted.length):
+            raise Objection(why)
         for what, here, there in (("queries", call.query, whole.query), ("keys", call.key, whole.key), ("values", call.value, whole.value)):
             _equal(f"the {what} of attention {number}", here, pieces.cut(there, -2))
         if (call.causal, call.scale, call.mask is None) != (whole.causal, whole.scale, whole.mask is None):
