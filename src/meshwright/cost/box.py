@@ -22,7 +22,8 @@ import numpy as np
 
 from meshwright.spec.model import Parameter
 from meshwright.spec.plan import AXES as PLAN_AXES
-from meshwright.spec.plan import Axis, Context, Offload, Plan, Recompute, Schedule
+from meshwright.spec.plan import Axis, Context, Offload, Plan, Recompute, Schedule, lies_as_v
+from meshwright.spec.rules import micro_batches_of
 
 AXES = "robsczf"
 CHOICES = ("orders", "micro_batches", "sequence_parallel", "recompute", "shards", "offload")
@@ -72,6 +73,12 @@ class Order(NamedTuple):
     virtual_stages: int
     stage_layers: tuple[int, ...]
     given: bool = False
+    actions: tuple[str, ...] = ()
+
+    @property
+    def as_v(self) -> bool:
+        """Whether the stages of a rank lie as a V."""
+        return lies_as_v(self.schedule, self.actions)
 
 
 class MicroBatch(NamedTuple):
@@ -110,6 +117,17 @@ def new_parts(orders: Sequence[Order], recompute: Sequence[Again]) -> Array:
     part = np.array([again.part for again in recompute])
     count, smaller = -(-most * part // PARTS), -(-most * (part - 1) // PARTS)
     return (part == 0) | ((smaller < count) & (count < most))
+
+
+def _rounds(order: Order, pp: int, counts: Array) -> Array:
+    """Which numbers of micro-batches an order takes (b)."""
+    if order.schedule == Schedule.interleaved:
+        return np.asarray(counts % pp == 0)
+    if order.schedule == Schedule.dualpipev:
+        return np.asarray(counts >= 2 * pp)
+    if order.schedule == Schedule.actions:
+        return np.asarray(counts == micro_batches_of(order.actions))
+    return np.ones(len(counts), dtype=bool)
 
 
 class Shards(NamedTuple):
@@ -235,10 +253,9 @@ class Box:
 
     @cached_property
     def _legal(self) -> tuple[Array, Array, Array]:
-        """Interleaved orders take micro-batches in multiples of pp (o, b); context ranks lie in a shard group, and experts as the layout says (b, z);
+        """Interleaved orders take micro-batches in multiples of pp, dualpipev at least 2 pp, actions as many as they list (o, b); context ranks lie in a shard group, and experts as the layout says (b, z);
         a part is not said twice (o, c)."""
-        interleaved = np.array([order.schedule == Schedule.interleaved for order in self.orders])
-        rounds = ~interleaved[:, None] | (self.counts % self.pp == 0)
+        rounds = np.array([_rounds(order, self.pp, self.counts) for order in self.orders])
         cp, ep = self.contexts[:, None], self.layout.ep
         held = np.where(self.zero.reshape(-1) > 0, self.holders, cp)
         shared = held % cp == 0
@@ -271,6 +288,7 @@ class Box:
             micro_batch=micro_batch.size,
             schedule=order.schedule,
             virtual_stages=order.virtual_stages,
+            actions=order.actions,
             layers_per_stage=order.stage_layers if order.given else (),
             recompute=again.kind,
             recompute_layers=again.blocks(order) if again.some else 0,
@@ -287,7 +305,7 @@ def box_of(plan: Plan, batch: int, blocks: int) -> Box:
     return Box(
         layout=Layout(plan.tp, plan.pp, plan.ep, plan.expert_tensor, plan.axes),
         bucket=plan.bucket,
-        orders=(Order(plan.schedule, plan.virtual_stages, plan.stage_layers(max(blocks, 1)), bool(plan.layers_per_stage)),),
+        orders=(Order(plan.schedule, plan.virtual_stages, plan.stage_layers(max(blocks, 1)), bool(plan.layers_per_stage), plan.actions),),
         micro_batches=(MicroBatch(plan.micro_batch, plan.micro_batches(batch), cp, plan.context),),
         sequence_parallel=(plan.sequence_parallel,),
         recompute=(Again(plan.recompute, plan.recompute_layers),),

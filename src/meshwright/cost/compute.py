@@ -24,13 +24,15 @@ from meshwright.spec.model import Layer
 
 
 class Work(NamedTuple):
-    """Seconds of one layer of each entry, arrays over (entry, b, s). `attention` is the part of forward that its core takes."""
+    """Seconds of one layer of each entry, arrays over (entry, b, s). `attention` is the part of forward that its core takes, `weights` the
+    part of backward that can be put off: the gradients of plain matrices of blocks."""
 
     forward: Array
     backward: Array
     tensor_forward: Array
     tensor_backward: Array
     attention: Array
+    weights: Array
 
 
 class Matrices(NamedTuple):
@@ -70,21 +72,21 @@ def work(setting: Setting, cut: Cut, stride: int, tokens: Array, sequence_parall
     rows = []
     for entry in setting.entries:
         if entry.copy:
-            rows.append(np.zeros((5, len(tokens), len(sequence_parallel))))
+            rows.append(np.zeros((6, len(tokens), len(sequence_parallel))))
             continue
-        *computing, attention = _compute(setting, entry.layer, cut, tokens, sequence_parallel)
+        *computing, attention, weights = _compute(setting, entry.layer, cut, tokens, sequence_parallel)
         exchange = _exchange(setting, entry.layer, (cut.tp, stride), tokens, sequence_parallel)
         launching = _launching(setting, entry.layer, cut, sequence_parallel)
         if setting.on_host:
             computing = [seconds + host for seconds, host in zip(computing, launching, strict=True)]
         else:
             computing = [np.maximum(each, host - wait) for each, host, wait in zip(computing, launching, exchange, strict=True)]
-        rows.append(np.stack([*computing, *exchange, attention]))
+        rows.append(np.stack([*computing, *exchange, attention, weights]))
     return Work(*np.stack(rows, axis=1))
 
 
-def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_parallel: Array) -> tuple[Array, Array, Array]:
-    """Forward, backward, and of forward the attention core, (b, s)."""
+def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_parallel: Array) -> tuple[Array, ...]:
+    """Forward, backward, of forward the attention core, of backward the gradients of weights that can be put off, (b, s)."""
     tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_SHARE
     parts = matrices(layer, cut)
@@ -103,7 +105,10 @@ def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_p
     if layer.name == BLOCK:
         backward = backward + practice.repeated_products * forward_products[:, None] + practice.repeated_rest * rest
     core = np.broadcast_to((attention + scores)[:, None], forward.shape)
-    return forward, backward, core
+    plain = sum(weight.numel for weight in layer.parameters if len(weight.shape) == 2) * (layer.name == BLOCK)
+    share = plain / max(sum(weight.numel for weight in layer.parameters if len(weight.shape) >= 2), 1)
+    weights = np.broadcast_to((share * (backward_products / 2.0 + held))[:, None], forward.shape)
+    return forward, backward, core, weights
 
 
 def _launching(setting: Setting, layer: Layer, cut: Cut, sequence_parallel: Array) -> tuple[Array, Array]:

@@ -6,6 +6,12 @@ each needs some room of its own. Micro-batches alive, p ranks, v virtual stages,
     gpipe        m
     1f1b         min(m, p - r)
     interleaved  what min(m v, 2 (p - r - 1) + (v - 1) p + k) forwards made, less what k - 1 backwards freed
+    zb1          min(m, p) of blocks; of vocabulary and head, whose weights are not put off, min(m, p - r)
+    zbv          down and up stage: min(m, 2p - r - 1) and min(m, r + 1) when the up one runs backward, min(m, 2p - r) and r when the down one does
+    dualpipev    2p - r and r + 1
+    actions      what the plan's own list holds
+
+Where W is apart, a layer is held until W: its input and the gradient of its output take about what it kept for backward.
 
 [Note: moments] Interleaved backwards go through the stages of a rank p at a time, last stage first. Alive numbers change evenly within such
 a phase, and only the stage whose backwards come next has gained since the phase began: it is enough to look where a phase begins. With
@@ -14,21 +20,83 @@ m = p there is one such moment, with more micro-batches there are v, the same in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from meshwright.cost.box import Array, Order
 from meshwright.cost.stages import Kind
+from meshwright.schedules.action import Kind as Action
+from meshwright.schedules.action import parse_action
 from meshwright.spec.plan import Schedule
 
 Moments = tuple[Array, Array]
 """Entries whose layer runs backward (..., moments), layers of each entry that keep a share then (..., moments, entries)."""
 
 
-def moments(order: Order, pp: int, kind: Kind, micro_batches: Array) -> Moments:
-    """Where this kind of rank can be fullest, over (b, moments)."""
-    if order.schedule != Schedule.interleaved:
+def moments(order: Order, pp: int, kind: Kind, micro_batches: Array, blocks: Sequence[bool] = ()) -> Moments:
+    """Where this kind of rank can be fullest, over (b, moments). `blocks`: which columns wait for W where the order has it; none said: all."""
+    if order.schedule == Schedule.interleaved:
+        return in_rounds(turns(order, pp, kind), pp, micro_batches)
+    if order.schedule in (Schedule.gpipe, Schedule.one_f_one_b):
         return _plain(order, pp, kind, micro_batches)
-    return in_rounds(turns(order, pp, kind), pp, micro_batches)
+    waits = np.array(blocks or [True] * kind.layers.shape[1])
+    until_b = np.minimum(micro_batches, pp - kind.rank) if order.schedule == Schedule.zb1 else None
+    return _until_w(_alive(order, pp, kind.rank, micro_batches), kind, waits, until_b)
+
+
+Alive = list[tuple[int, list[Array]]]
+"""Which of a rank's stages runs backward, and how many micro-batches each of them then holds (b)."""
+
+
+def _alive(order: Order, pp: int, rank: int, count: Array) -> Alive:
+    """Schedules whose backward is two actions, and those that the plan lists."""
+    if order.schedule == Schedule.zb1:
+        return [(0, [np.minimum(count, pp)])]
+    down, up = np.minimum(count, 2 * pp - rank), np.minimum(count, rank + 1)
+    if order.schedule == Schedule.dualpipev:
+        return [(0, [down, up]), (1, [down, up])]
+    if order.schedule == Schedule.zbv:
+        late = np.clip(count - pp + rank, 0, rank)
+        return [(0, [down, late]), (1, [np.minimum(count, 2 * pp - 1 - rank), up])]
+    return [(turn, [np.full_like(count, number) for number in held]) for turn, held in of_actions(order.actions[rank])]
+
+
+def of_actions(line: str) -> list[tuple[int, tuple[int, ...]]]:
+    """At each backward of a rank's own list: the turn of its stage, and the micro-batches that each of its stages holds; the fullest of each turn.
+
+    >>> of_actions("0F0 0F1 0B0 0W0 0B1 0W1")
+    [(0, (2,))]
+    """
+    order = [parse_action(word) for word in line.split()]
+    stages = sorted({action.stage for action in order})
+    apart = {action.stage for action in order if action.kind is Action.W}
+    held = dict.fromkeys(stages, 0)
+    found: set[tuple[int, tuple[int, ...]]] = set()
+    for kind, stage, _ in order:
+        held[stage] += kind is Action.F
+        if kind is Action.B:
+            found.add((stages.index(stage), tuple(held.values())))
+        held[stage] -= kind is (Action.W if stage in apart else Action.B)
+    return [each for each in sorted(found) if not any(_fuller(other, each) for other in found)]
+
+
+def _fuller(one: tuple[int, tuple[int, ...]], other: tuple[int, tuple[int, ...]]) -> bool:
+    return one != other and one[0] == other[0] and all(mine >= theirs for mine, theirs in zip(one[1], other[1], strict=True))
+
+
+def _until_w(alive: Alive, kind: Kind, waits: Array, until_b: Array | None) -> Moments:
+    """What `waits` is freed by W, what does not by B; on ranks laid as a V, W follows B at once where any such layer of weight lies."""
+    running, rows = [], []
+    for turn, counts in alive:
+        load = sum(
+            np.where(waits, count[:, None], count[:, None] if until_b is None else until_b[:, None]) * kind.layers[at]
+            for at, count in enumerate(counts)
+        )
+        for entry in np.flatnonzero(kind.layers[turn]).tolist():
+            running.append(np.full(len(counts[0]), entry))
+            rows.append(load)
+    return np.stack(running, axis=1), np.stack(rows, axis=1)
 
 
 def in_rounds(found: Moments, pp: int, micro_batches: Array) -> Moments:

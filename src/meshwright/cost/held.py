@@ -67,7 +67,8 @@ class Held:
     def _moments(self, again: int, micro_batches: Array) -> Fullest:
         blocks = [entry.is_block for entry in self.entries]
         heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in self.entries for _ in range(2 if again else 1)])
-        found = [moments(self.order, self.pp, apart(kind, blocks, again) if again else kind, micro_batches) for kind in self.kinds]
+        waiting = [column for block in blocks for column in ((False, block) if again else (block,))]
+        found = [moments(self.order, self.pp, apart(kind, blocks, again) if again else kind, micro_batches, waiting) for kind in self.kinds]
         fill, columns = np.arange(max(running.shape[1] for running, _ in found)), len(heads)
         layers = np.zeros((len(micro_batches), len(found), len(fill), 2 * columns))
         at_head = np.zeros(layers.shape[:3], dtype=bool)

@@ -18,7 +18,8 @@ from meshwright.cost.collectives import group, send
 from meshwright.cost.compute import Work, work
 from meshwright.cost.held import Held, stack
 from meshwright.cost.memory import Footprint, States, activations, footprint, kept, message
-from meshwright.cost.pipeline import idle, messages, stall
+from meshwright.cost.pipeline import Halves, idle, least_bubble, messages, separate, stall
+from meshwright.cost.pipeline import bubble as bubble_of
 from meshwright.cost.practice import OURS, Practice
 from meshwright.cost.reduction import Traffic, traffic, update
 from meshwright.cost.setting import Setting, setting
@@ -51,7 +52,8 @@ PER_MICRO_BATCH = 7
 
 
 class Passes(NamedTuple):
-    """Seconds of one micro-batch over AXES: by kind, and all of it forward and backward; the backward of the longest block."""
+    """Seconds of one micro-batch over AXES: by kind, and all of it forward and backward; of backward the gradients of weights that are put off
+    where an order separates them; the backward of the longest block."""
 
     compute: Array
     recompute: Array
@@ -60,6 +62,7 @@ class Passes(NamedTuple):
     expert: Array
     forward: Array
     backward: Array
+    weights: Array
     block_backward: Array
 
 
@@ -143,7 +146,13 @@ class Pricer:
         box, ranks = replace(box, layout=box.layout._replace(axes=AXES)), self.ranks(box)
         one, waits = self._layers(box)
         each = _over(ranks.layers, (sum(one[:4]) + sum(waits[:2]) + 2.0 * waits[2])[None])[0]
-        longest, bubble = idle(each, lift(ranks.numbers, "ro"), lift([order.virtual_stages for order in box.orders], "o"))
+        longest = each.max(axis=0, keepdims=True)
+        if separate(box.orders) and box.pp > 1:
+            forward = _over(ranks.layers, (one.forward + one.tensor_forward + waits[0] + waits[2])[None])[0]
+            weights = _over(ranks.layers * self._blocks, one.weights[None])[0]
+            bubble = least_bubble(box.orders, Halves(forward, each - forward - weights, weights), lift(ranks.numbers, "ro"))
+        else:
+            longest, bubble = idle(each, lift(ranks.numbers, "ro"), lift([order.virtual_stages for order in box.orders], "o"))
         return np.asarray((lift(box.counts, "b") * longest + bubble)[0, ..., 0, 0, 0])
 
     def memory(self, box: Box, ranks: Ranks, found: States | None = None) -> Footprint:
@@ -194,6 +203,10 @@ class Pricer:
         if Recompute.selective in kinds_of_recompute:
             core = lift([kind == Recompute.selective for kind in kinds_of_recompute], "c")
             recompute = recompute + core * _over(ranks.layers * self._blocks, one.attention[None])[0]
+        weights = np.zeros((1,) * forward.ndim)
+        if separate(box.orders):
+            rest = (ranks.layers * self._blocks)[..., None] - ranks.again(box.recompute, self._blocks)
+            weights = _over_some(rest, one.weights[None])[0]
         repeated = tensor_again + context_again + dispatch_again
         return Passes(
             compute=forward + backward,
@@ -203,6 +216,7 @@ class Pricer:
             expert=2.0 * dispatch + dispatch_again,
             forward=forward + tensor_forward + context_forward + dispatch,
             backward=backward + tensor_backward + context_backward + dispatch + recompute + repeated,
+            weights=weights,
             block_backward=self._block_backward(one, lift([kind == Recompute.layer for kind in kinds_of_recompute], "c")),
         )
 
@@ -228,7 +242,7 @@ class Pricer:
         hidden = self._offloaded(box, ranks, found, one, data)
         updating, on_host = offload.update(self.setting, box, held(box, found), update(self.setting, box, found))
         each = (one.compute + one.recompute + one.tensor) + one.context + one.expert + data.each + hidden
-        bubble = self._bubble(box, ranks, each, one.block_backward)
+        bubble = self._bubble(box, ranks, each, one)
         passing = self._passing(box)
         once, last, late = (part.max(axis=0, keepdims=True) for part in (data.once, updating, on_host))
         step = lift(box.counts, "b") * each.max(axis=0, keepdims=True) + bubble + passing + once + last + late
@@ -248,14 +262,21 @@ class Pricer:
         room = (np.maximum(one.forward - data.beside_forward, 0.0), np.maximum(one.backward - data.beside_backward, 0.0))
         return offload.passing(self.setting, box, held(box, found, zero=3) * self.setting.recipe.size, lift(saved, "robsc"), *room)
 
-    def _bubble(self, box: Box, ranks: Ranks, each: Array, block_backward: Array) -> Array:
+    def _bubble(self, box: Box, ranks: Ranks, each: Array, one: Passes) -> Array:
         counts = lift(ranks.numbers, "ro")
         longest, bubble = idle(each, counts, lift([order.virtual_stages for order in box.orders], "o"))
+        apart = [o for o, order in enumerate(box.orders) if separate([order])]
+        if apart:
+            weights = np.broadcast_to(one.weights, (*one.weights.shape[:1], len(box.orders), *one.weights.shape[2:]))[:, apart]
+            forward, whole = one.forward[:, apart], each[:, apart]
+            bubble[:, apart] = bubble_of(
+                [box.orders[o] for o in apart], Halves(forward, whole - forward - weights, weights), counts[:, apart]
+            )
         late = [stall(order, box.pp) for order in box.orders]
         if not any(late):
             return bubble
         slack = longest - (each * counts).sum(axis=0, keepdims=True) / box.pp
-        return bubble + lift(box.counts, "b") * np.maximum(lift(late, "o") * block_backward - slack, 0.0)
+        return bubble + lift(box.counts, "b") * np.maximum(lift(late, "o") * one.block_backward - slack, 0.0)
 
     def _passing(self, box: Box) -> Array:
         """Seconds of messages between pipeline ranks and of a vocabulary that both ends hold."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwright.cost.box import Array, Order
 from meshwright.cost.setting import Entry
+from meshwright.spec.plan import rank_of
 
 Content = tuple[int, ...]
 """Layers of each entry on one virtual stage."""
@@ -44,18 +45,25 @@ def held(entries: Sequence[Entry], order: Order) -> Array:
     return table
 
 
+def by_rank(table: Array, order: Order, pp: int) -> Array:
+    """Rows of virtual stages as (turn, rank, ...): the stages of each rank, ascending."""
+    owner = rank_of(np.arange(len(table)), pp, order.as_v)  # type: ignore[arg-type]
+    return table[np.argsort(owner, kind="stable").reshape(pp, order.virtual_stages).T]
+
+
 def ranks(entries: Sequence[Entry], order: Order, pp: int) -> list[Kind]:
     """Every pipeline rank by itself."""
-    table = held(entries, order).reshape(order.virtual_stages, pp, len(entries))
+    table = by_rank(held(entries, order), order, pp)
     return [_kind(rank, 1, table[:, rank]) for rank in range(pp)]
 
 
 def kinds(entries: Sequence[Entry], order: Order, pp: int) -> tuple[Kind, ...]:
     """The kinds of pipeline ranks, in the order of their first rank."""
-    table = held(entries, order).reshape(order.virtual_stages, pp, len(entries))
-    found: dict[bytes, list[int]] = {}
+    table = by_rank(held(entries, order), order, pp)
+    found: dict[tuple[bytes, int], list[int]] = {}
     for rank in range(pp):
-        found.setdefault(table[:, rank].tobytes(), []).append(rank)
+        unlike = order.as_v and order.given  # later ranks hold more micro-batches of their second stage, which may be the larger one
+        found.setdefault((table[:, rank].tobytes(), rank * unlike), []).append(rank)
     return tuple(_kind(same[0], len(same), table[:, same[0]]) for same in found.values())
 
 

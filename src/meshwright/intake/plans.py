@@ -1,6 +1,7 @@
 """`--plan NAME|FILE|auto` and `--pin tp=2,pp=4`, and whether such a plan can run a job.
 
-A pin is a field of `Plan`, or `dp` for all replicas; the letters of plan names (z, mb, sp, rc) stand for their fields.
+A pin is a field of `Plan`, or `dp` for all replicas; the letters of plan names (z, mb, sp, rc) stand for their fields. `schedule=FILE` reads
+an order of actions from a table (schedules/table.py) and pins what it says of ranks and stages too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pydantic import ValidationError
 
 from meshwright.base.codec import build, parse, read_text
 from meshwright.base.errors import InputError, did_you_mean
-from meshwright.spec.plan import Plan, parse_plan
+from meshwright.schedules.table import read_orders, read_table, shape_of
+from meshwright.spec.plan import Plan, Schedule, parse_plan
 from meshwright.spec.rules import check_plan
 
 LETTERS = {"z": "zero", "mb": "micro_batch", "sp": "sequence_parallel", "rc": "recompute", "off": "offload"}
@@ -73,8 +75,24 @@ def read_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         name = LETTERS.get(written, written)
         if name not in PINNABLE:
             raise InputError(f"{where}: Plan has no field {written!r}{did_you_mean(written, (*PINNABLE, *LETTERS))}")
-        pins[name] = _value("dp_replicate" if name == "dp" else name, value, f"{where}.{written}")
+        if name == "schedule" and isinstance(value, str) and value not in list(Schedule) and Path(value).expanduser().is_file():
+            pins |= read_schedule(Path(value).expanduser())
+        else:
+            pins[name] = _value("dp_replicate" if name == "dp" else name, value, f"{where}.{written}")
     return pins
+
+
+def read_schedule(path: Path) -> dict[str, Any]:
+    """The order of actions in a file as pins. Raises InputError with the first action that is wrong and its place, before anything runs."""
+    rows = read_table(read_text(path, "schedule"), str(path))
+    stages, micro_batches = shape_of(rows)
+    if stages % len(rows):
+        raise InputError(f"{path}: {stages} stages on {len(rows)} pipeline ranks; every rank holds as many")
+    try:
+        read_orders(rows, stages, micro_batches)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return {"schedule": Schedule.actions, "actions": rows, "pp": len(rows), "virtual_stages": stages // len(rows)}
 
 
 def _value(field: str, value: Any, where: str) -> Any:

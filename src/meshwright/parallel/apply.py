@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.anatomy import Anatomy, is_plain, layers, read
+from meshwright.anatomy import Anatomy, layers, read
 from meshwright.base.errors import InputError
-from meshwright.parallel.backlog import Backlog, put_off
+from meshwright.parallel.backlog import put_off_weights
 from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.context.setup import context_of
 from meshwright.parallel.expert import Mixture, lay_experts, refuse_balance, shard_experts, still_in
@@ -32,7 +32,6 @@ from meshwright.parallel.statistics import check_passes, over_batch
 from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
 from meshwright.parallel.zero import Zero
 from meshwright.spec.layout import LayerSlots, Slot, units
-from meshwright.spec.plan import Recompute
 from meshwright.spec.precision import Recipe
 from meshwright.spec.runs import missing
 
@@ -148,7 +147,7 @@ def parallelize_model(
     flat, tied, by_layer = _lay_flat(_without(mine, experts), table, anatomy, mesh, recipe, parameters, second)
     dealt = lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
     by_layer |= {name: [unit] for name, unit in dealt.items()}
-    _put_off(model, anatomy, mesh, flat)
+    put_off_weights(model, anatomy, plan, _bounds(anatomy, mesh), flat)
     zero = Zero(
         mesh,
         flat,
@@ -189,6 +188,10 @@ def _check(anatomy: Anatomy, mesh: Mesh, frozen: bool) -> None:
         )
     if plan.stages > 1 and anatomy.blocks is None:
         raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
+    if plan.stages > 1 and anatomy.beside:
+        raise InputError(
+            f"plan {plan.name}: every block is given {', '.join(anatomy.beside)}, made of parameters that the first stage holds: use pp1"
+        )
     plan.stage_layers(max(anatomy.count, 1))
     check_experts(anatomy, plan)
     if plan.ep > 1 and frozen:
@@ -295,23 +298,6 @@ def _slots(layer: Layer, parameters: dict[str, nn.Parameter], split: Collection[
     """The layer's parameters that are trained, or those that are not."""
     held = {name: parameters[name] for name in layer.parameters if parameters[name].requires_grad == trained}
     return LayerSlots(layer.name, tuple(Slot(name, tensor.numel(), name in split) for name, tensor in held.items()), alone)
-
-
-def _put_off(model: nn.Module, anatomy: Anatomy, mesh: Mesh, flat: dict[int, list[FlatUnit]]) -> None:
-    """Matrix layers of blocks leave their weight's gradient to W where the schedule has one; see [Note: not put off]."""
-    plan, bounds = mesh.plan, _bounds(anatomy, mesh)
-    for stage, held in flat.items():
-        unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
-        for place, index in enumerate(range(*bounds[stage])) if plan.separates(stage) and anatomy.blocks is not None else ():
-            if plan.recompute == Recompute.layer and (not plan.recompute_layers or place < plan.recompute_layers):
-                continue
-            path = anatomy.block(index)
-            for inside, module in model.get_submodule(path).named_modules():
-                name = f"{path}.{inside}.weight"
-                if is_plain(module) and name in unit_of:
-                    unit = unit_of[name]
-                    unit.backlog = unit.backlog or Backlog(unit.take)
-                    put_off(module, unit.backlog, name)
 
 
 def _set_gates(

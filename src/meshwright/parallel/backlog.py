@@ -13,14 +13,20 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from meshwright.anatomy import Anatomy, is_plain
+from meshwright.spec.plan import Plan, Recompute
+
+if TYPE_CHECKING:
+    from meshwright.parallel.flat import FlatUnit
 
 Make = Callable[[], torch.Tensor]
 PutOff = Callable[[torch.Tensor, torch.Tensor], None]
@@ -52,6 +58,24 @@ class Backlog:
             for make in more:
                 gradient = gradient + make()
             self.take(name, gradient)
+
+
+def put_off_weights(
+    model: nn.Module, anatomy: Anatomy, plan: Plan, bounds: Mapping[int, tuple[int, int]], flat: Mapping[int, Sequence[FlatUnit]]
+) -> None:
+    """Matrix layers of blocks leave their weight's gradient to W where the schedule has one; see [Note: not put off]."""
+    for stage, held in flat.items():
+        unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
+        for place, index in enumerate(range(*bounds[stage])) if plan.separates(stage) and anatomy.blocks is not None else ():
+            if plan.recompute == Recompute.layer and (not plan.recompute_layers or place < plan.recompute_layers):
+                continue
+            path = anatomy.block(index)
+            for inside, module in model.get_submodule(path).named_modules():
+                name = f"{path}.{inside}.weight"
+                if is_plain(module) and name in unit_of:
+                    unit = unit_of[name]
+                    unit.backlog = unit.backlog or Backlog(unit.take)
+                    put_off(module, unit.backlog, name)
 
 
 def put_off(module: nn.Module, backlog: Backlog, name: str) -> None:

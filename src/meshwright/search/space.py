@@ -3,7 +3,7 @@
 The space is the product
 
     tp x pp x cp x dp_replicate x dp_shard = devices,  ep divides the experts and dp_shard x cp x tp,  ZeRO 0 (one shard) or 1 to 3 (two holders or more),  micro-batch divides batch,
-    1f1b, gpipe, interleaved with 2 to blocks / pp stages a rank where pp > 1,  blocks as even as can be or the last stage with a few less,
+    1f1b, gpipe, interleaved with 2 to blocks / pp stages a rank, zb1, zbv, dualpipev where pp > 1,  blocks as even as can be or the last stage with a few less,
     recompute none, selective, layer, or layer in eighths of each stage's blocks,  sequence parallelism where tp > 1,
     offload of any of optimizer, parameters and activations where devices have a link to their host;
 
@@ -29,7 +29,7 @@ from meshwright.base.errors import InputError, did_you_mean
 from meshwright.cost.box import PARTS, Again, Box, Layout, MicroBatch, Order, Shards, new_parts
 from meshwright.cost.collectives import fabric
 from meshwright.spec.job import Job
-from meshwright.spec.plan import AXES, Axis, Context, Offload, Plan, Recompute, Schedule
+from meshwright.spec.plan import AXES, HELD, Axis, Context, Offload, Plan, Recompute, Schedule
 from meshwright.spec.rules import (
     Fault,
     batch_faults,
@@ -47,6 +47,9 @@ RELIEF = 4
 
 ORDERS: tuple[tuple[Axis, ...], ...] = (AXES, ("dp", "pp", "tp"))
 """Orders of axes that are offered, the usual one first."""
+
+OFFERED = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved, Schedule.zb1, Schedule.zbv, Schedule.dualpipev)
+"""Schedules of pipelines."""
 
 OFFLOADS = tuple(kept for count in range(len(Offload) + 1) for kept in combinations(Offload, count))
 
@@ -193,21 +196,26 @@ class Space:
         """Orders that have a block for every stage; the first is there even where the blocks do not suffice."""
         blocks = max(self.job.model.blocks, 1)
         given = tuple(self.pins.get("layers_per_stage", ()))
-        schedules = [Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved] if pp > 1 else [Schedule.one_f_one_b]
-        if pp == 1 and self.pins.get("schedule") == Schedule.gpipe:
-            schedules = [Schedule.gpipe]
+        pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))
+        schedules = list(OFFERED) if pp > 1 else [Schedule.one_f_one_b]
+        if (pp == 1 and pinned in (Schedule.gpipe, Schedule.zb1)) or (pinned == Schedule.actions and len(actions) == pp):
+            schedules = [pinned]
         found = []
         for schedule in self._choices("schedule", schedules):
-            turns = list(range(2, blocks // pp + 1)) if schedule == Schedule.interleaved else [1]
+            turns = list(range(2, blocks // pp + 1)) if schedule == Schedule.interleaved else [HELD.get(schedule, 1)]
+            if schedule == Schedule.actions:
+                turns = [self.pins.get("virtual_stages", 1)]
             if schedule == Schedule.interleaved and self.pins.get("virtual_stages", 1) > 1:
                 turns = [self.pins["virtual_stages"]]
             for virtual_stages in self._choices("virtual_stages", turns):
                 stages = pp * virtual_stages
+                if stages > max(blocks, pp) and found:
+                    continue
                 if not given or len(given) == stages:
-                    found.append(Order(schedule, virtual_stages, given or even(blocks, stages), bool(given)))
+                    found.append(Order(schedule, virtual_stages, given or even(blocks, stages), bool(given), actions))
                 if pp > 1 and virtual_stages == 1 and "layers_per_stage" not in self.pins:
                     splits = (relieved(blocks, stages, less) for less in self._reliefs)
-                    found += [Order(schedule, 1, split, True) for split in splits if split and split != even(blocks, stages)]
+                    found += [Order(schedule, 1, split, True, actions) for split in splits if split and split != even(blocks, stages)]
         return found
 
     # --- regions ----------------------------------------------------------------------------------------------------------------

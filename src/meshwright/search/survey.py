@@ -34,7 +34,7 @@ from meshwright.search.space import Region, Space
 from meshwright.spec.job import Job
 from meshwright.spec.plan import AXES, Plan, Recompute, Schedule
 
-SCHEDULES = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved)
+SCHEDULES = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved, Schedule.zb1, Schedule.zbv, Schedule.dualpipev, Schedule.actions)
 DOES_NOT_FIT = "does not fit"
 SLOWER = "slower for certain"
 

@@ -3,7 +3,7 @@
 A pass (forward or backward of one micro-batch on one virtual stage) is a row of pieces. A piece ends where something else begins: at
 ZeRO 3 at each layer, whose weights are gathered before it and whose gradients are reduced behind its backward; at ZeRO 2 where a bucket
 of gradients is full, in every backward (at most PIECES buckets are played, the smaller ones before them together); below it the same in
-the last backward only, bucket by bucket. Everything else is one piece.
+the last backward only, bucket by bucket. Everything else is one piece. Where the order separates W, gradients are reduced behind W.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.cost.reduction import axis_groups, expert_groups
 from meshwright.cost.setting import Setting
 from meshwright.cost.stages import Kind, held, ranks
 from meshwright.spec.layout import ALIGN, align
-from meshwright.spec.plan import Plan, Recompute
+from meshwright.spec.plan import Plan, Recompute, rank_of
 
 PIECES = 8
 
@@ -47,13 +47,17 @@ Pieces = tuple[Piece, ...]
 
 
 class Stage(NamedTuple):
-    """One virtual stage: its passes, the last backward by itself, and the seconds of a gather and a reduction of each unit."""
+    """One virtual stage: its passes, the last backward (or W) by itself, and the seconds of a gather and a reduction of each unit.
+
+    `weights`: W where it is apart; `backward` is then without it.
+    """
 
     forward: Pieces
     backward: Pieces
     last: Pieces
     gathers: tuple[float, ...]
     reductions: tuple[float, ...]
+    weights: Pieces = ()
 
 
 class Ending(NamedTuple):
@@ -76,10 +80,11 @@ class Durations(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer: seconds (compute, exchange) of its passes, elements of its dense weights and of experts that other ranks share."""
+    """One layer: seconds (compute, exchange) of its passes and of what of backward can be put off, elements of its dense weights and of experts that other ranks share."""
 
     forward: Seconds
     backward: Seconds
+    weights: Seconds
     dense: int
     experts: int
     is_block: bool
@@ -130,13 +135,15 @@ def durations(pricer: Pricer, plan: Plan, box: Box) -> Durations:
     data, offload = data_of(setting, box), offloads(pricer, box)
     table = layers_of(pricer, box)
     made: dict[tuple[tuple[int, ...], float], Stage] = {}
+    stages: list[Stage] = []
     for number, content in enumerate(contents):
-        waits = offload[number % box.pp] / box.orders[0].virtual_stages
+        waits = offload[rank_of(number, box.pp, box.orders[0].as_v)] / box.orders[0].virtual_stages
         if (content, waits) not in made:
             ends = [run.end for run in pricer.flat.units(content, box.cut, bucket).runs for _ in range(run.times)]
-            made[content, waits] = stage(data, stacked(table, content, box), ends, waits)
+            made[content, waits] = stage(data, stacked(table, content, box), ends, waits, plan.separates(number))
+        stages.append(made[content, waits])
     return Durations(
-        stages=tuple(made[content, offload[number % box.pp] / box.orders[0].virtual_stages] for number, content in enumerate(contents)),
+        stages=tuple(stages),
         endings=tuple(endings(pricer, box, data)),
         message=float(message(setting, box, tokens(setting, box)).item()),
         tie=float(pricer.tie(box).item()),
@@ -183,14 +190,14 @@ def _kind(at: int, entries: int) -> Kind:
     return Kind(at, 1, content, ((tuple(content[0].tolist()), 1),))
 
 
-def _split(passes: Passes, at: int) -> tuple[Seconds, Seconds]:
-    """Forward and backward as compute and exchange; both passes exchange the same part of their time."""
-    forward, backward, compute, again = (
+def _split(passes: Passes, at: int) -> tuple[Seconds, Seconds, Seconds]:
+    """Forward and backward as compute and exchange, both exchanging the same part of their time, and of backward what can be put off."""
+    forward, backward, compute, again, weights = (
         float(np.broadcast_to(part, passes.forward.shape)[at].item())
-        for part in (passes.forward, passes.backward, passes.compute, passes.recompute)
+        for part in (passes.forward, passes.backward, passes.compute, passes.recompute, passes.weights)
     )
     part = (compute + again) / (forward + backward) if forward + backward else 1.0
-    return (forward * part, forward * (1.0 - part)), (backward * part, backward * (1.0 - part))
+    return (forward * part, forward * (1.0 - part)), (backward * part, backward * (1.0 - part)), (min(weights, backward * part), 0.0)
 
 
 def stacked(table: Sequence[tuple[Layer, Layer]], content: Sequence[int], box: Box) -> list[Layer]:
@@ -218,8 +225,19 @@ def by_rank(pricer: Pricer, box: Box, values: Array) -> list[float]:
     return [of_kind[rank.layers.tobytes()] for rank in ranks(pricer.setting.entries, order, box.pp)]
 
 
-def stage(data: Data, layers: Sequence[Layer], ends: Sequence[int], waits: float) -> Stage:
-    """A virtual stage of `layers`, forward order, whose units end at `ends` elements; it `waits` so long for its host in a micro-batch."""
+def stage(data: Data, layers: Sequence[Layer], ends: Sequence[int], waits: float, apart: bool = False) -> Stage:
+    """A virtual stage of `layers`, forward order, whose units end at `ends` elements; it `waits` so long for its host in a micro-batch.
+
+    `apart`: its backward is two actions.
+    """
+    if apart:
+        without = [
+            layer._replace(backward=(layer.backward[0] - layer.weights[0], layer.backward[1]), weights=(0.0, 0.0)) for layer in layers
+        ]
+        first = stage(data, without, ends, waits)
+        second = stage(data, [layer._replace(backward=layer.weights) for layer in layers], ends, 0.0)
+        whole_of = first.backward if data.zero == 3 else whole([layer.backward for layer in without][::-1])
+        return first._replace(backward=waiting(whole_of, waits * (data.zero < 3)), last=second.last, weights=second.backward)
     behind = layers[::-1]
     if data.zero == 3:
         some = [layer for layer in layers if layer.dense or layer.experts]

@@ -100,7 +100,7 @@ def played(job: Job, plan: Plan, faults: Faults) -> list[Cell]:
     hops = [[tier([one, other], fabric.domain) for other in rows[0].ranks] for one in rows[0].ranks]
     return Player(
         Play(
-            orders=orders(plan.schedule, plan.pp, plan.virtual_stages, plan.micro_batches(job.workload.batch)),
+            orders=orders(plan.schedule, plan.pp, plan.virtual_stages, plan.micro_batches(job.workload.batch), plan.actions),
             durations=on_groups(job, plan, box) if plan.placement else durations(pricer, plan, box),
             lanes=rows,
             lines={Tier.near: line(fabric.near), Tier.far: line(fabric.far)},
@@ -119,7 +119,7 @@ def on_groups(job: Job, plan: Plan, box: Box) -> Durations:
     each = {group: durations(pricer, plan, box) for group, pricer in unlike.pricers(job, plan.placement, plan.world).items()}
     said = [each[group] for group in plan.placement]
     return said[0]._replace(
-        stages=tuple(said[stage % plan.pp].stages[stage] for stage in range(plan.stages)),
+        stages=tuple(said[plan.rank_of(stage)].stages[stage] for stage in range(plan.stages)),
         endings=tuple(one.endings[rank] for rank, one in enumerate(said)),
         tie=max(one.tie for one in said),
     )

@@ -168,8 +168,10 @@ class Player:
                     cell.waits[reason] += clock.now - began
             if action.kind is Kind.F:
                 pieces = stage.forward
+            elif last[action.stage] is action:
+                pieces = stage.last
             else:
-                pieces = stage.last if last[action.stage] is action else stage.backward
+                pieces = stage.weights if action.kind is Kind.W else stage.backward
             began = clock.now
             yield from self._pass(cell, action, pieces, (mark.slow, exchange))
             cell.actions.append(Span(str(action), began, clock.now))
@@ -189,14 +191,15 @@ class Player:
 
     def _pass(self, cell: Cell, action: Action, pieces: Pieces, factors: tuple[float, float]) -> Process:
         clock, stage = self.clock, self.play.durations.stages[action.stage]
+        ending = Kind.W if stage.weights else Kind.B
         gathered: Signal | None = None
         for at, piece in enumerate(pieces):
-            if stage.gathers and piece.unit >= 0:
+            if stage.gathers and piece.unit >= 0 and action.kind is not Kind.W:
                 signal = gathered if piece.ahead and gathered is not None else self._gather(cell, action, piece)
                 yield from self._wait(cell, signal, GATHERS)
                 following = pieces[at + 1] if at + 1 < len(pieces) else piece
                 gathered = self._gather(cell, action, following) if following.ahead and following is not piece else None
-            reduces = bool(stage.reductions) and piece.unit >= 0 and action.kind is not Kind.F
+            reduces = bool(stage.reductions) and piece.unit >= 0 and action.kind is ending
             if reduces and self.play.zero >= 2 and len(cell.pending) > REDUCTIONS_IN_FLIGHT:
                 yield from self._wait(cell, cell.pending[-1 - REDUCTIONS_IN_FLIGHT], REDUCTIONS)
                 del cell.pending[: -1 - REDUCTIONS_IN_FLIGHT]

@@ -19,6 +19,7 @@ from meshwright.cost.stages import Kind, held
 from meshwright.schedules.order import orders
 from meshwright.schedules.timing import Playback, Span, play
 from meshwright.spec.plan import Plan, Schedule
+from meshwright.spec.rules import micro_batches_of
 
 UNITS = 10_000
 """Of the whole chart: starts and ends are whole numbers of these."""
@@ -33,14 +34,16 @@ def played(pricer: Pricer, plan: Plan, micro_batches: int) -> Playback:
     setting = pricer.setting
     box = box_of(plan, setting.job.workload.batch, setting.job.model.blocks)
     table = held(setting.entries, box.orders[0])
-    stages = [Kind(at % plan.pp, 1, row[None], ((tuple(row.tolist()), 1),)) for at, row in enumerate(table)]
+    stages = [Kind(plan.rank_of(at), 1, row[None], ((tuple(row.tolist()), 1),)) for at, row in enumerate(table)]
     passes = pricer.passes(box, pricer.alone(box, stages))
-    forward, backward = (
-        np.broadcast_to(part, (len(stages), 1, 1, 1, 1, 1, 1)).reshape(-1).tolist() for part in (passes.forward, passes.backward)
+    forward, backward, weights = (
+        np.broadcast_to(part, (len(stages), 1, 1, 1, 1, 1, 1)).reshape(-1) for part in (passes.forward, passes.backward, passes.weights)
     )
+    weights = np.where([plan.separates(stage) for stage in range(plan.stages)], weights, 0.0)
     tokens = np.array([plan.micro_batch * setting.job.workload.sequence / plan.cp])
     passed = send(setting.fabric, message(setting, box, tokens), plan.pp, box.strides["pp"]).item() if plan.pp > 1 else 0.0
-    return play(orders(plan.schedule, plan.pp, plan.virtual_stages, micro_batches), forward, backward, passed)
+    order = orders(plan.schedule, plan.pp, plan.virtual_stages, micro_batches, plan.actions)
+    return play(order, forward.tolist(), (backward - weights).tolist(), passed, weights.tolist())
 
 
 def chart(pricer: Pricer, plan: Plan) -> dict[str, Any]:
@@ -69,6 +72,8 @@ def first(plan: Plan) -> int:
     """Micro-batches that fill the pipeline and empty it again; rounds stay whole."""
     if plan.schedule == Schedule.interleaved:
         return plan.pp
+    if plan.schedule == Schedule.actions:
+        return micro_batches_of(plan.actions)
     return min(max(2 * plan.pp, 8), 24)
 
 
