@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import string
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.base.errors import InputError
+from meshwright.cli.main import main
 from meshwright.report.text import columns, columns_of, folded, whole_parts
+from meshwright.words.lines import translated
+from meshwright.words.lines_zh import LINES
 from meshwright.words.say import TABLES, language_of, name, say, table, tell
 
 
@@ -71,3 +77,59 @@ def test_whole_parts_sum_to_the_rounded_sum_and_none_is_off_by_a_step(values: li
     parts = whole_parts(values, 0.01)
     assert sum(parts) == round(sum(values) / 0.01) or abs(sum(parts) - sum(values) / 0.01) <= 0.5 + 1e-6
     assert all(abs(part - value / 0.01) < 1 + 1e-6 for part, value in zip(parts, values, strict=True))
+
+
+def said_by(path: Path) -> set[str]:
+    """The lines of rules and errors in a file, with {} for what differs."""
+
+    def skeletons(node: ast.expr) -> list[str]:
+        if isinstance(node, ast.Constant):
+            return [str(node.value)]
+        if isinstance(node, ast.JoinedStr):
+            return ["".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)]
+        if isinstance(node, ast.BinOp):
+            return [first + second for first in skeletons(node.left) for second in skeletons(node.right)]
+        return [*skeletons(node.body), *skeletons(node.orelse)] if isinstance(node, ast.IfExp) else ["{}"]
+
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    lines = [call.args[-1] for call in calls if call.func.id in ("Fault", "InputError", "ValueError", "NothingFits") and call.args]
+    return {text for line in lines for text in skeletons(line) if re.search("[a-z]{4}", text)}
+
+
+@pytest.mark.parametrize("place", ["spec/plan.py", "spec/rules.py", "search/*.py", "intake/*.py", "cli/plan.py", "cli/fit.py"])
+def test_every_line_of_rules_and_errors_of_planning_is_known_in_chinese(place: str) -> None:
+    said = {text for path in (Path(__file__).parents[2] / "src/meshwright").glob(place) for text in said_by(path)}
+    assert said, place
+    assert said - LINES.keys() == set()
+
+
+def test_a_line_in_chinese_has_every_value_of_the_english_one() -> None:
+    for line, text in LINES.items():
+        count = line.replace("{name: llama-tiny}", "").count("{}")
+        values = [f"V{at}" for at in range(count)]
+        assert sorted(re.findall(r"V\d", text.format(*values))) == values, line
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("pins tp(3) = 3 but the cluster has 8 devices, which 3 does not divide", "固定项 tp(3) = 3，而集群有 8 个设备，3 除不尽"),
+        (
+            "no plan is legal: dp4.ep2: ep(2): the model has no experts; use ep 1 (3 plans); tp8: tp(8) does not divide heads(4) (1 plan)",
+            "没有合法的方案：dp4.ep2：ep(2)：模型没有专家；用 ep 1（3 个方案）；tp8：tp(8) 除不尽 heads(4)（1 个方案）",
+        ),
+        (
+            "$.workload: Workload has no field 'sequenc'; did you mean 'sequence'?",
+            "$.workload：Workload 没有字段 'sequenc'；是不是 'sequence'？",
+        ),
+        ("a line that nobody wrote", "a line that nobody wrote"),
+    ],
+)
+def test_a_line_is_read_by_its_fixed_words_and_a_line_in_it_too(line: str, wanted: str) -> None:
+    assert translated(line, "zh") == wanted
+    assert translated(line, "en") == line
+
+
+def test_an_error_is_said_in_the_language_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--cluster", "1x8:a100-80gb", "--model", "llama2-7b", "--pin", "tp=3", "--lang", "zh"]) == 2
+    assert capsys.readouterr().err == "meshwright: 固定项 tp(3) = 3，而集群有 8 个设备，3 除不尽\n"

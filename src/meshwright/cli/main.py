@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 from cyclopts import App, CycloptsError, UnknownCommandError
 
@@ -72,8 +73,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error = Interrupted("interrupted; the same command goes on") if isinstance(error, KeyboardInterrupt) else error
         known = isinstance(error, MeshwrightError)
         fault = f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of meshwright, --debug shows where"
-        print(f"meshwright: {str(error) if known else fault}", file=sys.stderr)
+        print(f"meshwright: {_said(str(error), tokens) if known else fault}", file=sys.stderr)
         return error.exit_code if isinstance(error, MeshwrightError) else 1
+
+
+def _said(line: str, tokens: list[str]) -> str:
+    """An error in the language that --lang asks for, or the locale."""
+    from meshwright.words.lines import translated
+    from meshwright.words.say import language_of
+
+    asked = next((token for before, token in pairwise(["", *tokens]) if before == "--lang"), None)
+    try:
+        return translated(line, language_of(asked, os.environ))
+    except InputError:
+        return line
 
 
 def run(tokens: list[str]) -> int:

@@ -11,6 +11,7 @@ from meshwright.spec.estimate import Estimate, Memory, Time
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 from meshwright.spec.runs import missing, runs
+from meshwright.words.lines import translated
 from meshwright.words.say import Sentence, name, say, tell
 from meshwright.words.verdict import verdict
 
@@ -42,7 +43,10 @@ def answer_text(job: Job, answer: Answer, why: Sequence[Sentence], language: str
     tally = tell("answer.considered", count=answer.considered, seconds=answer.seconds)
     lines = [say(tell("answer.rejected", tally=tally) if answer.rejected else tally, language)]
     if answer.rejected:
-        found = [(f"{say(name('reason', entry.reason), language)} ({entry.example})", f"{entry.count:,}") for entry in answer.rejected]
+        found = [
+            (f"{say(name('reason', entry.reason), language)} ({translated(entry.example, language)})", f"{entry.count:,}")
+            for entry in answer.rejected
+        ]
         room = WIDTH - 4 - max(len(count) for _, count in found)
         lines.append(columns([(clip(text, room), count) for text, count in found], "  "))
     said = told([*why, *(tell("estimate.note", note=note) for note in answer.chosen.estimate.notes)], language)

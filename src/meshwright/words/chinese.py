@@ -65,7 +65,7 @@ TEXTS = {
     "estimate.plan": "方案    {plan}：一个 rank 可用 {limit:bytes}，{verdict}；最满的 rank 占用 {reserved:bytes}",
     "estimate.left_out": "（省略了流水线 rank {first} 与 {last} 之间的各列）",
     "estimate.speed": "每秒 {rate:count} 个 token，MFU {mfu}",
-    "estimate.note": "注意：{note}",
+    "estimate.note": "注意：{note:line}",
     "memory.total": "合计",
     "memory.reserved": "占用",
     "label.plan": "方案",
@@ -100,7 +100,7 @@ TEXTS = {
     "reason.cp does not divide the sequence": "cp 除不尽序列",
     "reason.the sequence is too long": "序列太长",
     # --- why not
-    "against.illegal": "{asked} 不能运行：{faults}",
+    "against.illegal": "{asked} 不能运行：{faults:line}",
     "against.chosen": "{plan} 就是选中的方案",
     "against.slower": "{plan} 每步比 {chosen} 慢 {gap:seconds}（{share:percent}）；{verdict}",
     "against.tight": "{plan} 每步比 {chosen} 快 {gap:seconds}（{share:percent}），但{verdict}：对不允许失败的运行来说太少",

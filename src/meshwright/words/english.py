@@ -65,7 +65,7 @@ TEXTS = {
     "estimate.plan": "plan     {plan}: {verdict} in the {limit:bytes} that a rank can take; {reserved:bytes} are reserved on the fullest rank",
     "estimate.left_out": "(pipeline ranks between {first} and {last} are left out)",
     "estimate.speed": "{rate:count} tokens/s, MFU {mfu}",
-    "estimate.note": "note: {note}",
+    "estimate.note": "note: {note:line}",
     "memory.total": "total",
     "memory.reserved": "reserved",
     "label.plan": "plan",
@@ -100,7 +100,7 @@ TEXTS = {
     "reason.cp does not divide the sequence": "cp does not divide the sequence",
     "reason.the sequence is too long": "the sequence is too long",
     # --- why not
-    "against.illegal": "{asked} cannot run: {faults}",
+    "against.illegal": "{asked} cannot run: {faults:line}",
     "against.chosen": "{plan} is the chosen plan",
     "against.slower": "{plan} loses {gap:seconds} a step ({share:percent}) to {chosen}; {verdict}",
     "against.tight": "{plan} would save {gap:seconds} a step ({share:percent}) beside {chosen}, but it is {verdict}: too little for a run that must not fail",

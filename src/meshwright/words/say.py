@@ -2,7 +2,7 @@
 a `Sentence`; in which language it is read is decided where it is printed.
 
 A place is `{name}` or `{name:kind}`; kinds show numbers with their unit: bytes, seconds, percent, times, count, count NOUN (with a plural
-s), parameters, rate. A value can be a sentence, or several, which are said in the same language.
+s), parameters, rate; `line` is what a rule said by itself (`lines.py`). A value can be a sentence, or several, which are said in the same language.
 
 >>> say(Sentence("verdict.fits", {"spare": 8 * 2**30, "share": 0.1}))
 'fits, 8.00 GiB (10%) to spare'
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.base.units import show_bytes, show_count, show_rate, show_seconds
+from meshwright.words.lines import translated
 
 TABLES = {"en": "meshwright.words.english", "zh": "meshwright.words.chinese"}
 LISTED = "list"
@@ -68,6 +69,8 @@ class _Shown(string.Formatter):
         if isinstance(value, tuple | list):
             return self.texts[LISTED].join(self.format_field(part, format_spec) for part in value)
         kind, _, noun = format_spec.partition(" ")
+        if kind == "line":
+            return translated(str(value), self.language)
         if kind == "percent":
             return f"{100 * value:,.0f}%" if abs(value) >= 0.0095 or not value else f"{100 * value:.1f}%"
         if kind == "count":

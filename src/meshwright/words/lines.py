@@ -1,0 +1,54 @@
+"""Lines that rules and errors say, in another language: a rule writes its own English line, and this table knows the line by its fixed words.
+
+Of each English line the table has the words with `{}` for what differs from case to case, and the same in Chinese with those places numbered. A
+place can hold a line of the table itself. What the table does not know stays as it is; a test takes every line out of the code of the rules
+and finds it here.
+
+>>> translated("dp2.tp3: tp(3) does not divide heads(32)", "zh")
+'dp2.tp3：tp(3) 除不尽 heads(32)'
+>>> translated("tp(3) does not divide heads(32)", "en"), translated("something else", "zh")
+('tp(3) does not divide heads(32)', 'something else')
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+
+TABLES = {"zh": "meshwright.words.lines_zh"}
+
+
+def translated(line: str, language: str) -> str:
+    """`line` in `language`, as far as its table knows it."""
+    return _translated(line, language) if language in TABLES else line
+
+
+@cache
+def _translated(line: str, language: str) -> str:
+    """The reading that leaves least of the line as it was: as a whole, as several joined by '; ', or behind the place that it is about, such as
+    '$.workload: ' or a plan's name."""
+    found = [line]
+    for pattern, text in _patterns(language):
+        match = pattern.fullmatch(line)
+        if match:
+            found.append(text.format(*(_translated(value, language) for value in match.groups())))
+    for between, other in (("; ", "；"), (": ", "：")):
+        for at in (match.start() for match in re.finditer(between, line)):
+            first, rest = line[:at], line[at + 2 :]
+            first, rest = first if between == ": " else _translated(first, language), _translated(rest, language)
+            found.append(first + (other if (first, rest) != (line[:at], line[at + 2 :]) else between) + rest)
+    return min(found, key=lambda said: sum(letter.isascii() and letter.isalpha() for letter in said))
+
+
+@cache
+def _patterns(language: str) -> tuple[tuple[re.Pattern[str], str], ...]:
+    lines: Mapping[str, str] = import_module(TABLES[language]).LINES
+    return tuple((re.compile(_pattern(line), re.DOTALL), text) for line, text in lines.items())
+
+
+def _pattern(line: str) -> str:
+    """Of the second of two places side by side, which is the hint at a word that was meant, or nothing."""
+    hint = r"(.+?)((?:; did you mean .*\?)?)"
+    return hint.join("(.+?)".join(map(re.escape, part.split("{}"))) for part in line.split("{}{}"))
