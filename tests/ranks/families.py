@@ -7,10 +7,12 @@ A family is a line of FAMILIES: the class in transformers, and what its configur
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 VOCABULARY, LENGTH, HIDDEN, FFN, HEADS, LAYERS, CLASSES = 99, 16, 64, 96, 8, 2, 11
@@ -79,8 +81,46 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 NO_DROPOUT = ("drop", "dropout")
 
 
+class Bottleneck(nn.Module):
+    """Three convolutions and a way around them. Source: He et al., Deep Residual Learning (2016), figure 5."""
+
+    def __init__(self, width: int, inner: int, out: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, inner, 1, bias=False), norm(inner)
+        self.conv2, self.bn2 = nn.Conv2d(inner, inner, 3, stride, 1, bias=False), norm(inner)
+        self.conv3, self.bn3 = nn.Conv2d(inner, out, 1, bias=False), norm(out)
+        self.downsample = nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), norm(out)) if stride > 1 or width != out else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn3(self.conv3(F.relu(self.bn2(self.conv2(y)))))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet(nn.Module):
+    """As torchvision builds it: a stem, four lists of blocks, a mean over places, a classifier."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False), norm(16)
+        self.layer1 = nn.Sequential(Bottleneck(16, 8, 32, 1, norm), Bottleneck(32, 8, 32, 1, norm))
+        self.layer2 = nn.Sequential(Bottleneck(32, 16, 64, 2, norm), Bottleneck(64, 16, 64, 1, norm))
+        self.fc = nn.Linear(64, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.bn1(self.conv1(images)))
+        return self.fc(self.layer2(self.layer1(x)).mean(dim=(2, 3)))
+
+
+def build_own(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return ResNet(nn.BatchNorm2d if name == "resnet" else lambda width: nn.GroupNorm(4, width))
+
+
 def build_family(name: str) -> nn.Module:
     """The model in float32, the same at every call."""
+    if name.startswith("resnet"):
+        return build_own(name)
     import transformers
 
     kind = getattr(transformers, FAMILIES[name][0])
@@ -135,7 +175,7 @@ def roughened(model: nn.Module) -> nn.Module:
 
 def objective_of(name: str) -> str:
     kind = FAMILIES[name][0] if name in FAMILIES else ""
-    if kind.endswith("ForImageClassification") or name in ("resnet", "convnet"):
+    if kind.endswith("ForImageClassification") or name.startswith("resnet"):
         return "images"
     if kind.endswith("ForConditionalGeneration"):
         return "pairs"
@@ -147,7 +187,7 @@ def batch_of(name: str, step: int, rows: int = 8) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     objective = objective_of(name)
     if objective == "images":
-        key = "images" if name in ("resnet", "convnet") else "pixel_values"
+        key = "images" if name.startswith("resnet") else "pixel_values"
         labels = torch.randint(0, CLASSES, (rows,), generator=generator)
         return {key: torch.randn(rows, 3, 16, 16, generator=generator), "labels": labels}
     ids = torch.randint(2, VOCABULARY, (rows, LENGTH), generator=generator)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,7 +126,7 @@ def _count(module: nn.Module) -> int:
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     if len(shapes) < 2 or takes.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) != 3 or not all(shapes):
         return 0
-    counts = {value for _, _, value in _counters(module)}
+    counts = {value for path, _, value in _counters(module) if not path}
     stacked = {shape[0] for shape in shapes}
     if len(stacked) == 1 and sum(len(shape) == 3 for shape in shapes) >= 2:
         return max(stacked) if max(stacked) > 1 else 0
@@ -299,13 +299,20 @@ def count_experts(module: nn.Module, experts: Experts, count: int) -> None:
 def standing_in(model: nn.Module) -> Iterator[None]:
     """While shapes run through `model` without values, its experts hand on what they are given: how they sort tokens asks for values."""
 
-    def stand_in(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        return next(tensor for tensor in (*args, *kwargs.values()) if tensor.is_floating_point()).clone()
+    def stand_in(module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        def hand_on(*args: Any, **kwargs: Any) -> Any:
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            kinds = [tensor.is_floating_point() for tensor in given]
+            return given[kinds.index(True)].clone() if sorted(kinds) == [False, True, True] else forward(*args, **kwargs)
+
+        return hand_on
 
     modules = [module for module in model.modules() if "forward" not in vars(module) and _count(module)]
     try:
         for module in modules:
-            module.forward = stand_in  # type: ignore[method-assign]
+            module.forward = stand_in(module)  # type: ignore[method-assign]
         yield
     finally:
         for module in modules:

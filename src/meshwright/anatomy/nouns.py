@@ -116,6 +116,8 @@ class Anatomy:
     stacks: tuple[tuple[str, int], ...] = ()
     """Every list of blocks with its length, in the order in which they run."""
     experts: tuple[Experts, ...] = ()
+    beside: tuple[str, ...] = ()
+    """Arguments of blocks that are made of parameters outside of them, beside the hidden state: stages behind the first cannot make them."""
     used: dict[str, Split] = field(default_factory=dict)
     """Parameters that every tensor rank holds whole and uses a share of; filled by `over`."""
 

@@ -285,6 +285,7 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
         against_sequence=_against_sequence(reading, blocks, shapes, splits),
         understood=tuple(said),
         replicated=tuple(name for name in shapes if name not in splits),
+        beside=tuple(reading.seen.beside) if reading.seen and len(reading.lists) == 1 else (),
         stacks=tuple((path, len(list(model.get_submodule(path).children()))) for path in stacks),
     )
 
@@ -312,6 +313,8 @@ def _against_sequence(reading: Reading, blocks: str, shapes: dict[str, torch.Siz
     """A matrix that stays whole inside the blocks may mix places of the sequence, or sees too few of them."""
     if len(reading.lists) > 1:
         return f"blocks stand in several lists ({', '.join(reading.lists)})"
+    if reading.seen and reading.seen.repeats:
+        return f"{reading.seen.repeats} runs more than once"
     found = [one for regions in reading.found.values() for one in regions]
     flat = next((one.region.columns[0] for one in found if not one.keeps_sequence), None)
     if flat:

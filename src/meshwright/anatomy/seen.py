@@ -95,4 +95,8 @@ class Trace:
     """Whole arguments of which each rank takes its heads."""
     shares: dict[str, list[tuple[Given, frozenset[str]]]] = field(default_factory=lambda: defaultdict(list))
     """Of each block: arguments that are shares already."""
+    beside: dict[str, str] = field(default_factory=dict)
+    """Arguments of blocks, other than the hidden state and what blocks return, that have gradients: of the first block that is given each."""
+    repeats: str = ""
+    """A block that runs more than once."""
     alive: list[Any] = field(default_factory=list)

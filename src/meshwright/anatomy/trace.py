@@ -17,6 +17,7 @@ only a part of it: the columns stay whole. The run is made with gradients on, so
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -100,6 +101,7 @@ class Watch(TorchFunctionMode):
         self.turned: dict[int, str] = {}  # transposed parameters
         self.origin: dict[int, torch.Tensor] = {}  # of a view of an argument: the argument
         self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(list)  # of an argument: the modules it was given to, and where
+        self.returned: set[int] = set()  # what blocks gave
         self.again = 0  # how deep in a block that has run before
         self.nothing = torch.empty(0)
         self.trace.alive.append(inputs)
@@ -112,6 +114,7 @@ class Watch(TorchFunctionMode):
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if depth == 1:
                 self.again += name in self.trace.blocks
+                self.trace.repeats = self.trace.repeats or (name if self.again else "")
                 self.trace.blocks.setdefault(name)
             self.stack.append(name)
             if not self.again:
@@ -135,6 +138,9 @@ class Watch(TorchFunctionMode):
         self.trace.inputs[name] = kwargs.get("hidden_states", next(tensors_in((args, kwargs)), self.nothing))
         self.trace.alive.append((args, kwargs))
         for key, value in [*enumerate(args), *kwargs.items()]:
+            if is_block and any(self._is_beside(tensor, name) for tensor in tensors_in(value)):
+                names = [*inspect.signature(module.forward).parameters]
+                self.trace.beside.setdefault(names[key] if isinstance(key, int) and key < len(names) else str(key), name)
             if not isinstance(value, torch.Tensor):
                 continue
             self.places[id(value)].append((name, key))
@@ -142,8 +148,13 @@ class Watch(TorchFunctionMode):
             if held is not None and is_block and held.dim is not None:
                 self.trace.shares[name].append((Given(name, key, held.dim, value.shape[held.dim]), held.columns))
 
+    def _is_beside(self, tensor: torch.Tensor, block: str) -> bool:
+        return tensor.requires_grad and tensor is not self.trace.inputs[block] and id(tensor) not in self.returned
+
     def _leave(self, name: str, result: Any, is_block: bool) -> None:
         given = self.trace.inputs[name]
+        if is_block:
+            self.returned.update(id(tensor) for tensor in tensors_in(result))
         if is_block:  # beside the hidden state a block may return attention weights, which stay shares
             hidden = next(tensors_in(result), self.nothing)
             held = self.share.pop(id(hidden), None)

@@ -50,6 +50,11 @@ class Absent(nn.Module):
         for name, value in vars(original).items():
             if not name.startswith("_") and isinstance(value, str | int | float | bool) and not hasattr(self, name):
                 setattr(self, name, value)
+        for name, child in original.named_children():  # models ask parts of parts for a type or a device
+            self.add_module(name, Absent(child, dtype))
+        for name, parameter in original._parameters.items():  # whoever reads values of what is elsewhere gets a loss that is no number
+            if parameter is not None:
+                setattr(self, name, torch.full((), torch.nan, dtype=dtype, device=parameter.device).expand(parameter.shape))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         first = hidden_of(args, kwargs)

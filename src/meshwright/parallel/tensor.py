@@ -33,6 +33,7 @@ from meshwright.anatomy import (
 from meshwright.base.errors import InputError
 from meshwright.parallel import collectives
 from meshwright.parallel.backlog import product
+from meshwright.parallel.chance import draw_apart
 from meshwright.parallel.columns import Column, Entry
 from meshwright.parallel.group import Group
 
@@ -68,6 +69,7 @@ def shard_model(model: nn.Module, anatomy: Anatomy, group: Group | None, sequenc
         head, entry = model.get_submodule(anatomy.head), Entry(group, False, 1)
         head.register_forward_pre_hook(entry, with_kwargs=True)
         _by_columns(head, entry, Split(0))
+    draw_apart(model, anatomy, group, sequence_parallel)
 
 
 def check(model: nn.Module, anatomy: Anatomy, ranks: int, sequence_parallel: bool) -> None:

@@ -1,0 +1,26 @@
+"""Batch norm: statistics over the samples that pass together make the loss depend on how a batch is divided.
+
+Rule: one device passes the whole batch at once. A plan passes dp x micro-batches pieces, each with statistics of its own: another mathematics, which
+no sum of gradients mends. Tensor ranks divide channels, whose statistics are their own, and stay exact.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.base.errors import InputError
+from meshwright.spec.plan import Plan
+
+
+def over_batch(model: nn.Module) -> str:
+    """Path of the first module with statistics over the batch; '' where there is none."""
+    return next((path for path, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)), "")
+
+
+def check_passes(path: str, plan: Plan, passes: int) -> None:
+    """Raises InputError when the statistics of the module at `path` would be over a part of the batch."""
+    if path and plan.dp * passes > 1:
+        raise InputError(
+            f"plan {plan.name}: {path} is a batch norm, and {plan.dp} x {passes} parts of the batch have other statistics than the whole: "
+            f"use dp1 with the batch as one micro-batch (tp stays exact), or a norm without them (GroupNorm)"
+        )
