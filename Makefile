@@ -70,7 +70,11 @@ $(READY):
 lock:
 	tool=$$(mktemp -d) && trap 'rm -rf "$$tool"' EXIT && $(PYTHON) -m venv "$$tool" && "$$tool/bin/python" -m pip -qq install pip-tools && \
 	"$$tool/bin/pip-compile" --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras --no-emit-index-url --no-emit-find-links \
-	  --no-emit-trusted-host --no-emit-options --no-header --no-annotate -o $(LOCK) requirements/development.in
+	  --no-emit-trusted-host --no-emit-options --no-header --no-annotate -o $(LOCK) requirements/development.in && \
+	"$$tool/bin/python" -m pip download -qq --no-deps --dest "$$tool/files" -r requirements/on_torch.in && \
+	for file in "$$tool"/files/*.whl; do \
+	  printf '%s \\\n    %s\n' "$$(basename "$$file" | cut -d- -f1,2 | sed s/-/==/)" "$$("$$tool/bin/python" -m pip hash "$$file" | grep -o -- '--hash=.*')" >> $(LOCK); \
+	done
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
