@@ -45,7 +45,7 @@ def verify(
     question = {"model": source.model_dump(), "plan": small.model_dump(mode="json"), "optimizer": rule, "precisions": DTYPES[dtype]}
     what = f"plan {choice.plan.name}" + (f", reduced to {small.name}" if small.name != choice.plan.name else "")
     note(
-        f"{source.name} with few and small layers, {what}, {small.world} gloo rank{'s' if small.world > 1 else ''} of this machine; dropout 0"
+        f"{source.name} with few and small layers, {what}, {small.world} rank{'s' if small.world > 1 else ''} of this machine; dropout 0"
     )
     findings = _run(small, question)
     if json:

@@ -197,11 +197,13 @@ def alone(question: Question, precision: str) -> dict[str, Any]:
     model.to(dtype)
     make = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(question.optimizer.name)
     rule = question.optimizer
+    decays = {True: rule.weight_decay, False: rule.weight_decay if rule.decay == "all" else 0.0}
+    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is kind], "weight_decay": decays[kind]} for kind in decays]
     if make is not None:
-        optimizer: torch.optim.Optimizer = make(model.parameters(), rule.lr, rule.betas, rule.eps, rule.weight_decay, foreach=False)
+        optimizer: torch.optim.Optimizer = make(groups, rule.lr, rule.betas, rule.eps, rule.weight_decay, foreach=False)
     else:
         momentum = rule.momentum if rule.name == "sgd-momentum" else 0.0
-        optimizer = torch.optim.SGD(model.parameters(), rule.lr, momentum, weight_decay=rule.weight_decay, foreach=False)
+        optimizer = torch.optim.SGD(groups, rule.lr, momentum, weight_decay=rule.weight_decay, foreach=False)
 
     def backward(batch: Batch) -> tuple[float, int]:
         optimizer.zero_grad()

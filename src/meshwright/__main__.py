@@ -1,0 +1,5 @@
+"""`python -m meshwright` is `meshwright`."""
+
+from meshwright.cli.main import main
+
+raise SystemExit(main())
