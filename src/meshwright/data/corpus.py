@@ -8,7 +8,6 @@ of about a quarter of a MiB, cut after a line end, so that no file has to fit in
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.base.errors import InputError, did_you_mean
+from meshwright.data.records import ARROW, LINES, json_object, rows_of_table, saved_dataset
 
-LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".parquet",)
 ARRAYS = (".npy", ".bin")
 STDLIB = "stdlib"
@@ -49,6 +48,8 @@ def find_files(sources: tuple[str, ...]) -> list[Path]:
 
 
 def _files_of(source: str, path: Path) -> list[Path]:
+    if path.is_dir() and (saved := saved_dataset(path)) is not None:
+        return _filled(saved)
     if path.is_dir():
         return _filled(sorted(item for item in path.rglob("*") if item.is_file() and not _hidden(item.relative_to(path))))
     if path.is_file():
@@ -90,6 +91,8 @@ def passages(files: list[Path], field: str) -> Iterator[Passage]:
                 yield from _json_lines(path, field)
             elif suffix in TABLES:
                 yield from _table_rows(path, field)
+            elif suffix == ARROW:
+                yield from _arrow_rows(path, field)
             else:
                 yield from _text_file(path)
         except OSError as error:
@@ -125,15 +128,7 @@ def _json_lines(path: Path, field: str) -> Iterator[Passage]:
 
 
 def _json_text(line: bytes, field: str, place: str) -> str:
-    try:
-        found: Any = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        what = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise InputError(f"{place}: not a line of JSON: {what}; {', '.join(LINES)} files hold one object a line") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{place}: a line holds an object with field {field!r}, this one holds a {type(found).__name__}")
+    found = json_object(line, place, field)
     if field not in found:
         raise InputError(f"{place}: no field {field!r}{_fields(field, list(found))}")
     return _checked(found[field], field, place)
@@ -169,6 +164,13 @@ def _table_rows(path: Path, field: str) -> Iterator[Passage]:
             yield from _rows_of(pyarrow.parquet.ParquetFile(file), field, str(path))
         except pyarrow.ArrowInvalid as error:
             raise InputError(f"data file {str(path)!r} is not whole Parquet: {str(error).splitlines()[0]}") from None
+
+
+def _arrow_rows(path: Path, field: str) -> Iterator[Passage]:
+    for place, fields in rows_of_table(path):
+        if field not in fields:
+            raise InputError(f"data file {str(path)!r} has no column {field!r}{_fields(field, list(fields))}")
+        yield from _whole(_checked(fields[field], field, place))
 
 
 def _rows_of(table: Any, field: str, name: str) -> Iterator[Passage]:

@@ -22,9 +22,12 @@ from meshwright.base.units import show_bytes
 from meshwright.data import packing
 from meshwright.data.arrays import open_arrays
 from meshwright.data.cache import kept
+from meshwright.data.chat import form_of
 from meshwright.data.corpus import ARRAYS, STDLIB, Passage, find_files, passages
 from meshwright.data.images import ShapeImages
+from meshwright.data.instructions import Instructions, open_instructions
 from meshwright.data.masking import mask_rows
+from meshwright.data.records import records
 from meshwright.data.tokens import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, Tokenizer, has_library, open_tokenizer, train_bpe
 from meshwright.spec.data import Data
 
@@ -102,17 +105,27 @@ class TextDataset:
 
 
 def open_dataset(
-    data: Data, sequence: int, vocabulary: int = 0, objective: Objective = "causal", say: Say = lambda line: None
-) -> TextDataset | ShapeImages:
+    data: Data,
+    sequence: int,
+    vocabulary: int = 0,
+    objective: Objective = "causal",
+    say: Say = lambda line: None,
+    positions: bool = False,
+) -> TextDataset | ShapeImages | Instructions:
     """The rows of `data`.
 
     `vocabulary` is how many tokens (or classes) the model has, 0 when it follows the data. `objective` is what the model learns: `causal`,
-    `masked` or `images`. `say` is told, in a line each, what is made for the first time and takes seconds.
+    `masked` or `images`. `say` is told, in a line each, what is made for the first time and takes seconds. `positions`: the model takes
+    `position_ids`, so that conversations can share a row.
     """
     if objective == "images" or SHAPES in data.sources:
         return _open_images(data, vocabulary, objective)
     name = ", ".join(data.sources)
     files = find_files(data.sources)
+    first = next(records(files), None)
+    form = form_of(first.fields, data.field) if first is not None else ""
+    if form:
+        return _instructions(data, files, form, sequence, objective, vocabulary, positions, say)
     arrays = [path for path in files if path.suffix.lower() in ARRAYS]
     if arrays and len(arrays) < len(files):
         other = next(path for path in files if path not in arrays)
@@ -124,6 +137,21 @@ def open_dataset(
     training, held_out = packing.split(tokens.documents, sequence, data.held_out, name)
     rows, held_out_rows = (packing.Rows(tokens.arrays, part, sequence) for part in (training, held_out))
     return TextDataset(name, rows, held_out_rows, tokens, objective)
+
+
+def _instructions(
+    data: Data, files: list[Path], form: str, sequence: int, objective: Objective, vocabulary: int, positions: bool, say: Say
+) -> Instructions:
+    name = ", ".join(data.sources)
+    if objective != "causal":
+        raise InputError(f"data source {name}: instructions are for models that write text, this one's objective is {objective}")
+    if form == "messages" and data.tokenizer in ("auto", "bytes", "bpe"):
+        raise InputError(f"data source {name}: messages need a chat template: set data.tokenizer to the folder of a tokenizer that has one")
+    look = _look(files)
+    tokenizer = _tokenizer(data.but(field="completion"), files, look, vocabulary, lambda what: say(f"{what} {name}, once"))
+    _check_vocabulary(tokenizer, vocabulary)
+    folder = open_instructions(files, form, tokenizer, data.tokenizer, repr(look))
+    return Instructions(name, folder, tokenizer, sequence, data.held_out, positions)
 
 
 def _open_images(data: Data, vocabulary: int, objective: Objective) -> ShapeImages:
@@ -156,11 +184,7 @@ def _text(data: Data, files: list[Path], vocabulary: int, name: str, say: Say) -
     look = _look(files)
     size = sum(path.stat().st_size for path in files)
     tokenizer = _tokenizer(data, files, look, vocabulary, lambda what: say(f"{what} {name} ({show_bytes(size)}), once"))
-    if vocabulary and tokenizer.vocabulary > vocabulary:
-        raise InputError(
-            f"tokenizer {tokenizer.name!r} has {tokenizer.vocabulary:,} tokens, the model's vocabulary {vocabulary:,}: "
-            "enlarge the model's, or set data.tokenizer to a smaller one"
-        )
+    _check_vocabulary(tokenizer, vocabulary)
 
     def make(folder: Path) -> None:
         say(f"encoding {name} ({show_bytes(size)}), once")
@@ -169,6 +193,14 @@ def _text(data: Data, files: list[Path], vocabulary: int, name: str, say: Say) -
     folder = kept(f"tokens-{_digest(_VERSION, look, data.field, tokenizer.digest)}", make, packing.is_encoded)
     arrays, documents = packing.read_encoded(folder)
     return Tokens(arrays, documents, tokenizer, tokenizer.vocabulary, _digest(packing.read_entry(folder).digest, tokenizer.digest))
+
+
+def _check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
+    if vocabulary and tokenizer.vocabulary > vocabulary:
+        raise InputError(
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocabulary:,} tokens, the model's vocabulary {vocabulary:,}: "
+            "enlarge the model's, or set data.tokenizer to a smaller one"
+        )
 
 
 def _tokenizer(data: Data, files: list[Path], look: list[list[object]], vocabulary: int, say: Say) -> Tokenizer:

@@ -30,7 +30,7 @@ from meshwright.spec.record import StepRecord
 from meshwright.train.keep import ranks_of
 from meshwright.train.memory import cuda_memory, resident, watching
 from meshwright.train.metrics import Records, agree
-from meshwright.train.model import build_model, objective_of, vocabulary_of
+from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
 from meshwright.train.optimizer import learning_rate, optimizer_of
 from meshwright.train.rank import Channel, Connection, connect
 from meshwright.train.sample import why_no_sample, write_text
@@ -64,7 +64,9 @@ class Loop:
         model = build_model(launch.model, launch.workload.seed, lora=launch.workload.lora)
         self.objective = objective_of(launch.model, model)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary_of(launch.model, model), self.objective, self._note)
+        dataset = open_dataset(
+            launch.data, launch.workload.sequence, vocabulary_of(launch.model, model), self.objective, self._note, takes_positions(model)
+        )
         self.dataset, self.loader = dataset, Loader(dataset, launch.workload.batch, launch.workload.seed)
         rule, precision = launch.workload.optimizer, launch.workload.precision
         self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=precision, clip=rule.clip, seed=launch.workload.seed)

@@ -6,7 +6,9 @@ Promise: the same seed gives the same weights on every rank and under every plan
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -86,6 +88,20 @@ def objective_of(source: ModelSource, model: nn.Module) -> Objective:
     if kind == "convnet" or type(model).__name__.endswith("ForImageClassification"):
         return "images"
     return "masked" if kind == "bert" or type(model).__name__.endswith("ForMaskedLM") else "causal"
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether rows may hold several conversations: positions that begin anew tell the model not to look across.
+
+    Rule: its forward takes them, and its own code hands them to transformers' maker of masks. Any other model gets one conversation a row.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters or not hasattr(model, "config"):
+        return False
+    try:
+        code = inspect.getsource(sys.modules[type(model).__module__])
+    except (OSError, TypeError, KeyError):
+        return False
+    return re.search(r"create_causal_mask\([^)]*position_ids=position_ids|\"position_ids\": position_ids", code) is not None
 
 
 def vocabulary_of(source: ModelSource, model: nn.Module) -> int:
