@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from bench import labels, peers, search, simulate, start
+from bench import labels, peers, pipeline, search, simulate, start
 
-KNOWN = {"start": start, "search": search, "simulate": simulate, "labels": labels, "peers": peers}
+KNOWN = {"start": start, "search": search, "simulate": simulate, "labels": labels, "peers": peers, "pipeline": pipeline}
 
 
 def main(arguments: list[str]) -> None:
