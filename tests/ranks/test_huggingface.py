@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from equality import check, make_batch, make_optimizer
+from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
 
@@ -340,6 +341,8 @@ def test_adapters_are_exported_for_peft_and_added_to_the_weights(ranks: Any, fol
     ranks.run(2, train_adapters, folder, "dp2.z3", 1, str(tmp_path / "run"))
     path = tmp_path / "run" / "step-00000001"
     export_adapter(path, tmp_path / "adapter", LORA, folder, {})
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as handle:
+        assert all(key.startswith("base_model.model.") and ".lora_" in key and "optimizer" not in key for key in handle.keys())  # noqa: SIM118
     config = json.loads((folders[name] / "config.json").read_text())
     export(path, tmp_path / "merged", config, lora=LORA)
     ids = torch.arange(40).view(2, 20)

@@ -30,8 +30,8 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a checkpoint's tensor is one of an adapter's."""
-    return name.endswith((A, B))
+    """Whether a checkpoint's tensor is a weight of an adapter."""
+    return name.startswith(PREFIX) and name.endswith((A, B))
 
 
 class Folded:

@@ -44,9 +44,7 @@ def verify(
     rule = file.workload.optimizer.model_dump(mode="json")
     question = {"model": source.model_dump(), "plan": small.model_dump(mode="json"), "optimizer": rule, "precisions": DTYPES[dtype]}
     what = f"plan {choice.plan.name}" + (f", reduced to {small.name}" if small.name != choice.plan.name else "")
-    note(
-        f"{source.name} with few and small layers, {what}, {small.world} rank{'s' if small.world > 1 else ''} of this machine; dropout 0"
-    )
+    note(f"{source.name} with few and small layers, {what}, {small.world} rank{'s' if small.world > 1 else ''} of this machine; dropout 0")
     findings = _run(small, question)
     if json:
         equal = all(finding["equal"] for finding in findings)
