@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import torch
+from mixtures import MIXTURES, build_mixture
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,6 +26,8 @@ TOLERANCE = {"fp64": (1e-10, 1e-10), "fp32": (1e-6, 1e-5)}
 
 def make_model(name: str) -> nn.Module:
     torch.manual_seed(0)
+    if name in MIXTURES:
+        return build_mixture(name)
     if name.startswith("hf-"):
         return _hugging_face(name)
     if name == "convnet":

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import ROWS, alone, anatomy_of, check, difference, make_batch, make_model, make_optimizer, train
+from equality import ROWS, alone, anatomy_of, check, make_batch, make_model, make_optimizer, train
 from mixtures import MIXTURES
 from test_cost_states import held
 
@@ -21,15 +21,22 @@ from meshwright.spec.runs import missing
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
-    ("mixture", "dp2"), ("mixture", "dp2.ep2.z1"), ("mixture", "dp2.ep2.z2.rc-layer"), ("mixture", "dp4.ep2.z3"), ("mixture", "dp2x2.ep2.z2.mb2"), ("mixture", "tp2"),
-    ("mixture", "tp2.ep2"), ("mixture", "tp2.sp.ep2.mb2"), ("mixture", "tp2.sp.mb2"), ("mixture", "tp4.ep2"), ("mixture", "dp2.tp2.ep4.z1"), ("mixture", "dp2.pp2.ep2.z3"), ("mixture", "dp2.tp2.pp2.ep2.z3.mb2"),
-    ("mixture", "cp2.ep2"), ("mixtral", "dp2.ep2.z2"), ("qwen3-moe", "tp2.sp.ep2.mb2"), ("qwen2-moe", "tp2.ep2"), ("gpt-oss", "dp2.tp2.ep2.z1"), ("gpt-oss", "tp2"),
-    ("olmoe", "tp2.ep2"), ("granite-moe", "dp2.ep2.z3"), ("dbrx", "tp2.ep2"),
+    ("mixture", "dp2.ep2.z1"), ("mixture", "dp2.ep2.z2.rc-layer"), ("mixture", "tp2"), ("mixture", "tp2.sp.ep2.mb2"), ("mixture", "cp2.ep2"),
+    ("mixture", "dp2.tp2.ep4.z3.mb2"), ("mixture", "tp4.ep2.mb4"), ("mixture", "dp2.pp2.ep2.z3"), ("mixtral", "dp2.ep2.z2"), ("qwen3-moe", "tp2.sp.ep2.mb2"),
+    ("qwen2-moe", "tp2.ep2.mb2"), ("gpt-oss", "tp2.mb2"), ("dbrx", "tp2.ep2.mb2"),
 ]  # fmt: skip
-"""Each strategy with experts, and each family that computes in float64 throughout, under some of them."""
+"""Each strategy with experts, and families of each form, under some of them."""
+
+WIDER = [
+    ("mixture", "dp2"), ("mixture", "dp4.ep2.z1"), ("mixture", "dp2x2.ep2.z2.mb2"), ("mixture", "tp2.sp.mb2"), ("mixture", "dp2.tp2.ep2.z1"),
+    ("mixture", "dp2.tp2.pp2.ep2.z3.mb2"), ("mixture", "dp2.cp2.ep4.z1"), ("mixture", "dp2.pp2.ep2.z2.interleaved2"), ("mixture", "pp2.tp2.ep2.zbv"),
+    ("mixture", "dp2.ep2.z1.rc-selective"), ("mixtral", "tp2.mb2"), ("gpt-oss", "tp4.ep2.mb2"), ("olmoe", "tp2.ep2"), ("granite-moe", "dp2.ep2.z3"),
+]  # fmt: skip
 
 RATHER = [("deepseek-v3", "dp2.ep2.z3"), ("deepseek-v3", "tp2.ep2"), ("deepseek-v3", "pp3"), ("glm4-moe", "dp2.tp2.ep4.z1")]
-"""Routers that compute in float32 whatever the model computes in: their sums are exact to that."""
+"""Families whose router computes in float32 whatever the model computes in: sums are exact to that."""
+
+SOAKED = [*((model, plan, "fp64") for model, plan in WIDER), *((model, plan, "fp32") for model, plan in [*SAMPLE, *RATHER[1:]])]
 
 
 @functools.cache
@@ -42,12 +49,20 @@ def test_a_mixture_computes_what_one_device_computes_in_float64(ranks: Any, mode
     check(expected(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 
 
-@pytest.mark.parametrize(("model", "plan"), RATHER)
-def test_a_mixture_computes_what_one_device_computes_in_float32(ranks: Any, model: str, plan: str) -> None:
+def test_latent_attention_and_routing_by_sigmoids_compute_what_one_device_computes_in_float32(ranks: Any) -> None:
+    model, plan = RATHER[0]
     check(expected(model, "fp32"), ranks.run(parse_plan(plan).world, train, model, plan, "fp32", 2), "fp32")
 
 
-@pytest.mark.parametrize(("first", "second"), [("dp2.tp2.ep4.z3", "tp2"), ("tp2", "dp2.tp2.ep2.z1"), ("dp4.ep2.z2", "pp2")])
+@pytest.mark.soak
+@pytest.mark.parametrize(("model", "plan", "precision"), SOAKED)
+def test_a_mixture_computes_what_one_device_computes_under_more_plans(ranks: Any, model: str, plan: str, precision: str) -> None:
+    check(expected(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("dp2.tp2.ep4.z3", "tp2"), ("tp2", "dp2.ep2.z1"), pytest.param("dp4.ep2.z2", "pp2", marks=pytest.mark.soak)]
+)
 def test_a_mixture_goes_on_from_a_checkpoint_of_another_layout_as_if_nothing_had_been(
     ranks: Any, tmp_path: Path, first: str, second: str
 ) -> None:
@@ -74,3 +89,116 @@ def go_on(plan: str, folder: str) -> list[float]:
     trainer = make_trainer(plan)
     trainer.load(Path(folder) / "step-00000002")
     return [trainer.step(make_batch("gpt-oss", 2)).loss]
+
+
+def test_ranks_hold_the_bytes_of_the_estimate_with_experts_dealt_to_data_and_tensor_ranks(ranks: Any) -> None:
+    from meshwright.cost.step import estimate
+    from meshwright.intake.architecture import model_spec
+    from meshwright.intake.clusters import read_cluster
+    from meshwright.intake.sizes import Sizes
+    from meshwright.spec.job import Job
+    from meshwright.spec.workload import Workload
+
+    sizes = {
+        "kind": "decoder",
+        "layers": 4,
+        "hidden": 48,
+        "heads": 4,
+        "ffn": 20,
+        "vocab": 101,
+        "seq": 16,
+        "experts": 6,
+        "top_k": 2,
+        "moe_ffn": 20,
+    }
+    for name, precision in (("dp2.ep2.z1", "bf16"), ("dp2.tp2.ep2.z3", "fp32"), ("tp4.ep2", "fp32")):
+        plan = parse_plan(name).but(bucket=30_000)
+        workload = Workload(batch=4, sequence=16, precision=precision)
+        job = Job(model=model_spec("mixture", Sizes(**sizes)), cluster=read_cluster(f"1x{plan.world}:cpu"), workload=workload)
+        memory = estimate(job, plan).per_stage[0]
+        for rank, found in enumerate(ranks.run(plan.world, held, sizes, name, precision, 30_000)):
+            if rank % plan.tp == 0:  # the vocabulary does not divide: the other tensor ranks hold some rows less
+                assert found == {kind: getattr(memory, kind) for kind in found}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "message"),
+    [
+        ("mixture", "dp3.ep3.z1", "ep(3) does not divide experts(8)"),
+        ("llama", "dp2.ep2.z1", "ep(2) needs experts"),
+        ("mixture", "dp2.ep2", "ep(2) does not divide dp_shard(1) * cp(1) * tp(1) = 1"),
+    ],
+)
+def test_experts_that_cannot_be_dealt_are_refused_in_one_line(ranks: Any, model: str, plan: str, message: str) -> None:
+    for said in ranks.run(parse_plan(plan).world, refusal, plan, model):
+        assert message in said and "\n" not in said
+
+
+def test_a_balance_loss_that_every_cut_of_the_batch_would_change_is_refused() -> None:
+    model = make_model("mixtral")
+    model.config.output_router_logits = True  # type: ignore[union-attr, assignment]
+    with pytest.raises(InputError, match="output_router_logits is true"):
+        parallelize(model, make_optimizer, "dp1")
+
+
+def refusal(plan: str, model: str) -> str:
+    """On every rank: what making the trainer says."""
+    with pytest.raises(InputError) as caught:
+        make_trainer(plan, model=model)
+    return str(caught.value)
+
+
+def test_the_record_says_how_much_busier_the_busiest_expert_is_whatever_the_plan(ranks: Any) -> None:
+    model, batch = make_model("mixture").double(), make_batch("mixture", 0)
+    chosen: list[torch.Tensor] = []
+    for module in model.modules():
+        if type(module).__name__ == "Experts":
+            module.register_forward_pre_hook(lambda module, args: chosen.append(torch.bincount(args[1].flatten(), minlength=8)))
+    model(batch["input_ids"])
+    expected_load = max(float(counts.max() * 8 / counts.sum()) for counts in chosen)
+    for plan in ("dp2.tp2.ep2.z1", "pp2"):
+        assert set(ranks.run(parse_plan(plan).world, load_of, plan)) == {expected_load}
+
+
+def load_of(plan: str) -> float:
+    """On every rank: the load in the first record."""
+    load = make_trainer(plan, model="mixture").step(make_batch("mixture", 0)).expert_load
+    assert load is not None
+    return float(load)
+
+
+def product() -> Iterator[tuple[str, str]]:
+    """Every plan of 2, 4, 6 and 8 ranks with experts dealt, on every mixture."""
+    for model in MIXTURES:
+        for tp, pp, cp, dp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 3, 4, 8)):
+            for zero, replicate, ep, parallel in itertools.product(range(4), (1, 2), (1, 2, 4, 8), (False, True)):
+                if (
+                    tp * pp * cp * dp not in (2, 4, 6, 8)
+                    or dp % replicate
+                    or (replicate > 1 and not (zero and dp > replicate))
+                    or (parallel and tp == 1)
+                ):
+                    continue
+                groups = {"dp_replicate": dp} if zero == 0 else {"dp_replicate": replicate, "dp_shard": dp // replicate}
+                try:
+                    plan = Plan(**groups, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, sequence_parallel=parallel)
+                    plan.micro_batches(ROWS if dp != 3 else ROWS * 3)
+                except (InputError, ValueError):
+                    continue
+                if ep > 1 and not missing(plan) and not list(world_faults(plan, plan.world)) and ROWS % dp == 0:
+                    yield model, plan.name
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", MIXTURES)
+def test_every_plan_with_experts_computes_what_one_device_computes(ranks: Any, model: str) -> None:
+    failures = []
+    for _, plan in filter(lambda pair: pair[0] == model, product()):
+        precision = "fp32" if model in {name for name, _ in RATHER} else "fp64"
+        try:
+            check(expected(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+        except Exception as error:
+            said = str(error).strip().splitlines()[-1]
+            if "InputError" not in said:
+                failures.append(f"{plan}: {said}")
+    assert not failures, "\n".join(failures)

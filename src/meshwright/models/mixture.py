@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.models.llama import Attention, LlamaConfig, RMSNorm, Rotary
-from meshwright.models.output import Output, output
+from meshwright.models.llama import Llama, LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -73,52 +72,12 @@ class Mixture(nn.Module):
         return self.experts(tokens, index, weights).view_as(x)
 
 
-class Block(nn.Module):
-    def __init__(self, config: MixtureConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.base.hidden, config.base.eps)
-        self.self_attn = Attention(config.base)
-        self.post_attention_layernorm = RMSNorm(config.base.hidden, config.base.eps)
-        self.mlp = Mixture(config)
-
-    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Decoder(nn.Module):
-    def __init__(self, config: MixtureConfig) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.base.vocab, config.base.hidden)
-        self.rotary = Rotary(config.base.head_size, config.base.rope_base)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.base.layers))
-        self.norm = RMSNorm(config.base.hidden, config.base.eps)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(input_ids)
-        positions = self.rotary(x)
-        for layer in self.layers:
-            x = layer(x, positions)
-        return self.norm(x)
-
-
-class MixtureLM(nn.Module):
-    """The language model: decoder and vocabulary head."""
-
-    shift_labels = True
+class MixtureLM(Llama):
+    """The language model: Llama's, with a mixture in each block."""
 
     def __init__(self, config: MixtureConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.model = Decoder(config)
-        self.lm_head = nn.Linear(config.base.hidden, config.base.vocab, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
+        super().__init__(config.base)
+        for layer in self.model.layers:
+            layer.mlp = Mixture(config)
+            for parameter in layer.mlp.parameters():
                 nn.init.normal_(parameter, std=config.base.init_std)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-        if config.base.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
-        return output(self.lm_head(self.model(input_ids)), labels, self.shift_labels)

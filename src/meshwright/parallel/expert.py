@@ -44,6 +44,12 @@ Rows = tuple[tuple[int, ...], ...]
 def check(anatomy: Anatomy, plan: Plan) -> None:
     """InputError where the experts cannot be dealt to so many ranks, or shared by so many."""
     ep, shares = plan.ep, plan.expert_tensor
+    inner = plan.dp_shard * plan.cp * plan.tp
+    if inner % ep:
+        raise InputError(
+            f"plan {plan.name}: ep({ep}) does not divide dp_shard({plan.dp_shard}) * cp({plan.cp}) * tp({plan.tp}) = {inner}"
+            + ("; at ZeRO 0 data ranks are replicas: use z1, z2 or z3" if plan.dp > 1 and not plan.zero else "")
+        )
     if ep > 1 and not anatomy.experts:
         raise InputError(f"plan {plan.name}: ep({ep}) needs experts that are given pairs of token and expert; none were found: use ep1")
     for experts in anatomy.experts:
