@@ -216,7 +216,7 @@ class Proof:
         count = experts.count
         some = torch.tensor(sorted({0, 1 % count, count // 2, count - 1}))
         index = torch.stack([some, some.roll(1)], 1).repeat(2, 1)
-        index = torch.cat([index, index[:1]])  # as many pairs as tokens on no rank: what depends on their number shows
+        index = torch.cat([index, torch.zeros_like(index[:1])])  # on no rank as many pairs as tokens: what depends on their number shows
         self.index = index.to(one.device)
         self.hidden = torch.randn(len(index), width, generator=random).to(one.device, one.dtype)
         self.weights = (torch.rand(index.shape, generator=random) + 0.5).to(one.device, one.dtype)
