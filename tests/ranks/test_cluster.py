@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,12 @@ from meshwright.probe.network import Network
 from meshwright.spec.measurement import Pair
 from meshwright.spec.plan import Plan
 
+JOB = """
+model: {name: llama-tiny, sizes: {layers: 2, hidden: 32, heads: 4, kv_heads: 4, head_dim: 8, ffn: 64, vocab: 258, seq: 64}}
+workload: {sequence: 32, batch: 8, steps: 4, precision: fp32}
+data: {source: text.txt, tokenizer: bytes, held_out: 0.1}
+cluster: {name: "local:2"}
+"""
 WIRE = 4e6
 NODES = Scaled(shares=(0.6, 0.6, 0.3, 0.3), nodes=(0, 0, 1, 1), wires=(WIRE, WIRE), motion=1.0)
 
@@ -130,3 +137,15 @@ def test_a_killed_emulator_leaves_no_process_and_the_next_one_removes_its_quotas
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
     assert permitted()
     assert not list(Path("/sys/fs/cgroup").glob(f"**/meshwright-{process.pid}-*"))
+
+
+def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n}\n" for n in range(400)))
+    (tmp_path / "job.yaml").write_text(JOB)
+    command = [sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", "runs/tried", "--trials", "3"]
+    environment = {**os.environ, "MESHWRIGHT_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    tried = {match[1]: float(match[2]) for match in re.finditer(r"^trial  (\S+): ([0-9.]+) ms a step", done.stderr, re.MULTILINE)}
+    assert 2 <= len(tried) <= 3
+    assert f"plan {min(tried, key=lambda name: tried[name])}, as asked" in done.stderr

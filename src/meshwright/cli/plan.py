@@ -28,6 +28,9 @@ class Wanted:
         Parameter(help="the least time, the fewest devices, the least money (the cluster file has prices), or the least memory"),
     ] = "fastest"
     runnable: Annotated[bool, Parameter(negative="", help="only plans that this version runs; others are planned, not run")] = False
+    trials: Annotated[
+        int, Parameter(help="run up to so many of the best plans here for a few steps each, refit the estimate, rank again")
+    ] = 0
 
 
 @Parameter(name="*")
@@ -64,6 +67,7 @@ def plan(
     """
     from meshwright.base.errors import InputError
     from meshwright.cli.preparation import read_file
+    from meshwright.cli.trials import led_by, tried
     from meshwright.intake.job import resolve
     from meshwright.intake.plans import parse_pins
     from meshwright.search.answer import Objective
@@ -88,9 +92,14 @@ def plan(
     if wanted.pin:
         question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
     try:
-        answer = search(question, shown.top, Objective(wanted.objective), wanted.runnable)
+        found = tried(file, question, wanted.trials) if wanted.trials else (question, None)
+        if found is None:
+            return 0
+        question, best = found
+        answer = search(question, shown.top, Objective(wanted.objective), wanted.runnable or best is not None)
     except NoPlanFits as error:
         raise error.said(language) from None
+    answer = led_by(question, answer, best) if best is not None else answer
     question = narrowed(question, answer)
     if shown.why_not is not None:
         _why_not(question, answer, shown.why_not, wanted.runnable, language, json)

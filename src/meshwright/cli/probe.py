@@ -40,6 +40,7 @@ def probe(
     from meshwright.base.errors import InputError
     from meshwright.cost.calibration import calibrated
     from meshwright.intake.clusters import keep_local, read_cluster
+    from meshwright.spec.measurement import QUIET
     from meshwright.train.rank import launched
 
     if save is not None and (save.is_dir() or not save.parent.is_dir()):
@@ -57,8 +58,9 @@ def probe(
         return 0
     result = calibrated(found, known)
     if me is None and known.name.startswith("local"):
-        kept = keep_local(result.cluster)
-        note(f"kept in {kept}: --cluster local is this from now on" if kept else "not kept: the cache cannot be written")
+        kept = keep_local(result.cluster) if found.busy <= QUIET else None
+        why = "other programs were busy meanwhile" if found.busy > QUIET else "the cache cannot be written"
+        note(f"kept in {kept}: --cluster local is this from now on" if kept else f"not kept: {why}")
     if save is not None:
         save.write_text(result.cluster.to_json() + "\n", encoding="utf-8")
         note(f"the cluster is in {save}; `--cluster {save}` uses it")

@@ -39,6 +39,9 @@ def train(
     ] = None,
     steps: Annotated[int | None, Parameter(help="optimizer steps in all")] = None,
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
+    trials: Annotated[
+        int, Parameter(help="before: run up to so many of the best plans for a few steps each, and train with the fastest")
+    ] = 0,
     json: AsJson = False,
 ) -> int:
     """Plan a job, start its ranks on this machine, train; leave records, checkpoints and a report in a run folder.
@@ -47,6 +50,7 @@ def train(
 
     Try: meshwright train --model gpt2-tiny --steps 100 --cluster local:4 --pin tp=2
     """
+    from meshwright.base.errors import InputError
     from meshwright.train.rank import launched
     from meshwright.train.screen import Screen
 
@@ -57,7 +61,11 @@ def train(
     screen = Screen()
     try:
         if me is None:
-            folder = _supervise(job, shared, pin, screen)
+            folder = _supervise(job, shared, pin, screen, trials)
+        elif trials:
+            raise InputError(
+                "--trials: these ranks were started elsewhere: try plans with `meshwright plan --trials` first, and give --plan"
+            )
         else:
             folder = _be_a_rank(me, job, shared, pin, screen)
     finally:
@@ -67,15 +75,34 @@ def train(
     return 0
 
 
-def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen) -> Path:
+def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int = 0) -> Path:
     """Ranks of this machine, each a child of this process."""
     from meshwright.elastic.supervisor import Supervisor, Work
 
+    shared = _after_trials(job, shared, pin, trials) if trials else shared
     with _prepared(job, shared, pin, screen, None) as (launch, folder):
         warm = (LOOP, *(("transformers.modeling_utils",) if launch.model.folder else ()))
         work = Work(f"{LOOP}:train", launch.plan.world, launch.model_dump(mode="json"), folder, warm)
         Supervisor(work, lambda rank, message: screen.hear(message), screen.note, launch.run.grace).run()
     return folder
+
+
+def _after_trials(job: Path | None, shared: Shared, pin: str | None, trials: int) -> Shared:
+    """The options with the plan that trials found; as they are where the plan is given, or the run has begun with one."""
+    from meshwright.cli.options import note
+    from meshwright.cli.preparation import folder_of, read_file, source_of
+    from meshwright.cli.trials import tried
+    from meshwright.intake.job import resolve
+    from meshwright.intake.plans import parse_pins
+
+    file = read_file(job, shared)
+    if file.given_plan() is not None or (folder_of(file, source_of(file)) / "plan.json").is_file():
+        note("no trials: the plan is given, or the run has begun with one")
+        return shared
+    question = resolve(file)
+    found = tried(file, question.but(pins={**question.pins, **parse_pins(pin)}) if pin else question, trials)
+    best = found[1] if found else None
+    return dataclasses.replace(shared, plan=best.plan.name) if best else shared
 
 
 @contextmanager

@@ -21,16 +21,13 @@ from meshwright.cost import constants
 from meshwright.cost.collectives import Fabric, exchange, group
 from meshwright.cost.tiers import tiers
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
-from meshwright.spec.measurement import Measured, Measurement, Timing
+from meshwright.spec.measurement import QUIET, Measured, Measurement, Timing
 
 ALIKE = 0.15
 """Part of their speed by which devices of one group may differ."""
 
 SLOW = 0.85
 """Of the middle of its group, below which a device is said to be slow."""
-
-QUIET = 0.15
-"""Processors that others may keep busy before a measurement is said to be disturbed."""
 
 STEPS = (2.0, 1.4, 1.1, 1.03)
 UNFITTED = 0.35

@@ -7,6 +7,9 @@ from pydantic import Field
 from meshwright.base.codec import Noun
 from meshwright.base.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
+QUIET = 0.15
+"""Processors that other programs may keep busy before a measurement counts as disturbed."""
+
 
 class Product(Noun):
     """Rate of square matrix products of `size`, in seconds of the device's own."""

@@ -1,0 +1,114 @@
+"""Trials: the best plans are run for a few steps, the terms of the estimate refitted, the plans ranked again.
+
+    refit    devices and links of the cluster times one factor each, compute and link, with which the estimates of the plans tried so far come nearest
+             to what was measured: least sum of log(estimate / measured)^2, plus RIDGE log(factor)^2, so that one trial moves little that it says nothing about
+    next     the best plan; then the best one with other degrees, which says what the first cannot; then whichever the refitted estimate
+             ranks first among those not tried, as long as it promises GAIN over the best that was measured
+
+The refitted cluster is the same noun again: the whole search runs on it, and it is kept for the next job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+
+from pydantic import Field
+
+from meshwright.base.codec import Noun
+from meshwright.base.units import Seconds
+from meshwright.cost.step import estimate
+from meshwright.search.rank import search
+from meshwright.spec.cluster import Cluster, Link, NodeGroup
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+
+GAIN = 0.01
+"""Part of the step that another trial must promise."""
+
+RIDGE = 5e-4
+STEPS = (2.0, 1.3, 1.08, 1.02, 1.005)
+TOP = 40
+"""Plans among which the next one is looked for."""
+
+
+class Trial(Noun):
+    """A plan that was run; `why` it could not be, where `measured` is None. `predicted` before it was run."""
+
+    plan: Plan
+    predicted: Seconds
+    measured: Seconds | None = None
+    why: str = ""
+    busy: float = Field(default=0.0, ge=0, description="processors that other programs kept busy meanwhile")
+
+
+def next_trial(job: Job, trials: Sequence[Trial], most: int) -> tuple[Plan, float] | None:
+    """What to run next, and the seconds that it is predicted to take; None when that would teach nothing, or `most` have been run."""
+    if len(trials) >= most:
+        return None
+    again = refitted(job, trials)
+    tried = {trial.plan for trial in trials}
+    entries = [entry for entry in search(again, TOP, runnable=True).plans if entry.plan not in tried]
+    measured = [trial.measured for trial in trials if trial.measured]
+    if trials and len(measured) == 1:
+        degrees = {_degrees(trial.plan) for trial in trials}
+        entries = [entry for entry in entries if _degrees(entry.plan) not in degrees] or entries
+    elif measured:
+        entries = [entry for entry in entries if entry.estimate.time.step < (1.0 - GAIN) * min(measured)]
+    return (entries[0].plan, entries[0].estimate.time.step) if entries else None
+
+
+def best_of(trials: Sequence[Trial]) -> Trial | None:
+    """The fastest that was measured."""
+    ran = [trial for trial in trials if trial.measured]
+    return min(ran, key=lambda trial: trial.measured or 0.0, default=None)
+
+
+def refitted(job: Job, trials: Sequence[Trial]) -> Job:
+    """`job` on the cluster with which its estimates come nearest to `trials`."""
+    ran = [trial for trial in trials if trial.measured]
+    if not ran:
+        return job
+
+    def loss(factors: tuple[float, float]) -> float:
+        trying = job.but(cluster=scaled(job.cluster, *factors))
+        off = (log(estimate(trying, trial.plan).time.step / (trial.measured or 1.0)) for trial in ran)
+        return sum(each**2 for each in off) + RIDGE * sum(log(factor) ** 2 for factor in factors)
+
+    at = (1.0, 1.0)
+    least = loss(at)
+    for step in STEPS:
+        moved = True
+        while moved:
+            moved = False
+            for change in ((step, 1.0), (1 / step, 1.0), (1.0, step), (1.0, 1 / step)):
+                trial = (at[0] * change[0], at[1] * change[1])
+                if (found := loss(trial)) < least:
+                    at, least, moved = trial, found, True
+    return job.but(cluster=scaled(job.cluster, *at))
+
+
+def scaled(cluster: Cluster, compute: float, links: float) -> Cluster:
+    """Devices `compute` times as fast, links `links` times.
+
+    >>> from meshwright.spec.cluster import Device
+    >>> link = Link(name="a", bandwidth=1e9, latency=1e-5)
+    >>> group = NodeGroup(nodes=1, devices=2, device=Device(name="d", memory=1e9, bandwidth=1e9, peak={"fp32": 1e9}), link=link)
+    >>> found = scaled(Cluster(name="c", groups=(group,), network=link), 2.0, 0.5)
+    >>> found.groups[0].device.peak, found.network.bandwidth, found.groups[0].link.latency
+    ({'fp32': 2000000000.0}, 500000000.0, 2e-05)
+    """
+
+    def link(each: Link) -> Link:
+        return each.but(bandwidth=each.bandwidth * links, latency=each.latency / links)
+
+    def group(each: NodeGroup) -> NodeGroup:
+        device = each.device
+        peak = {name: rate * compute for name, rate in device.peak.items()}
+        return each.but(device=device.but(peak=peak, bandwidth=device.bandwidth * compute), link=link(each.link))
+
+    return cluster.but(groups=tuple(map(group, cluster.groups)), network=link(cluster.network))
+
+
+def _degrees(plan: Plan) -> tuple[int, ...]:
+    return plan.dp, plan.tp, plan.pp, plan.cp, plan.ep

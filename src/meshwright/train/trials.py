@@ -1,0 +1,95 @@
+"""A few steps of a plan on the ranks that are there, timed: the job's own model and data, nothing kept.
+
+Promise: plans follow one another in the same processes; a plan that the runtime refuses is said, not raised, on every rank alike. The seconds
+are the lower median over steps of the slowest rank's, the first steps left out: they open files, fill caches and learn shapes.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meshwright.base.errors import InputError
+from meshwright.data.dataset import open_dataset
+from meshwright.data.loader import Loader
+from meshwright.parallel.exchange import all_reduce
+from meshwright.probe.machine import busy_seconds
+from meshwright.spec.launch import Launch
+from meshwright.spec.plan import Plan
+from meshwright.train.model import build_model, objective_of, vocabulary_of
+from meshwright.train.optimizer import optimizer_of
+from meshwright.train.trainer import Share, Trainer, parallelize
+
+FIRST, STEPS = 2, 4
+"""Steps that do not count, and those that do."""
+
+
+class Timed(NamedTuple):
+    """Seconds of a step, None where the plan was refused, and `why`; processors of this machine that other programs kept busy meanwhile."""
+
+    seconds: float | None
+    why: str = ""
+    busy: float = 0.0
+
+
+class Ground:
+    """Where plans are tried: what they share. All ranks make one and call it alike."""
+
+    def __init__(self, launch: Launch, steps: int = STEPS) -> None:
+        self.launch, self.steps = launch, steps
+        model = self._model()
+        objective, work = objective_of(launch.model, model), launch.workload
+        dataset = open_dataset(launch.data, work.sequence, vocabulary_of(launch.model, model), objective, lambda _: None)
+        self.loader = Loader(dataset, work.batch, work.seed)
+
+    def _model(self) -> Any:
+        return build_model(self.launch.model, self.launch.workload.seed, lora=self.launch.workload.lora)
+
+    def try_plan(self, plan: Plan) -> Timed:
+        work = self.launch.workload
+        try:
+            plan.micro_batches(work.batch)
+            trainer = parallelize(self._model(), optimizer_of(work.optimizer), plan, precision=work.precision, clip=work.optimizer.clip)
+        except InputError as error:
+            return Timed(None, str(error))
+        if trainer.engine.unfilled:
+            trainer.load_weights(self.launch.model.folder)
+        try:
+            return self._steps(trainer)
+        finally:
+            trainer.close()
+            groups = [group.process for group in trainer.mesh.groups.values() if group.process not in (None, dist.group.WORLD)]
+            del trainer
+            gc.collect()
+            for group in groups:
+                dist.destroy_process_group(group)
+
+    def _steps(self, trainer: Trainer) -> Timed:
+        plan, rows, replica = trainer.plan, self.launch.workload.batch, trainer.mesh.replica
+        first, size = plan.first_row(rows, replica), plan.micro_batch
+        seconds = []
+        began, ours, all_before = time.perf_counter(), time.process_time(), busy_seconds()
+        for step in range(FIRST + self.steps):
+            batches = [self.loader.rows(step, first + k * size, size) for k in range(plan.micro_batches(rows, replica))]
+            _slowest(trainer, 0.0)
+            record = trainer.step(Share(batches, self.loader.labels_per_step))
+            seconds.append(_slowest(trainer, record.seconds))
+        ranks = _sum(trainer, time.process_time() - ours)
+        others = (busy_seconds() - all_before - ranks) / (time.perf_counter() - began) if all_before else 0.0
+        return Timed(sorted(seconds[FIRST:])[(self.steps - 1) // 2], "", max(others, 0.0))
+
+
+def _slowest(trainer: Trainer, seconds: float) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64, device=trainer.mesh.device)
+    all_reduce(value, trainer.mesh.world, largest=True).wait()
+    return float(value)
+
+
+def _sum(trainer: Trainer, mine: float) -> float:
+    value = torch.tensor([mine], dtype=torch.float64, device=trainer.mesh.device)
+    all_reduce(value, trainer.mesh.world).wait()
+    return float(value)

@@ -1,0 +1,70 @@
+"""Trials against a machine that is not as described: what is played here is the estimate of another cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.base.errors import InputError
+from meshwright.cost.step import estimate
+from meshwright.intake.job import read_job, resolve
+from meshwright.search.rank import search
+from meshwright.search.trials import GAIN, Trial, best_of, next_trial, refitted, scaled
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+
+
+def job(cluster: str = "2x4:cpu@1Gb", batch: int = 32) -> Job:
+    entries = {
+        "model.name": "llama-tiny",
+        "cluster.name": cluster,
+        "workload.batch": batch,
+        "workload.sequence": 128,
+        "workload.precision": "fp32",
+    }
+    return resolve(read_job(None, (), entries))
+
+
+def held(described: Job, true: Job, most: int) -> list[Trial]:
+    """Trials on a machine that is `true`."""
+    trials: list[Trial] = []
+    while (chosen := next_trial(described, trials, most)) is not None:
+        plan, predicted = chosen
+        trials.append(Trial(plan=plan, predicted=predicted, measured=estimate(true, plan).time.step))
+    return trials
+
+
+@pytest.mark.parametrize(("compute", "links"), [(1.0, 0.1), (0.4, 8.0)])
+def test_five_trials_find_the_best_plan_of_a_machine_that_was_described_wrongly(compute: float, links: float) -> None:
+    described = job()
+    true = described.but(cluster=scaled(described.cluster, compute, links))
+    trials = held(described, true, 5)
+    best, found = search(true, 1, runnable=True).chosen.estimate.time.step, best_of(trials)
+    assert found is not None and found.measured is not None
+    assert found.measured <= (1.0 + 2 * GAIN) * best
+    assert len({trial.plan for trial in trials}) == len(trials) <= 5
+    for trial in trials:
+        refit = estimate(refitted(described, trials), trial.plan).time.step
+        assert refit == pytest.approx(trial.measured, rel=0.15)
+
+
+def test_trials_of_a_machine_that_is_as_described_stop_after_two() -> None:
+    assert len(held(job(), job(), 5)) == 2
+    first, second = held(job(), job(), 5)
+    assert (first.plan.dp, first.plan.tp, first.plan.pp, first.plan.cp) != (second.plan.dp, second.plan.tp, second.plan.pp, second.plan.cp)
+
+
+def test_a_plan_that_could_not_run_is_not_tried_again_and_moves_nothing() -> None:
+    question = job()
+    plan = search(question, 1, runnable=True).chosen.plan
+    refused = Trial(plan=plan, predicted=1.0, why="not here")
+    assert refitted(question, [refused]) == question
+    chosen = next_trial(question, [refused], 5)
+    assert chosen is not None and chosen[0] != plan
+    assert best_of([refused]) is None
+
+
+def test_shares_of_a_plan_are_not_lost_between_processes() -> None:
+    trial = Trial(plan=Plan(dp_replicate=2, shares=(3, 1)), predicted=1.0)
+    assert Trial.model_validate_json(trial.to_json()) == trial
+    with pytest.raises(InputError):
+        trial.but(busy=-1.0)
