@@ -45,7 +45,9 @@ def _waits(setting: Setting, box: Box, layer: Layer, tokens: Array, cut: Array, 
     return np.where(whole, exchanged[:, None], ring[0]), np.where(whole, exchanged[:, None], ring[1])
 
 
-def on_the_way(box: Box, layer: Layer) -> Array:
-    """Elements per token of a rank that attention across ranks holds besides, divided by tp (b)."""
-    ring, whole = constants.CONTEXT_BLOCKS * layer.key_value_width, layer.query_width + layer.key_value_width
+def on_the_way(setting: Setting, box: Box, layer: Layer) -> Array:
+    """Elements per token of a rank that attention across ranks holds besides, divided by tp (b). On a host, where ranks read each other's
+    memory, all pieces and all of their gradients are there at once."""
+    blocks = constants.CONTEXT_BLOCKS * (box.contexts if setting.on_host else 1)
+    ring, whole = blocks * layer.key_value_width, layer.query_width + layer.key_value_width
     return np.where(box.contexts > 1, np.where(box.ulysses, whole, ring), 0.0)

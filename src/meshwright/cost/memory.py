@@ -175,7 +175,7 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
     passing = tokens[:, None] * (layer.transient * size * local_share(layer, size, box.tp, sequence_parallel))
     if layer.name == HEAD:
         passing = passing + host_copy(setting, layer, box.tp, tokens)
-    passing = passing + (tokens * (on_the_way(box, layer) * size / box.tp))[:, None]
+    passing = passing + (tokens * (on_the_way(setting, box, layer) * size / box.tp))[:, None]
     gradient = entry.largest(cut) * size if entry.is_block else 0
     return Kept(
         tokens[:, None] * (split + whole),

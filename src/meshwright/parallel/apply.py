@@ -17,6 +17,7 @@ from torch import nn
 from meshwright.anatomy import Anatomy, layers, read
 from meshwright.base.errors import InputError
 from meshwright.parallel.backlog import put_off_weights
+from meshwright.parallel.carry import Carry, Wants, carried, layers_over, numbered
 from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.context.setup import context_of
 from meshwright.parallel.expert import Mixture, lay_experts, refuse_balance, shard_experts, still_in
@@ -27,11 +28,12 @@ from meshwright.parallel.gates import Absent, Gate, Run, StageDone
 from meshwright.parallel.keeping import Keeping, storage_of
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import Batch, LossFunction, Objective
-from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.pipeline import Pipeline, Tensors
 from meshwright.parallel.statistics import check_passes, over_batch
 from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
 from meshwright.parallel.zero import Zero
 from meshwright.spec.layout import LayerSlots, Slot, units
+from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 from meshwright.spec.runs import missing
 
@@ -80,10 +82,18 @@ class Parallel:
             self.zero.begin_step(len(batches))
             for mixture in self.mixtures:
                 mixture.begin_step()
+        if self.context is not None:
+            self.context.waiting.seconds = 0.0
         self._open_ungated()
         total = self.pipeline.run(batches, scale)
         self.zero.close_all()
         return total
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds that this rank waited in the last step, by the axis it waited on."""
+        waited = {"data": self.zero.exposed, "pipeline": self.pipeline.wire.exposed}
+        return waited if self.context is None else {**waited, "context": self.context.waiting.seconds}
 
     def _open_ungated(self) -> None:
         """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""
@@ -91,20 +101,29 @@ class Parallel:
             if not unit.gated:
                 unit.open()
 
-    def stage_forward(self, stage: int, batch: Batch, received: torch.Tensor | None) -> torch.Tensor:
-        """One micro-batch through one stage: the hidden state for the next one, or the loss sum."""
+    def parts(self, stage: int) -> int:
+        """Tensors that a stage is sent."""
+        carry = self.run.carry
+        return 1 if carry is None else len(carry.wants.message(self.bounds[stage][0]))
+
+    def stage_forward(self, stage: int, batch: Batch, received: Tensors) -> Tensors:
+        """One micro-batch through one stage: the hidden state for the next one (or all that goes on), or the loss sum."""
         self.run.start, self.run.stop = self.bounds[stage]
         self.run.is_last = stage == self.mesh.plan.stages - 1
-        self.run.received = received
+        self.run.received = received[0] if received and self.run.carry is None else None
+        if self.run.carry is not None:
+            self.run.carry.begin(self.run.start, self.run.stop, received)
         try:
             output = self.model(**self.objective.inputs(batch))
         except StageDone as done:
-            return done.hidden
+            return done.hidden if isinstance(done.hidden, tuple) else (done.hidden,)
         finally:
             self.run.received = None
+            if self.run.carry is not None:
+                self.run.carry.forget()
             if self.context is not None:
                 self.context.forget()
-        return self.objective.sum(output, batch)
+        return (self.objective.sum(output, batch),)
 
 
 def parallelize_model(
@@ -124,7 +143,10 @@ def parallelize_model(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta)
     aliases = frozenset(model.state_dict().keys() - shapes.keys())
-    table = _place_layers(layers(model, anatomy), anatomy, mesh)
+    wants = carried(model, anatomy) if plan.stages > 1 else None
+    cut = numbered(anatomy) if wants else anatomy
+    _check_carried(plan, cut, wants)
+    table = _place_layers(layers_over(model, anatomy, wants) if wants else layers(model, anatomy), cut, mesh, wants)
     accounted = [name for layer in table for name in layer.parameters]
     if sorted(accounted) != sorted(shapes):
         raise AssertionError(f"parameters lost or doubled in the cut: {sorted(set(shapes) ^ set(accounted))[:3]}")
@@ -139,7 +161,7 @@ def parallelize_model(
     mine = {stage: [layer for layer in table if layer.stage == stage] for stage in stages}
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
-    _drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute))
+    _drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute), cut.cuts if wants else ())
     second = None
     if tie_here and 0 in stages:  # both ends of a V are here: two copies that are kept equal, as on two ranks
         head: Any = model.get_submodule(anatomy.head or "")
@@ -147,7 +169,7 @@ def parallelize_model(
     flat, tied, by_layer = _lay_flat(_without(mine, experts), table, anatomy, mesh, recipe, parameters, second)
     dealt = lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
     by_layer |= {name: [unit] for name, unit in dealt.items()}
-    put_off_weights(model, anatomy, plan, _bounds(anatomy, mesh), flat)
+    put_off_weights(model, cut, plan, _bounds(cut, mesh), flat)
     zero = Zero(
         mesh,
         flat,
@@ -156,12 +178,12 @@ def parallelize_model(
         tie_group(mesh) if anatomy.tied else None,
     )
     weights = {storage_of(unit.weights) for unit in zero.units}
-    run = Run(start=0, stop=max(anatomy.count, 1), keeping=Keeping.of(plan, weights))
-    gates = _set_gates(model, anatomy, mesh, run, by_layer, {name: layer for layer in table for name in layer.parameters})
+    run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(plan, weights), carry=Carry(wants) if wants else None)
+    gates = _set_gates(model, cut, mesh, run, by_layer, {name: layer for layer in table for name in layer.parameters})
     if context is not None:
         _set_context(model, anatomy, gates, context)
-    pipeline = Pipeline(mesh, lambda *arguments: engine.stage_forward(*arguments), zero.end_backward)
-    engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, _bounds(anatomy, mesh), pipeline)
+    pipeline = Pipeline(mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage))
+    engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, _bounds(cut, mesh), pipeline)
     engine.statistics = statistics
     engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
     engine.mixtures = still_in(model, mixtures)
@@ -188,11 +210,8 @@ def _check(anatomy: Anatomy, mesh: Mesh, frozen: bool) -> None:
         )
     if plan.stages > 1 and anatomy.blocks is None:
         raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
-    if plan.stages > 1 and anatomy.beside:
-        raise InputError(
-            f"plan {plan.name}: every block is given {', '.join(anatomy.beside)}, made of parameters that the first stage holds: use pp1"
-        )
-    plan.stage_layers(max(anatomy.count, 1))
+    if plan.stages == 1:
+        plan.stage_layers(max(anatomy.count, 1))
     check_experts(anatomy, plan)
     if plan.ep > 1 and frozen:
         raise InputError(f"plan {plan.name}: ep({plan.ep}) with frozen parameters does not run yet: use ep1")
@@ -218,7 +237,16 @@ def _bounds(anatomy: Anatomy, mesh: Mesh) -> dict[int, tuple[int, int]]:
     return bounds
 
 
-def _place_layers(named: list[tuple[str, list[str]]], anatomy: Anatomy, mesh: Mesh) -> list[Layer]:
+def _check_carried(plan: Plan, anatomy: Anatomy, wants: Wants | None) -> None:
+    plan.stage_layers(max(anatomy.count, 1))
+    if wants is not None and (plan.sequence_parallel or plan.cp > 1):
+        part = "sp" if plan.sequence_parallel else f"cp{plan.cp}"
+        raise InputError(
+            f"plan {plan.name}: stages of this model hand on more than a hidden state, which {part} does not cut: leave it out"
+        )
+
+
+def _place_layers(named: list[tuple[str, list[str]]], anatomy: Anatomy, mesh: Mesh, wants: Wants | None) -> list[Layer]:
     bounds = _bounds(anatomy, mesh)
     last = mesh.plan.stages - 1
 
@@ -226,13 +254,15 @@ def _place_layers(named: list[tuple[str, list[str]]], anatomy: Anatomy, mesh: Me
         if name.startswith("block.") and anatomy.blocks is not None:
             index = int(name.partition(".")[2])
             return next(stage for stage, (start, stop) in bounds.items() if start <= index < stop)
+        if name.startswith("between.") and wants is not None:
+            return stage_of(f"block.{wants.firsts[int(name.partition('.')[2]) + 1] - 1}")
         return last if name in ("back", "head") else 0
 
     return [Layer(name, tuple(parameters), stage_of(name)) for name, parameters in named]
 
 
-def _drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: bool, dtype: torch.dtype) -> None:
-    """Replace every module none of whose parameters this rank holds by an `Absent`."""
+def _drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: bool, dtype: torch.dtype, cuts: Sequence[str]) -> None:
+    """Replace every module none of whose parameters this rank holds by an `Absent`, but for those whose own code leads to the blocks `cuts`."""
     kept_prefix = f"{anatomy.head}." if keep_head and anatomy.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -242,7 +272,8 @@ def _drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: 
             inside = {names[id(parameter)] for parameter in child.parameters()}
             if not inside or (kept_prefix and f"{path}." == kept_prefix):
                 continue
-            if inside & held or (kept_prefix and kept_prefix.startswith(f"{path}.")):
+            leads = any(cut.startswith(f"{path}.") for cut in cuts)
+            if inside & held or leads or (kept_prefix and kept_prefix.startswith(f"{path}.")):
                 visit(child, f"{path}.")
             else:
                 module._modules[child_name] = Absent(child, dtype)
@@ -309,7 +340,7 @@ def _set_gates(
         region = SequenceRegion(mesh.tp) if plan.sequence_parallel else None
         for index in range(anatomy.count):
             block = model.get_submodule(anatomy.block(index))
-            if isinstance(block, Absent):
+            if isinstance(block, Absent) and run.carry is None:
                 continue
             gate = Gate(block, run, index)
             held = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]

@@ -107,7 +107,7 @@ class Trainer:
             gradient_norm=norm if finite else 0.0,
             lr=float(self.optimizer.param_groups[0]["lr"]),
             seconds=seconds,
-            exposed={"data": self.engine.zero.exposed, "pipeline": self.engine.pipeline.wire.exposed},
+            exposed=self.engine.exposed,
             tokens_per_second=tokens / seconds,
             memory=dict(zip(("parameters", "gradients", "optimizer"), map(float, self.bytes().values()), strict=True)),
             loss_scale=scale_used,

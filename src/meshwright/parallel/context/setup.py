@@ -18,6 +18,7 @@ from meshwright.parallel.context.call import Call
 from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.context.proof import Objection, prove
 from meshwright.parallel.context.travel import travel_of
+from meshwright.parallel.context.waiting import Waiting
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import plan as plans
 
@@ -34,14 +35,14 @@ def context_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> Context | None
         way = prove(model, anatomy, plan.cp)
     except Objection as error:
         raise InputError(f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1") from None
-    pieces = Pieces(group.size, group.index)
+    pieces, waiting = Pieces(group.size, group.index), Waiting()
     if plan.context == plans.Context.ulysses:
-        attend: Callable[[Call], torch.Tensor] = partial(ulysses.attend, pieces=pieces, group=group)
+        attend: Callable[[Call], torch.Tensor] = partial(ulysses.attend, pieces=pieces, way=ulysses.Way(group, waiting))
     else:
-        attend = partial(ring.attend, pieces=pieces, travel=travel_of(group))
+        attend = partial(ring.attend, pieces=pieces, travel=travel_of(group, waiting))
     if plan.recompute == plans.Recompute.selective:
         attend = partial(checkpoint, attend, use_reentrant=False)
-    return Context(pieces, attend, way, plan.tp if plan.sequence_parallel else 1)
+    return Context(pieces, attend, way, plan.tp if plan.sequence_parallel else 1, waiting)
 
 
 def by_torch(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel import exchange
+from meshwright.parallel.context.waiting import Waiting
 from meshwright.parallel.group import Group
 
 Visit = Callable[[int, torch.Tensor], torch.Tensor]
@@ -35,15 +36,15 @@ class Travel(Protocol):
 class Gathering:
     """Through a collective of the group."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, waiting: Waiting) -> None:
+        self.group, self.waiting = group, waiting
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = self.group
         pieces = torch.empty(group.size, *piece.shape, dtype=piece.dtype, device=piece.device)
         gathering = exchange.all_gather(pieces.view(-1), piece.view(-1), group)
         yield group.index, piece
-        gathering.wait()
+        self.waiting.wait([gathering])
         for turn in range(1, group.size):
             source = (group.index - turn) % group.size
             yield source, pieces[source]
@@ -57,15 +58,15 @@ class Gathering:
             shares[source] = found
         assert shares is not None
         own = torch.empty_like(shares[0])
-        exchange.reduce_scatter(shares.view(-1), own.view(-1), self.group).wait()
+        self.waiting.wait([exchange.reduce_scatter(shares.view(-1), own.view(-1), self.group)])
         return own
 
 
 class Ring:
     """Through messages to the next rank and from the last one."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, waiting: Waiting) -> None:
+        self.group, self.waiting = group, waiting
         self.next, self.last = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -73,8 +74,7 @@ class Ring:
         for turn in range(self.group.size):
             works, coming = self._pass_on(here) if turn < self.group.size - 1 else ([], here)
             yield (self.group.index - turn) % self.group.size, here
-            for work in works:
-                work.wait()
+            self.waiting.wait(works)
             here = coming
 
     def collect(self, piece: torch.Tensor, share: Visit) -> torch.Tensor:
@@ -82,12 +82,10 @@ class Ring:
         coming: torch.Tensor | None = None
         for source, here in self.visits(piece):
             found = share(source, here)
-            for work in works:
-                work.wait()
+            self.waiting.wait(works)
             total = found if coming is None else found + coming
             works, coming = self._pass_on(total)
-        for work in works:
-            work.wait()
+        self.waiting.wait(works)
         assert coming is not None
         return coming
 
@@ -100,6 +98,6 @@ class Ring:
         return dist.batch_isend_irecv(ways), coming
 
 
-def travel_of(group: Group) -> Travel:
+def travel_of(group: Group, waiting: Waiting) -> Travel:
     """The quicker way for `group`."""
-    return Gathering(group) if group.lanes is not None else Ring(group)
+    return Gathering(group, waiting) if group.lanes is not None else Ring(group, waiting)

@@ -7,7 +7,7 @@ do it does here, dropout included: each rank draws for its own heads. Source: Ja
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -16,10 +16,18 @@ from meshwright.base.errors import InputError
 from meshwright.parallel import exchange
 from meshwright.parallel.context.call import Call, attend_plainly
 from meshwright.parallel.context.pieces import Pieces
+from meshwright.parallel.context.waiting import Waiting
 from meshwright.parallel.group import Group
 
 
-def attend(call: Call, pieces: Pieces, group: Group) -> torch.Tensor:
+class Way(NamedTuple):
+    """Over which ranks heads and positions are exchanged."""
+
+    group: Group
+    waiting: Waiting
+
+
+def attend(call: Call, pieces: Pieces, way: Way) -> torch.Tensor:
     """(B, H, T / c, Dv): this rank's rows of the attention over the whole sequence."""
     ranks, heads = pieces.ranks, call.query.shape[1]
     length = call.query.shape[-2] * ranks
@@ -28,50 +36,50 @@ def attend(call: Call, pieces: Pieces, group: Group) -> torch.Tensor:
         raise InputError(f"ulysses: cp({ranks}) does not divide the {heads} heads of a tensor rank: choose another cp, or the ring")
     times = ranks // math.gcd(ranks, call.key.shape[1])
     key, value = (x.repeat_interleave(times, 1) if times > 1 else x for x in (call.key, call.value))
-    query, key, value = (_ToHeads.apply(x, pieces, group) for x in (call.query, key, value))
+    query, key, value = (_ToHeads.apply(x, pieces, way) for x in (call.query, key, value))
     mask = call.mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
         mask = mask.narrow(-3, pieces.index * heads // ranks, heads // ranks)
     output = attend_plainly(Call(query, key, value, mask, call.dropout, call.causal, call.scale))
-    result: torch.Tensor = _ToPieces.apply(output, pieces, group)
+    result: torch.Tensor = _ToPieces.apply(output, pieces, way)
     return result
 
 
-def to_heads(x: torch.Tensor, pieces: Pieces, group: Group) -> torch.Tensor:
+def to_heads(x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
     """(B, H, T / c, D), a piece of all heads, to (B, H / c, T, D), some heads of all positions in order."""
     sent = x.unflatten(1, (pieces.ranks, -1)).movedim(1, 0).contiguous()
     received = torch.empty_like(sent)
-    exchange.all_to_all(received.view(-1), sent.view(-1), group).wait()
+    way.waiting.wait([exchange.all_to_all(received.view(-1), sent.view(-1), way.group)])
     return pieces.in_order(received.movedim(0, 2).flatten(2, 3), 2)
 
 
-def to_pieces(x: torch.Tensor, pieces: Pieces, group: Group) -> torch.Tensor:
+def to_pieces(x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
     """The inverse of `to_heads`."""
     sent = pieces.stacked(x, 2).unflatten(2, (pieces.ranks, -1)).movedim(2, 0).contiguous()
     received = torch.empty_like(sent)
-    exchange.all_to_all(received.view(-1), sent.view(-1), group).wait()
+    way.waiting.wait([exchange.all_to_all(received.view(-1), sent.view(-1), way.group)])
     return received.movedim(0, 1).flatten(1, 2)
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, pieces: Pieces, group: Group) -> torch.Tensor:
-        ctx.pieces, ctx.group = pieces, group
-        return to_heads(x, pieces, group)
+    def forward(ctx: Any, x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
+        ctx.pieces, ctx.way = pieces, way
+        return to_heads(x, pieces, way)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return to_pieces(gradient, ctx.pieces, ctx.group), None, None
+        return to_pieces(gradient, ctx.pieces, ctx.way), None, None
 
 
 class _ToPieces(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, pieces: Pieces, group: Group) -> torch.Tensor:
-        ctx.pieces, ctx.group = pieces, group
-        return to_pieces(x, pieces, group)
+    def forward(ctx: Any, x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
+        ctx.pieces, ctx.way = pieces, way
+        return to_pieces(x, pieces, way)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return to_heads(gradient, ctx.pieces, ctx.group), None, None
+        return to_heads(gradient, ctx.pieces, ctx.way), None, None
