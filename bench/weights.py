@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         "| plan | parameters | file | shard of a rank | highest memory of a rank | above the shard | start |",
         "|---|---|---|---|---|---|---|",
     ]
-    report: dict[str, Any] = {"machine": machine(), "table": []}
+    report: dict[str, Any] = {"machine": machine(), "workload": {"precision": chosen.precision, "plans": chosen.plan}, "table": []}
     with tempfile.TemporaryDirectory() as place:
         parameters = make(Path(place), chosen.layers)
         size = sum(path.stat().st_size for path in Path(place).glob("*.safetensors"))
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
             "Starting from weights",
             report,
             ["\n".join(lines)],
-            f"In {chosen.precision}. A process without a model: see `empty`.",
+            f"In {chosen.precision}. A process without a model is counted too.",
         )
 
 
