@@ -6,14 +6,12 @@ A family is a line of FAMILIES: the class in transformers, and what its configur
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 VOCABULARY, LENGTH, HIDDEN, FFN, HEADS, LAYERS, CLASSES = 99, 16, 64, 96, 8, 2, 11
 
@@ -129,38 +127,7 @@ def build_family(name: str) -> nn.Module:
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
     torch.manual_seed(0)
-    return precise(roughened(kind(config)))
-
-
-class Precise(TorchFunctionMode):
-    """Casts to float32 inside of a model (norms, softmax) become casts to float64, so that equality can be seen to 1e-10."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") == "float":
-            return args[0].double()
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return function(*args, **kwargs)
-
-
-def precise(model: nn.Module) -> nn.Module:
-    """`model` computes in float64 throughout once its parameters are."""
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if next(model.parameters()).dtype != torch.float64:
-            return forward(*args, **kwargs)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            with Precise():
-                return forward(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(before)
-
-    model.forward = run  # type: ignore[method-assign]
-    return model
+    return roughened(kind(config))
 
 
 def roughened(model: nn.Module) -> nn.Module:

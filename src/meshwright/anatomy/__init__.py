@@ -4,9 +4,9 @@ from meshwright.anatomy.counts import HeadsTaken, set_counts
 from meshwright.anatomy.layers import layers
 from meshwright.anatomy.nouns import Anatomy, Count, Experts, Region, Slice, Split, intervals, local_slice, share_of
 from meshwright.anatomy.plain import is_convolution, is_plain
-from meshwright.anatomy.read import read
+from meshwright.anatomy.read import find_lists, read
 
 __all__ = [
-    "Anatomy", "Count", "Experts", "HeadsTaken", "Region", "Slice", "Split", "intervals", "is_convolution", "is_plain", "layers", "local_slice", "read",
+    "Anatomy", "Count", "Experts", "HeadsTaken", "Region", "Slice", "Split", "find_lists", "intervals", "is_convolution", "is_plain", "layers", "local_slice", "read",
     "set_counts", "share_of",
 ]  # fmt: skip

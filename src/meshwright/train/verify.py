@@ -1,6 +1,6 @@
 """Is a plan right? The model, reduced in size, under the plan on real ranks, beside the plain model with torch's own loss on one device.
 
-Compared: the loss of every step, every first gradient, the weights at the end, the number of parameters and of labels. Rows hold unequal
+In float64 what a model casts to float32 inside is float64 too, on both sides (precise.py). Compared: the loss of every step, every first gradient, the weights at the end, the number of parameters and of labels. Rows hold unequal
 numbers of valid labels, so a mean of means is found out. Dropout is 0 in both: two draws are never equal.
 Differences are norms of the difference over the norm. A gradient that is rounding alone (below 10 eps of the whole gradient's norm, such as
 that of a key's bias, which moves no score) has no relative difference: it is counted and left out, and so is its weight, of which AdamW
@@ -27,7 +27,9 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.workload import Optimizer
 from meshwright.train.model import build_model, objective_of, vocabulary_of
 from meshwright.train.optimizer import optimizer_of
+from meshwright.train.precise import precise
 from meshwright.train.rank import Channel, connect
+from meshwright.train.reduce import reduce_config
 from meshwright.train.trainer import parallelize
 
 STEPS, SEQUENCE, HIDDEN, HEADS, FFN, VOCABULARY, SIDE = 3, 32, 64, 8, 128, 251, 16
@@ -123,18 +125,9 @@ def _small_hugging_face(source: ModelSource, question: Question) -> nn.Module:
 
     config = transformers.AutoConfig.from_pretrained(source.folder)
     plan = question.plan
-    sharing = max(1, config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads))
     layers = sum(plan.layers_per_stage) or max(2, plan.stages)
-    small = {"num_hidden_layers": layers, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
-    small |= {"num_key_value_heads": min(HEADS, max(HEADS // sharing, plan.tp)), "head_dim": HIDDEN // HEADS, "intermediate_size": FFN}
-    small |= {"n_inner": FFN, "max_position_embeddings": max(SEQUENCE, 64), "use_cache": False}
-    small |= {name: 0.0 for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
-    small |= {name: 0 for name in ("bos_token_id", "eos_token_id", "pad_token_id") if getattr(config, name, None) is not None}
-    for name, value in small.items():
-        if hasattr(config, name) or name in config.attribute_map:
-            setattr(config, name, value)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+    sizes = {"hidden": HIDDEN, "heads": HEADS, "ffn": FFN, "vocabulary": VOCABULARY, "sequence": SEQUENCE, "side": SIDE}
+    reduce_config(config, layers, plan.tp, sizes)
     names = list(getattr(config, "architectures", None) or [])
     torch.manual_seed(question.seed)
     if names and hasattr(transformers, names[0]):
@@ -142,17 +135,19 @@ def _small_hugging_face(source: ModelSource, question: Question) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def make_batch(objective: str, vocabulary: int, rows: int, step: int) -> Batch:
-    """Row r has a number of valid labels of its own: replicas hold unequal numbers."""
+def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str = "images", channels: int = 3) -> Batch:
+    """Row r has a number of valid labels of its own: replicas hold unequal numbers. `main`: what the model calls images."""
     random = torch.Generator().manual_seed(1000 + step)
     if objective == "images":
         labels = torch.randint(0, vocabulary, (rows,), generator=random)
         labels[1::3] = IGNORED
-        return {"images": torch.randn(rows, 3, SIDE, SIDE, generator=random), "labels": labels}
+        return {main: torch.randn(rows, channels, SIDE, SIDE, generator=random), "labels": labels}
     ids = torch.randint(0, vocabulary, (rows, SEQUENCE), generator=random)
     labels = ids.clone()
     for row in range(rows):
         labels[row, : (row * 7 + step) % (SEQUENCE - 2)] = IGNORED
+    if objective == "pairs":
+        return {"input_ids": ids.flip(1), "decoder_input_ids": ids, "labels": labels}
     return {"input_ids": ids, "labels": labels}
 
 
@@ -160,9 +155,13 @@ def make_batch(objective: str, vocabulary: int, rows: int, step: int) -> Batch:
 
 
 def _batches(question: Question, model: nn.Module, dtype: torch.dtype) -> list[Batch]:
-    objective, vocabulary = objective_of(question.model, model), _vocabulary(question, model)
-    rows = rows_of(question.plan)
-    batches = [make_batch(objective, vocabulary, rows, step) for step in range(STEPS)]
+    objective, vocabulary = str(objective_of(question.model, model)), _vocabulary(question, model)
+    config, rows = getattr(model, "config", None), rows_of(question.plan)
+    if objective == "images" and question.model.folder:
+        vocabulary = int(getattr(config, "num_labels", vocabulary))
+    objective = "pairs" if getattr(config, "is_encoder_decoder", False) else objective
+    main = getattr(model, "main_input_name", "images") if objective == "images" else "images"
+    batches = [make_batch(objective, vocabulary, rows, step, main, getattr(config, "num_channels", 3)) for step in range(STEPS)]
     return [{name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()} for batch in batches]
 
 
@@ -175,6 +174,8 @@ def _vocabulary(question: Question, model: nn.Module) -> int:
 def _under_plan(question: Question, precision: str) -> dict[str, Any]:
     """Losses of the steps, labels, first gradients and last weights (rank 0)."""
     model = small_model(question)
+    if precision == "fp64":
+        precise(model.double())
     batches = _batches(question, model, torch.float32)
     rule = question.optimizer
     trainer = parallelize(model, optimizer_of(rule), question.plan, precision=precision, clip=rule.clip, seed=question.seed)
@@ -195,6 +196,8 @@ def alone(question: Question, precision: str) -> dict[str, Any]:
     shift = Objective(model, None, None).shift
     batches = _batches(question, model, dtype)
     model.to(dtype)
+    if precision == "fp64":
+        precise(model)
     make = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(question.optimizer.name)
     rule = question.optimizer
     decays = {True: rule.weight_decay, False: rule.weight_decay if rule.decay == "all" else 0.0}

@@ -1,0 +1,60 @@
+"""A configuration of transformers with small sizes: the form of the model stays, whatever its family calls its sizes.
+
+Rule: every integer of the configuration that bears a known name of a size is replaced; how many heads share a key-value head stays, rates of dropout
+become 0. Names that a family does not have are not made.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+HEADS = (
+    "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "encoder_attention_heads", "decoder_attention_heads",
+)  # fmt: skip
+KEYS = ("num_key_value_heads", "num_kv_heads")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size")
+FFN = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "dff", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim")
+HEAD = ("head_dim", "d_kv")
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+WINDOWS = ("sliding_window", "window_size", "attention_window")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+def reduce_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> None:
+    """Change `config` in place. `sizes`: hidden, heads, ffn, vocabulary, sequence, side (of an image)."""
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    given = next((value for name in HEADS if (value := _integer(config, name))), heads)
+    fewer = next((value for name in KEYS if (value := _integer(config, name))), given)
+    kv_heads = min(heads, max(heads // max(1, given // fewer), 1))
+    small: dict[str, Any] = dict.fromkeys(LAYERS, layers) | dict.fromkeys(HEADS, heads) | dict.fromkeys(KEYS, kv_heads)
+    small |= dict.fromkeys(HIDDEN, hidden) | dict.fromkeys(FFN, sizes["ffn"]) | dict.fromkeys(HEAD, hidden // heads)
+    small |= {"vocab_size": sizes["vocabulary"], "image_size": sizes["side"], "patch_size": 4, "rotary_dim": hidden // heads // 2}
+    for name, value in small.items():
+        if _integer(config, name):
+            with suppress(AttributeError):  # some sizes follow from others
+                setattr(config, name, value)
+    room = max(2 * sizes["sequence"], 64)
+    for name in POSITIONS:
+        if _integer(config, name):
+            setattr(config, name, room)
+    for name in WINDOWS:
+        if _integer(config, name):
+            setattr(config, name, sizes["sequence"] // 2)
+    for name in TOKENS:
+        token = _integer(config, name)
+        if token is not None and token >= sizes["vocabulary"]:
+            setattr(config, name, 0)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+
+
+def _integer(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if type(value) is int else None
