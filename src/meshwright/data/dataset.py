@@ -26,7 +26,7 @@ from meshwright.data.chat import form_of
 from meshwright.data.corpus import ARRAYS, STDLIB, Passage, find_files, passages
 from meshwright.data.images import ShapeImages
 from meshwright.data.instructions import Instructions, open_instructions
-from meshwright.data.masking import mask_rows
+from meshwright.data.masking import IGNORED, mask_rows
 from meshwright.data.records import records
 from meshwright.data.tokens import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, Tokenizer, has_library, open_tokenizer, train_bpe
 from meshwright.spec.data import Data
@@ -75,14 +75,17 @@ class Tokens(NamedTuple):
 class TextDataset:
     """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Causal models shift labels themselves, as Hugging Face's do."""
 
-    def __init__(self, name: str, training: packing.Rows, held_out: packing.Rows, tokens: Tokens, objective: Objective) -> None:
-        self.name, self.tokenizer, self.objective = name, tokens.tokenizer, objective
+    def __init__(
+        self, name: str, training: packing.Rows, held_out: packing.Rows, tokens: Tokens, objective: Objective, apart: bool = False
+    ) -> None:
+        """`apart`: "position_ids" begin anew with each document, and its first token is nobody's label."""
+        self.name, self.tokenizer, self.objective, self.apart = name, tokens.tokenizer, objective, apart
         self.vocabulary = tokens.vocabulary
         self._training, self._held_out = training, held_out
         self.rows, self.held_out_rows = len(training), len(held_out)
         self.sequence = training.sequence
-        self.digest = _digest(tokens.digest, self.sequence, self.rows, self.held_out_rows, objective)
-        self.labels_per_row = self.sequence - 1 if objective == "causal" else None
+        self.digest = _digest(tokens.digest, self.sequence, self.rows, self.held_out_rows, objective, *(["apart"] if apart else []))
+        self.labels_per_row = self.sequence - 1 if objective == "causal" and not apart else None
 
     def describe(self) -> str:
         unit = f"{self.tokenizer.name}, {self.vocabulary:,} tokens" if self.tokenizer else "token arrays"
@@ -101,7 +104,12 @@ class TextDataset:
             inputs, labels = mask_rows(tokens, numbers, seed, self.tokenizer.mask, special, self.vocabulary)
             return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
         ids = torch.from_numpy(tokens)
-        return {"input_ids": ids, "labels": ids.clone()}
+        if not self.apart:
+            return {"input_ids": ids, "labels": ids.clone()}
+        assert self.tokenizer is not None
+        places = packing.places(tokens, self.tokenizer.end_of_text)
+        labels = np.where((places == 0) & (np.arange(self.sequence) > 0), IGNORED, tokens)
+        return {"input_ids": ids, "labels": torch.from_numpy(labels), "position_ids": torch.from_numpy(places)}
 
 
 def open_dataset(
@@ -134,9 +142,17 @@ def open_dataset(
     if objective == "masked" and (tokens.tokenizer is None or tokens.tokenizer.mask is None):
         what = f"tokenizer {tokens.tokenizer.name!r} has none" if tokens.tokenizer else "token arrays name none"
         raise InputError(f"data source {name}: a masked-language model needs a mask token, {what}; set data.tokenizer to one that has")
+    apart = data.documents == "apart"
+    if apart and (objective != "causal" or tokens.tokenizer is None):
+        what = (
+            f"the model's objective is {objective}"
+            if objective != "causal"
+            else "token arrays name no tokenizer, whose end-of-text token tells"
+        )
+        raise InputError(f"data.documents=apart: {what}; leave documents joined" + ("" if tokens.tokenizer else ", or set data.tokenizer"))
     training, held_out = packing.split(tokens.documents, sequence, data.held_out, name)
     rows, held_out_rows = (packing.Rows(tokens.arrays, part, sequence) for part in (training, held_out))
-    return TextDataset(name, rows, held_out_rows, tokens, objective)
+    return TextDataset(name, rows, held_out_rows, tokens, objective, apart)
 
 
 def _instructions(

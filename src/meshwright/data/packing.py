@@ -175,6 +175,18 @@ def _cut(documents: Documents, at: int) -> tuple[Segments, Segments]:
     return tuple(Segments(*(column[part.length > 0] for column in part)) for part in (head, tail))  # type: ignore[return-value]
 
 
+def places(tokens: Integers, end_of_text: int) -> Integers:
+    """Of each token of rows the place in its document; the one that a row begins with begins there.
+
+    >>> places(np.array([[7, 0, 7, 7, 0, 0]]), 0).tolist()
+    [[0, 1, 0, 1, 2, 0]]
+    """
+    at = np.arange(tokens.shape[1])
+    begins = np.zeros_like(tokens)
+    begins[:, 1:] = np.where(tokens[:, :-1] == end_of_text, at[1:], 0)
+    return at - np.maximum.accumulate(begins, axis=1)
+
+
 class Rows:
     """Rows of `sequence` tokens over `segments`, laid one after the other."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from meshwright.base.codec import Noun
@@ -17,6 +19,9 @@ class Data(Noun):
     source: str | tuple[str, ...] = "stdlib"
     field: str = Field(default="text", min_length=1, description="of a JSON line or a Parquet table: where its text is")
     tokenizer: str = Field(default="auto", min_length=1, description="auto, bytes, bpe, or a folder with a tokenizer.json")
+    documents: Literal["joined", "apart"] = Field(
+        default="joined", description="of one row: joined, each is read on from the one before; apart, each by itself"
+    )
     held_out: float = Field(default=0.01, ge=0, le=0.5, description="share of the tokens that is never trained on; 0: none")
 
     @field_validator("source")

@@ -64,9 +64,12 @@ class Loop:
         model = build_model(launch.model, launch.workload.seed, lora=launch.workload.lora)
         self.objective = objective_of(launch.model, model)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        dataset = open_dataset(
-            launch.data, launch.workload.sequence, vocabulary_of(launch.model, model), self.objective, self._note, takes_positions(model)
-        )
+        vocabulary, positions = vocabulary_of(launch.model, model), takes_positions(model)
+        if launch.data.documents == "apart" and not positions:
+            raise InputError(
+                f"data.documents=apart: {type(model).__name__} has no position_ids that keep its attention inside of a document"
+            )
+        dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary, self.objective, self._note, positions)
         self.dataset, self.loader = dataset, Loader(dataset, launch.workload.batch, launch.workload.seed)
         rule, precision = launch.workload.optimizer, launch.workload.precision
         self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=precision, clip=rule.clip, seed=launch.workload.seed)

@@ -91,17 +91,40 @@ def objective_of(source: ModelSource, model: nn.Module) -> Objective:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether rows may hold several conversations: positions that begin anew tell the model not to look across.
+    """Whether rows may hold several documents: positions that begin anew tell the model not to look across.
 
-    Rule: its forward takes them, and its own code hands them to transformers' maker of masks. Any other model gets one conversation a row.
+    Rule: its forward takes them, and what stands before such a place changes nothing behind it. A model without memory cannot be asked so: its
+    own code must hand positions to transformers' maker of masks. Any other model gets one conversation a row.
     """
-    if "position_ids" not in inspect.signature(model.forward).parameters or not hasattr(model, "config"):
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return _looks_not_across(model)
     try:
         code = inspect.getsource(sys.modules[type(model).__module__])
     except (OSError, TypeError, KeyError):
         return False
     return re.search(r"create_causal_mask\([^)]*position_ids=position_ids|\"position_ids\": position_ids", code) is not None
+
+
+@torch.no_grad()
+def _looks_not_across(model: nn.Module) -> bool:
+    """Two rows that differ in their first document alone: the second one must give the same, and the first one not."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([[1, 2, 3, 4, 5], [3, 1, 2, 4, 5]], device=device)
+    places = torch.tensor([[0, 1, 2, 0, 1]], device=device).expand(2, -1)
+    training = model.training
+    model.eval()
+    try:
+        output = model(input_ids=ids, position_ids=places)
+    except Exception:
+        return False
+    finally:
+        model.train(training)
+    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    if logits is None or logits.ndim < 3:
+        return False
+    return torch.allclose(logits[0, 3:], logits[1, 3:], rtol=1e-4, atol=1e-5) and not torch.allclose(logits[0, :3], logits[1, :3])
 
 
 def vocabulary_of(source: ModelSource, model: nn.Module) -> int:
