@@ -92,8 +92,7 @@ def plan(
     if wanted.pin:
         question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
     try:
-        found = tried(file, question, wanted.trials) if wanted.trials else (question, None)
-        if found is None:
+        if (found := tried(file, question, wanted.trials) if wanted.trials else (question, None)) is None:
             return 0
         question, best = found
         answer = search(question, shown.top, Objective(wanted.objective), wanted.runnable or best is not None)

@@ -11,6 +11,7 @@ The refitted cluster is the same noun again: the whole search runs on it, and it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import log
 
 from pydantic import Field
@@ -28,6 +29,9 @@ GAIN = 0.01
 
 RIDGE = 5e-4
 STEPS = (2.0, 1.3, 1.08, 1.02, 1.005)
+ROUNDS, FREE = 3, 1e6
+"""How often parts of a step are taken apart anew, and the speed-up at which something is free."""
+
 TOP = 40
 """Plans among which the next one is looked for."""
 
@@ -67,25 +71,39 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
 def refitted(job: Job, trials: Sequence[Trial]) -> Job:
     """`job` on the cluster with which its estimates come nearest to `trials`."""
     ran = [trial for trial in trials if trial.measured]
-    if not ran:
-        return job
+    compute = links = 1.0
+    for _ in range(ROUNDS if ran else 0):
+        parts = [(_parts(job, trial.plan, compute, links), trial.measured or 1.0) for trial in ran]
+        compute, links = _nearest(parts, compute, links)
+    return job.but(cluster=scaled(job.cluster, compute, links)) if ran else job
 
-    def loss(factors: tuple[float, float]) -> float:
-        trying = job.but(cluster=scaled(job.cluster, *factors))
-        off = (log(estimate(trying, trial.plan).time.step / (trial.measured or 1.0)) for trial in ran)
-        return sum(each**2 for each in off) + RIDGE * sum(log(factor) ** 2 for factor in factors)
 
-    at = (1.0, 1.0)
-    least = loss(at)
-    for step in STEPS:
+def _parts(job: Job, plan: Plan, compute: float, links: float) -> tuple[float, float, float]:
+    """Seconds of a step that go with the devices, with the links, with neither: what is left when one of them is free."""
+
+    def step(compute: float, links: float) -> float:
+        return estimate(job.but(cluster=scaled(job.cluster, compute, links)), plan).time.step
+
+    whole, exchanged, computed = step(compute, links), step(compute * FREE, links), step(compute, links * FREE)
+    return whole - exchanged, whole - computed, max(exchanged + computed - whole, 0.0)
+
+
+def _nearest(parts: Sequence[tuple[tuple[float, float, float], float]], compute: float, links: float) -> tuple[float, float]:
+    """The factors with which the parts come nearest to what was measured: a search in two numbers."""
+
+    def loss(at: tuple[float, float]) -> float:
+        sums = ((a / at[0] + b / at[1] + rest) / measured for (a, b, rest), measured in parts)
+        return sum(log(each) ** 2 for each in sums) + RIDGE * (log(compute * at[0]) ** 2 + log(links * at[1]) ** 2)
+
+    at, least = (1.0, 1.0), loss((1.0, 1.0))
+    for size in STEPS:
         moved = True
         while moved:
             moved = False
-            for change in ((step, 1.0), (1 / step, 1.0), (1.0, step), (1.0, 1 / step)):
-                trial = (at[0] * change[0], at[1] * change[1])
-                if (found := loss(trial)) < least:
-                    at, least, moved = trial, found, True
-    return job.but(cluster=scaled(job.cluster, *at))
+            for first, second in product((size, 1.0, 1 / size), repeat=2):
+                if (found := loss((at[0] * first, at[1] * second))) < least * (1.0 - 1e-9):
+                    at, least, moved = (at[0] * first, at[1] * second), found, True
+    return compute * at[0], links * at[1]
 
 
 def scaled(cluster: Cluster, compute: float, links: float) -> Cluster:
