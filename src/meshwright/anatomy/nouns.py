@@ -118,12 +118,14 @@ class Anatomy:
     experts: tuple[Experts, ...] = ()
     beside: tuple[str, ...] = ()
     """Arguments of blocks that are made of parameters outside of them, beside the hidden state: stages behind the first cannot make them."""
+    over_stacks: bool = False
+    """Blocks are numbered over all stacks, as stages of a pipeline cut them."""
     used: dict[str, Split] = field(default_factory=dict)
     """Parameters that every tensor rank holds whole and uses a share of; filled by `over`."""
 
     def block(self, index: int) -> str:
         """Path of one block."""
-        return f"{self.blocks}.{index}"
+        return self.cuts[index] if self.over_stacks else f"{self.blocks}.{index}"
 
     @property
     def cuts(self) -> tuple[str, ...]:

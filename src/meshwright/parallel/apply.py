@@ -161,7 +161,7 @@ def parallelize_model(
     mine = {stage: [layer for layer in table if layer.stage == stage] for stage in stages}
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
-    _drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute), cut.cuts if wants else ())
+    _drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute), _kept_paths(cut, wants))
     second = None
     if tie_here and 0 in stages:  # both ends of a V are here: two copies that are kept equal, as on two ranks
         head: Any = model.get_submodule(anatomy.head or "")
@@ -259,6 +259,11 @@ def _place_layers(named: list[tuple[str, list[str]]], anatomy: Anatomy, mesh: Me
         return last if name in ("back", "head") else 0
 
     return [Layer(name, tuple(parameters), stage_of(name)) for name, parameters in named]
+
+
+def _kept_paths(anatomy: Anatomy, wants: Wants | None) -> tuple[str, ...]:
+    """Blocks and embedding that the model's own code must come to on every stage, in shapes that are right."""
+    return (*anatomy.cuts, *([f"{anatomy.embedding}."] if anatomy.embedding else [])) if wants else ()
 
 
 def _drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: bool, dtype: torch.dtype, cuts: Sequence[str]) -> None:

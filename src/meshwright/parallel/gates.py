@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from meshwright.parallel.carry import Carry
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.keeping import Keeping
 
 
 class StageDone(Exception):
-    """Leaves the model's forward with the hidden state after a stage's last block. Not an error."""
+    """Leaves the model's forward with the hidden state after a stage's last block, or with all that goes on (carry.py). Not an error."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         super().__init__()
         self.hidden = hidden
 
@@ -38,6 +40,7 @@ class Run:
     is_last: bool = True
     received: torch.Tensor | None = None
     keeping: Keeping = field(default_factory=Keeping)
+    carry: Carry | None = None
 
 
 class Absent(nn.Module):
@@ -60,7 +63,7 @@ class Absent(nn.Module):
         first = hidden_of(args, kwargs)
         if self.width is None:
             return first
-        return torch.zeros((), dtype=self.dtype, device=first.device).expand(*first.shape, self.width)
+        return torch.zeros(*first.shape, self.width, dtype=self.dtype, device=first.device)  # models scale it in place
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -91,6 +94,8 @@ class Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, index = self.run, self.index
+        if index is not None and run.carry is not None:
+            return self._carried(run.carry, index, args, kwargs)
         if index is not None:
             if not run.start <= index < run.stop:
                 return hidden_of(args, kwargs)
@@ -107,6 +112,17 @@ class Gate:
             raise StageDone(output[0] if isinstance(output, tuple) else output)
         return output
 
+    def _carried(self, carry: Carry, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block of a model whose stages hand on more than a hidden state."""
+        leaves, form = tree_flatten((args, kwargs))
+        if self.run.start <= index < self.run.stop:
+            args, kwargs = tree_unflatten(carry.filled(index, leaves), form)
+            return self._compute(args, kwargs)
+        message = carry.leave(index, leaves)
+        if message is not None:
+            raise StageDone(message)
+        return carry.skipped(index, hidden_of(args, kwargs))
+
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _open(self.units, self.following)
         entering = hidden_of(args, kwargs)
@@ -121,9 +137,9 @@ class Gate:
         for unit in self.units:
             unit.close()
         if self.units and self.needs_weights_backward:
-            tensor = output[0] if isinstance(output, tuple) else output
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._open_for_backward)
+            for tensor in output if isinstance(output, tuple) else (output,):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._open_for_backward)
         return output
 
     def _open_for_backward(self, gradient: torch.Tensor) -> None:

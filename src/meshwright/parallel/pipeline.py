@@ -1,6 +1,6 @@
 """Plays a schedule's actions over real ranks. One stage is the schedule [F0 B0 F1 B1 ...] of one rank: the same code runs every plan.
 
-Messages (wire.py) carry hidden states forward and their gradients back; where two stages in a row lie on one rank (the turn of a V) nothing is
+Messages (wire.py) carry hidden states, and what else a stage needs, forward and gradients back; where two stages in a row lie on one rank (the turn of a V) nothing is
 sent. Receives are posted one action ahead in the order in which the sender sends, so that a transfer runs while the action before it computes.
 Where the schedule separates W, what it needs waits in the backlogs of the flat units (backlog.py): the graph is freed in B.
 """
@@ -8,7 +8,7 @@ Where the schedule separates W, what it needs waits in the backlogs of the flat 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,21 @@ from meshwright.schedules import orders
 from meshwright.schedules.action import Action, Kind
 
 Batch = dict[str, Any]
+Tensors = tuple[torch.Tensor, ...]
+"""What goes from a stage to the next: the hidden state, and beside it what else its blocks are given (carry.py)."""
 
 
 @dataclass
 class Pipeline:
-    """`forward(stage, micro-batch, received) -> hidden state, or the loss sum on the last stage`; `backward_done(action)` after each B and W."""
+    """`forward(stage, micro-batch, received) -> what the next stage is sent, or the loss sum on the last stage`; `backward_done(action)` after
+    each B and W; `parts(stage)`: how many tensors a stage is sent."""
 
     mesh: Mesh
-    forward: Callable[[int, Batch, torch.Tensor | None], torch.Tensor]
+    forward: Callable[[int, Batch, Tensors], Tensors]
     backward_done: Callable[[Action], None]
+    parts: Callable[[int], int]
     wire: Wire | SharedWire = field(init=False)
-    here: dict[tuple[Kind, int, int], torch.Tensor] = field(default_factory=dict)
+    here: dict[tuple[Kind, int, int], Tensors] = field(default_factory=dict)
     """Messages of this rank to itself."""
 
     def __post_init__(self) -> None:
@@ -42,7 +46,7 @@ class Pipeline:
         """
         order = self._forwards(len(batches)) if scale is None else self._order(len(batches))
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        alive: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        alive: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
         self.wire.exposed = 0.0
         for position, action in enumerate(order):
             for ahead in order[position + 1 : position + 2]:
@@ -85,28 +89,35 @@ class Pipeline:
     def _post(self, action: Action, batches: Sequence[Batch]) -> None:
         source = self._source(action)
         if source is not None and source[1] != self.mesh.place.pp:
-            self.wire.post(*source, _shape_key(batches[action.micro_batch]), wait_for_shape=False)
+            for part in self._each(source[0]):
+                self.wire.post(part, source[1], _shape_key(batches[action.micro_batch]), wait_for_shape=False)
 
-    def _send(self, tensor: torch.Tensor, message: Message, key: Any) -> None:
+    def _each(self, message: Message) -> list[Message]:
+        """One for each tensor: a gradient has as many as what was sent forward."""
+        count = self.parts(message.stage + (message.kind is Kind.B))
+        return [replace(message, part=part) for part in range(count)]
+
+    def _send(self, tensors: Tensors, message: Message, key: Any) -> None:
         to = self.mesh.plan.rank_of(message.stage)
         if to == self.mesh.place.pp:
-            self.here[message.kind, message.stage, message.micro_batch] = tensor.detach()
-        else:
-            self.wire.send(tensor, message, to, key)
+            self.here[message.kind, message.stage, message.micro_batch] = tuple(tensor.detach() for tensor in tensors)
+            return
+        for part, tensor in zip(self._each(message), tensors, strict=True):
+            self.wire.send(tensor, part, to, key)
 
-    def _receive(self, message: Message, source: int, key: Any) -> torch.Tensor:
+    def _receive(self, message: Message, source: int, key: Any) -> Tensors:
         if source == self.mesh.place.pp:
             return self.here.pop((message.kind, message.stage, message.micro_batch))
-        return self.wire.receive(message, source, key)
+        return tuple(self.wire.receive(part, source, key) for part in self._each(message))
 
     # --- actions --------------------------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action, batches: Sequence[Batch], alive: dict[Any, Any], scale: float | None) -> torch.Tensor | float:
         stage, batch = action.stage, batches[action.micro_batch]
         key, source = _shape_key(batch), self._source(action)
-        received = self._receive(*source, key) if source is not None else None
-        if received is not None and scale is not None:
-            received.requires_grad_()
+        received = self._receive(*source, key) if source is not None else ()
+        for tensor in received if scale is not None else ():
+            tensor.requires_grad_()
         with torch.set_grad_enabled(scale is not None):
             output = self.forward(stage, batch, received)
         is_last = stage == self.mesh.plan.stages - 1
@@ -114,22 +125,21 @@ class Pipeline:
             self._send(output, Message(Kind.F, stage + 1, action.micro_batch), key)
         if scale is not None:
             alive[stage, action.micro_batch] = (received, output)
-        return output.detach().double() if is_last else 0.0
+        return output[0].detach().double() if is_last else 0.0
 
     def _backward(self, action: Action, batches: Sequence[Batch], alive: dict[Any, Any], scale: float | None) -> None:
         stage, key, source = action.stage, _shape_key(batches[action.micro_batch]), self._source(action)
         received, output = alive.pop((stage, action.micro_batch))
-        if source is None:
-            output = output * scale
-            gradient = None
-        else:
-            gradient = self._receive(*source, key)
-        if output.requires_grad:  # a first stage may have nothing that is trained
-            torch.autograd.backward(output, gradient)
-        del output, gradient
-        if received is not None:
-            assert received.grad is not None
-            self._send(received.grad, Message(Kind.B, stage - 1, action.micro_batch), key)
+        gradients: Sequence[torch.Tensor | None] = (None,) if source is None else self._receive(*source, key)
+        output = (output[0] * scale,) if source is None else output
+        made = [pair for pair in zip(output, gradients, strict=True) if pair[0].requires_grad]
+        if made:  # a first stage may have nothing that is trained
+            torch.autograd.backward([tensor for tensor, _ in made], [gradient for _, gradient in made])
+        del output, made
+        if received:
+            back = tuple(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in received)
+            self._send(back, Message(Kind.B, stage - 1, action.micro_batch), key)
+            del back
         self.backward_done(action)
 
 

@@ -44,10 +44,10 @@ class Wire:
     """Sends and receives between pipeline ranks, with the shapes learnt so far."""
 
     mesh: Mesh
-    shapes: dict[tuple[Kind, int, Any], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    sent_shapes: set[tuple[Kind, int, Any]] = field(default_factory=set)
+    shapes: dict[tuple[Kind, int, int, Any], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    sent_shapes: set[tuple[Kind, int, int, Any]] = field(default_factory=set)
     sending: deque[tuple[dist.Work | None, torch.Tensor]] = field(default_factory=deque)
-    posted: dict[tuple[Kind, int, int], tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
+    posted: dict[tuple[Kind, int, int, int], tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
     exposed: float = 0.0
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
@@ -59,7 +59,7 @@ class Wire:
     def send(self, tensor: torch.Tensor, message: Message, to: int, key: Any) -> None:
         rank, group = self.mesh.pipeline_rank(to), self._group(self.mesh.place.pp, to)
         tensor = tensor.detach().contiguous()
-        shape_key = (message.kind, message.stage, key)
+        shape_key = (message.kind, message.stage, message.part, key)
         if shape_key not in self.sent_shapes:
             self.sent_shapes.add(shape_key)
             header = torch.zeros(_HEADER, dtype=torch.int64)
@@ -72,8 +72,8 @@ class Wire:
 
     def post(self, message: Message, source: int, key: Any, *, wait_for_shape: bool) -> None:
         """Start receiving; without `wait_for_shape` only when the shape is known."""
-        name = (message.kind, message.stage, message.micro_batch)
-        shape_key = (message.kind, message.stage, key)
+        name = (message.kind, message.stage, message.micro_batch, message.part)
+        shape_key = (message.kind, message.stage, message.part, key)
         if name in self.posted or (shape_key not in self.shapes and not wait_for_shape):
             return
         rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.place.pp)
@@ -89,7 +89,7 @@ class Wire:
     def receive(self, message: Message, source: int, key: Any) -> torch.Tensor:
         began = time.perf_counter()
         self.post(message, source, key, wait_for_shape=True)
-        work, tensor = self.posted.pop((message.kind, message.stage, message.micro_batch))
+        work, tensor = self.posted.pop((message.kind, message.stage, message.micro_batch, message.part))
         if work is not None:
             work.wait()
         self.exposed += time.perf_counter() - began
