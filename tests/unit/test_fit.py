@@ -17,7 +17,7 @@ from meshwright.intake.generic import generic_sizes, size_of, title
 from meshwright.intake.models import read_model, read_sizes
 from meshwright.report.plans import WIDTH
 from meshwright.report.text import columns_of
-from meshwright.search.fit import ANY, STRATEGIES, bytes_per_parameter, chart, counts, part_of, smallest
+from meshwright.search.fit import ANY, STRATEGIES, bytes_per_parameter, chart, counts, kinds, part_of, smallest
 from meshwright.search.improve import improvements
 from meshwright.search.rank import search
 from meshwright.spec.estimate import Fits
@@ -106,7 +106,7 @@ def test_200b_on_64_devices_as_pp4_tp2_dp8_does_not_fit_without_zero(capsys: pyt
     ask = ["plan", "--runnable", "--model", "200b", "--cluster", "8x8:a100-80gb", "--batch", "512", "--seq", "2048", "--pin"]
     assert main([*ask, "pp=4,tp=2,dp=8,z=0"]) == 3
     said = capsys.readouterr().err
-    assert "on rank 0 of 80.0 GiB; optimizer states are 28" in said and "without the pin zero=0 would fit (dp8.tp2.sp.pp4.z3" in said
+    assert " of 80.0 GiB; optimizer states are 28" in said and "without the pin zero=0 would fit (dp8.tp2.sp.pp4.z3" in said
     assert main([*ask, "pp=4,tp=2,dp=8", "--why"]) == 0
     assert "tensor + pipeline + data" in capsys.readouterr().out
 
@@ -142,3 +142,13 @@ def test_the_six_questions_are_answered_in_order(asked: list[str], language: str
     assert main(["plan", *asked, "--advice", "--runnable", "--why", "--lang", language, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["advice"]) == 7 and all(found["outcome"] != "chosen" for found in data["families"])
+
+
+def test_every_kind_of_node_has_a_chart_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    on = read_cluster("1x2:a100-80gb+1x2:v100-32gb+1x2:a100-80gb")
+    assert [(kind.groups[0].device.name, kind.devices) for kind in kinds(on)] == [("a100-80gb", 4), ("v100-32gb", 2)]
+    assert main(["fit", "--model", "llama2-7b", "--cluster", "1x8:a100-80gb+1x8:v100-32gb", "--precision", "fp16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["kinds"]
+    assert [kind["device"] for kind in found] == ["a100-80gb", "v100-32gb"]
+    fewest = [{row["strategy"]: row["devices"] for row in kind["rows"]} for kind in found]
+    assert fewest[0]["ZeRO-3"] < fewest[1]["ZeRO-3"]

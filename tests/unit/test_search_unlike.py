@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 from jobs import cluster, decoder, device, small_job
 
 from meshwright.base.errors import InputError
+from meshwright.cost.box import box_of
+from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
+from meshwright.search import shares
 from meshwright.search.rank import search
+from meshwright.search.shares import whole
 from meshwright.search.survey import TIGHT_GAIN
 from meshwright.search.unlike import plans
 from meshwright.spec.estimate import Fits
@@ -57,10 +63,14 @@ def test_the_best_pipeline_over_two_groups_is_that_of_brute_force(slower: float,
     assert min(both) == pytest.approx(expected, rel=1e-12)
 
 
+def heavy_job(slower: float, batch: int) -> Job:
+    """With a model that devices, not their hosts, take their time for."""
+    job, model = unlike_job(slower, batch=batch), decoder(((8, 8192),), hidden=2048, heads=4)
+    return job.but(model=model, cluster=job.cluster.with_memory(64e9), workload=job.workload.but(sequence=2048))
+
+
 def test_a_faster_group_holds_more_blocks() -> None:
-    job = unlike_job(slower=3.0, batch=32)
-    model = decoder(((8, 8192),), hidden=2048, heads=4)
-    job = job.but(model=model, cluster=job.cluster.with_memory(64e9), workload=job.workload.but(sequence=2048))
+    job = heavy_job(slower=3.0, batch=32)
     best = next(plan for _, plan in plans(job, 100) if len(set(plan.placement)) == 2)
     held = {group: sum(count for count, on in zip(best.layers_per_stage, best.placement, strict=True) if on == group) for group in (0, 1)}
     assert held[0] > held[1]
@@ -80,3 +90,48 @@ def test_equal_groups_are_one() -> None:
 def test_a_placement_that_leaves_part_of_a_group_is_explained() -> None:
     with pytest.raises(InputError, match=r"1 pipeline ranks of 1 devices on group 0 = 1 but it has 2 devices"):
         estimate(unlike_job(), parse_plan("pp2.ls2-2.on0-1"))
+
+
+def every_share(job: Job, plan: Plan) -> list[Plan]:
+    """`plan` with its micro-batches shared out in every way."""
+    count, dp = job.workload.batch // plan.micro_batch, plan.dp
+    cuts = combinations(range(1, count), dp - 1)
+    ways = [tuple(after - before for before, after in zip((0, *cut), (*cut, count), strict=True)) for cut in cuts]
+    return [plan.but(shares=way) for way in ways if len(set(way)) > 1]
+
+
+@pytest.mark.parametrize(("name", "slower"), [("dp4", 1.7), ("dp4.z1", 3.0), ("dp2.tp2.z1", 1.7)])
+def test_the_best_shares_of_a_plan_are_those_of_brute_force(name: str, slower: float) -> None:
+    job, plan = heavy_job(slower, batch=8), parse_plan(name)
+    times = {each.shares: estimate(job, each).time.step for each in every_share(job, plan)}
+    count, each = job.workload.batch // plan.micro_batch, []
+    for replica in range(plan.dp):
+        group = replica * 2 // plan.dp
+        alone = job.cluster.but(groups=(job.cluster.groups[group].but(nodes=2),))
+        parts = Pricer(job.but(cluster=alone)).price(box_of(plan.but(shares=(count - plan.dp + 1, *(1,) * (plan.dp - 1))), 8, 8)).seconds
+        each.append(parts.each.max().item())
+    assert times[whole(count, each, [0.0] * plan.dp)] == pytest.approx(min(times.values()), rel=1e-12)
+
+
+def test_faster_replicas_take_more_and_all_end_together() -> None:
+    job = heavy_job(slower=3.0, batch=64)
+    found = [plan for _, plan in shares.plans(job, 5)]
+    assert found and all(sum(plan.shares) * plan.micro_batch == 64 for plan in found)
+    best = next(plan for plan in found if plan.dp == 4)
+    assert min(best.shares[:2]) > max(best.shares[2:])
+    assert estimate(job, best).time.step < estimate(job, best.but(shares=())).time.step
+
+
+def test_shares_on_equal_devices_cost_what_the_largest_does() -> None:
+    job = small_job(on=cluster(1, 2), batch=8)
+    uneven, even = (estimate(job, parse_plan(name)) for name in ("dp2.sh5-3", "dp2"))
+    whole_batch = estimate(job.but(workload=job.workload.but(batch=10)), parse_plan("dp2"))
+    assert uneven.time.step == pytest.approx(whole_batch.time.step)
+    assert uneven.memory == whole_batch.memory
+    assert uneven.time.step > even.time.step
+
+
+def test_a_search_of_what_runs_offers_shares_on_unlike_groups() -> None:
+    job = heavy_job(slower=3.0, batch=64)
+    chosen = search(job, 1, runnable=True).chosen
+    assert chosen.runs and chosen.plan.shares

@@ -22,25 +22,24 @@ def fit(
     """
     from meshwright.base.errors import NothingFits
     from meshwright.intake.job import resolve
-    from meshwright.report.fit import chart_text, fit_data, smallest_text
-    from meshwright.search.fit import STRATEGIES, chart, smallest
+    from meshwright.report.fit import fit_data, fit_text
+    from meshwright.search.fit import STRATEGIES, chart, kinds, smallest
     from meshwright.words.say import language_of
 
     language = language_of(lang, os.environ)
     question = resolve(shared.job_file(job))
     cluster, workload = question.cluster, question.workload
-    if shared.model is None and job is None:
-        largest = list(chart(cluster, workload))
-        if not largest:
-            raise NothingFits(f"not even the smallest model fits on {cluster.groups[0].device.name} at sequence {workload.sequence}")
-        if json:
-            say_json(fit_data(cluster, workload, largest))
-        else:
-            say(chart_text(cluster, workload, largest, language))
-        return 0
-    fewest = [smallest(strategy, question.model, cluster, workload) for strategy in STRATEGIES]
+    model = None if shared.model is None and job is None else question.model
+    found = [
+        (kind, list(chart(kind, workload)) if model is None else [smallest(strategy, model, kind, workload) for strategy in STRATEGIES])
+        for kind in kinds(cluster)
+    ]
+    if model is None and not any(rows for _, rows in found):
+        names = " or ".join(kind.groups[0].device.name for kind, _ in found)
+        raise NothingFits(f"not even the smallest model fits on {names} at sequence {workload.sequence}")
     if json:
-        say_json(fit_data(cluster, workload, fewest))
+        data = [fit_data(kind, workload, rows) for kind, rows in found]
+        say_json(data[0] if len(data) == 1 else {"kinds": data})
     else:
-        say(smallest_text(question.model, cluster, workload, fewest, language))
-    return 0 if any(row.devices for row in fewest) else NothingFits.exit_code
+        say("\n\n".join(fit_text(model, kind, workload, rows, language) for kind, rows in found))
+    return 0 if model is None or any(row.devices for _, rows in found for row in rows) else NothingFits.exit_code

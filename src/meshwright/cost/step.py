@@ -5,6 +5,9 @@ Time items are those of the slowest pipeline rank, so that they add up to the st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from meshwright.cost import constants, unlike
@@ -20,7 +23,7 @@ from meshwright.spec.rules import check_plan
 def estimate(job: Job, plan: Plan) -> Estimate:
     """The price of one plan. Raises InputError when the plan cannot run, with the rule that it breaks."""
     check_plan(job, plan)
-    if plan.placement:
+    if plan.placement or plan.shares:
         return placed(job, plan)
     pricer = Pricer(job)
     return estimate_of(pricer, box_of(plan, job.workload.batch, job.model.blocks))
@@ -52,29 +55,51 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
 
 
 def placed(job: Job, plan: Plan) -> Estimate:
-    """A plan whose pipeline ranks lie on unlike groups; `memory` and `limit` are of the rank that has least left."""
-    box = box_of(plan, job.workload.batch, job.model.blocks)
-    on = unlike.pricers(job, plan.placement, plan.world)
-    per_stage = tuple(_per_stage(on[group], box)[rank] for rank, group in enumerate(plan.placement))
-    limits = [usable(on[group].setting) for group in plan.placement]
-    safe = [float(reserved(on[group].setting, np.array(it.total))[1]) for it, group in zip(per_stage, plan.placement, strict=True)]
-    fullest = min(range(plan.pp), key=lambda rank: limits[rank] - per_stage[rank].reserved)
-    fits = all(it.reserved <= limit for it, limit in zip(per_stage, limits, strict=True))
-    roomy = all(taken <= limit for taken, limit in zip(safe, limits, strict=True))
-    seconds = _time(box, unlike.seconds(on, plan.placement, box))
-    rates = sum(on[group].setting.rate * (plan.world // plan.pp) for group in plan.placement)
-    unused = [group.device.name for at, group in enumerate(job.cluster.groups) if at not in plan.placement]
+    """A plan whose ranks lie on unlike groups or whose replicas have unlike shares; `memory` and `limit` are of the rank that has least left."""
+    whole = box_of(plan, job.workload.batch, job.model.blocks)
+    kinds = unlike.replicas(job, plan)
+    used = sorted({group for placement, _ in kinds for group in placement})
+    on = unlike.pricers(job, used, plan.world)
+    boxes = [replace(whole, micro_batches=(whole.micro_batches[0]._replace(number=number),)) for _, number in kinds]
+    ranks = [
+        (usable(on[group].setting), _per_stage(on[group], box)[rank], on[group].setting)
+        for (placement, _), box in zip(kinds, boxes, strict=True)
+        for rank, group in enumerate(placement)
+    ]
+    left = [limit - memory.reserved for limit, memory, _ in ranks]
+    fullest = [min(range(rank, len(ranks), plan.pp), key=lambda at: left[at]) for rank in range(plan.pp)]
+    least = min(fullest, key=lambda at: left[at])
+    roomy = all(float(reserved(setting, np.array(memory.total))[1]) <= limit for limit, memory, setting in ranks)
+    parts = [unlike.seconds(on, placement, box) for (placement, _), box in zip(kinds, boxes, strict=True)]
+    seconds = _together([_time(box, each) for box, each in zip(boxes, parts, strict=True)], parts)
+    groups = job.cluster.groups
+    devices = {group: plan.world // plan.pp * plan.placement.count(group) for group in used} if plan.placement else None
+    rates = sum(on[group].setting.rate * (devices[group] if devices else groups[group].nodes * groups[group].devices) for group in used)
+    unused = [group.device.name for at, group in enumerate(groups) if at not in used]
     return Estimate(
-        memory=per_stage[fullest],
-        per_stage=per_stage,
+        memory=ranks[least][1],
+        per_stage=tuple(ranks[at][1] for at in fullest),
         time=seconds,
         tokens_per_second=job.workload.tokens / seconds.step,
         mfu=model_flops(job) / (seconds.step * rates),
-        fits=fits,
-        verdict=Fits.no if not fits else Fits.fits if roomy else Fits.tight,
-        limit=limits[fullest],
+        fits=left[least] >= 0,
+        verdict=Fits.no if left[least] < 0 else Fits.fits if roomy else Fits.tight,
+        limit=ranks[least][0],
         notes=(f"the devices of {' and '.join(unused)} are left out",) if unused else (),
     )
+
+
+def _together(times: Sequence[Time], parts: Sequence[Seconds]) -> Time:
+    """The items of the replica that ends its micro-batches last; what all do together afterwards takes as long as the slowest."""
+    after = [each.once.item() + each.update.item() + each.on_host.item() for each in parts]
+    late = max(range(len(times)), key=lambda at: times[at].step - after[at])
+    longer = {
+        "compute": max(each.update.item() for each in parts) - parts[late].update.item(),
+        "data": max(each.once.item() for each in parts) - parts[late].once.item(),
+        "offload": max(each.on_host.item() for each in parts) - parts[late].on_host.item(),
+    }
+    own = times[late]
+    return own.but(**{name: getattr(own, name) + more for name, more in longer.items()}, step=own.step + sum(longer.values()))
 
 
 def _per_stage(pricer: Pricer, box: Box) -> tuple[Memory, ...]:

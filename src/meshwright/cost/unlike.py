@@ -1,4 +1,4 @@
-"""Pipelines over unlike groups of nodes: each pipeline rank lies on one group, computes at its speed and fits in its memory.
+"""Plans over unlike groups of nodes: each pipeline rank lies on one group, computes at its speed and fits in its memory.
 
 Each group prices the plan as if all devices were its own; of these prices each rank takes that of its group. Then, as for any pipeline,
 
@@ -9,7 +9,9 @@ Tensor, data and context ranks of a stage lie on one group, so that their traffi
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import ceil
 
 import numpy as np
@@ -19,6 +21,7 @@ from meshwright.cost.pipeline import idle
 from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Prices, Seconds
 from meshwright.spec.cluster import NodeGroup
 from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
 
 
 def pricers(job: Job, placement: Sequence[int], world: int) -> dict[int, Pricer]:
@@ -27,6 +30,28 @@ def pricers(job: Job, placement: Sequence[int], world: int) -> dict[int, Pricer]
     for at in sorted(set(placement)):
         found[at] = Pricer(job.but(cluster=job.cluster.but(groups=(even(job, at, world),))), like=next(iter(found.values()), None))
     return found
+
+
+def replicas(job: Job, plan: Plan) -> list[tuple[tuple[int, ...], int]]:
+    """The unlike replicas of a plan: the group of each of their pipeline ranks, and their micro-batches. A rank that several groups hold, with
+    its tensor and context ranks, is as slow as the slowest. Devices are counted group by group."""
+    if plan.placement:
+        return [(plan.placement, plan.micro_batches(job.workload.batch))]
+    groups, strides = job.cluster.groups, plan.strides()
+    past = list(accumulate(group.nodes * group.devices for group in groups))
+    rates = [group.device.peak[job.workload.precision] * group.device.efficiency for group in groups]
+
+    def of_rank(replica: int, stage: int) -> int:
+        outer, inner = divmod(replica, plan.dp_shard)
+        first = outer * strides["dp_replicate"] + inner * strides["dp_shard"] + stage * strides["pp"]
+        held = {bisect(past, first + cp * strides["cp"] + tp * strides["tp"]) for cp in range(plan.cp) for tp in range(plan.tp)}
+        return min(held, key=lambda group: rates[group])
+
+    found = {
+        (tuple(of_rank(replica, stage) for stage in range(plan.pp)), plan.micro_batches(job.workload.batch, replica))
+        for replica in range(plan.dp)
+    }
+    return sorted(found)
 
 
 def even(job: Job, group: int, world: int) -> NodeGroup:

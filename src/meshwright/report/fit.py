@@ -35,8 +35,19 @@ def conditions(cluster: Cluster, workload: Workload) -> Sentence:
     )
 
 
+def fit_text(
+    model: ModelSpec | None, cluster: Cluster, workload: Workload, rows: Sequence[Largest] | Sequence[Smallest], language: str = "en"
+) -> str:
+    """What fits on one kind of node: the chart without a model, else the table of its smallest clusters."""
+    if model is not None:
+        return smallest_text(model, cluster, workload, rows, language)  # type: ignore[arg-type]
+    return chart_text(cluster, workload, rows, language)  # type: ignore[arg-type]
+
+
 def chart_text(cluster: Cluster, workload: Workload, rows: Sequence[Largest], language: str = "en") -> str:
     """A table of sizes by strategy and devices, and bars for the most devices."""
+    if not rows:
+        return folded(say(conditions(cluster, workload), language), WIDTH) + "\n\n" + say(tell("fit.nothing"), language)
     counts = sorted({row.devices for row in rows})[-SHOWN:]
     table = {(row.strategy, row.devices): row for row in rows}
     strategies = list(dict.fromkeys(row.strategy for row in rows))

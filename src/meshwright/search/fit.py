@@ -17,22 +17,23 @@ from meshwright.base.errors import InputError
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.generic import SMALLEST, Patterns, generic_sizes, patterns
 from meshwright.search.survey import survey
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, NodeGroup
 from meshwright.spec.job import Job
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.precision import recipe
 from meshwright.spec.workload import Workload
 
 ANY = "any plan"
+ALONE: Mapping[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
-    "DDP": {"tp": 1, "pp": 1, "zero": 0},
-    "ZeRO-1": {"tp": 1, "pp": 1, "zero": 1},
-    "ZeRO-2": {"tp": 1, "pp": 1, "zero": 2},
-    "ZeRO-3": {"tp": 1, "pp": 1, "zero": 3},
+    "DDP": {**ALONE, "zero": 0},
+    "ZeRO-1": {**ALONE, "zero": 1},
+    "ZeRO-2": {**ALONE, "zero": 2},
+    "ZeRO-3": {**ALONE, "zero": 3},
     ANY: {"schedule": "1f1b"},
 }
-LEAST: Mapping[str, Any] = {"micro_batch": 1, "recompute": "layer"}
-"""Pins of every strategy: what takes least memory. Plans are those that this version runs: nothing in host memory."""
+LEAST: Mapping[str, Any] = {"micro_batch": 1, "recompute": "layer", "offload": ()}
+"""Pins of every strategy: what takes least memory. Plans are those that this version runs, with nothing in host memory."""
 PRECISE = 1.01
 MOST_NODES = 4096
 
@@ -58,15 +59,24 @@ class Smallest(Noun):
     floor: float = Field(default=0.0, description="bytes that every rank holds, however many there are")
 
 
+def kinds(cluster: Cluster) -> list[Cluster]:
+    """Each kind of node by itself, with all nodes of its kind."""
+    found: list[NodeGroup] = []
+    for group in cluster.groups:
+        at = next((at for at, known in enumerate(found) if (known.device, known.devices) == (group.device, group.devices)), len(found))
+        found[at : at + 1] = [found[at].but(nodes=found[at].nodes + group.nodes) if at < len(found) else group]
+    return [cluster.but(groups=(group,)) for group in found]
+
+
 def part_of(cluster: Cluster, devices: int) -> Cluster:
-    """So many devices of the first kind of node, as few nodes as they need."""
+    """So many devices of a cluster of one kind of node, as few nodes as they need."""
     group = cluster.groups[0]
     nodes, each = (1, devices) if devices <= group.devices else (devices // group.devices, group.devices)
     return cluster.but(name=f"{nodes}x{each}:{group.device.name}", groups=(group.but(nodes=nodes, devices=each),))
 
 
 def counts(cluster: Cluster) -> list[int]:
-    """Numbers of devices that a chart has: powers of two inside a node, then whole nodes doubled, and the whole of the first group."""
+    """Numbers of devices that a chart has: powers of two inside a node, then whole nodes doubled, and all."""
     group = cluster.groups[0]
     inside = [1 << power for power in range(group.devices.bit_length()) if 1 << power < group.devices]
     nodes = [1 << power for power in range(group.nodes.bit_length()) if 1 << power < group.nodes]

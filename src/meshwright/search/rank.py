@@ -28,8 +28,8 @@ def search(job: Job, top: int = 10, objective: Objective = Objective.fastest, ru
     began = time.perf_counter()
     found = best(job, top, objective, runnable)
     scored = [(each.score, Entry(plan=each.plan, estimate=estimate_of(found.pricer, each.alone))) for each in found.ranking.best]
-    if objective == Objective.fastest and not runnable:
-        scored += [(score, Entry(plan=plan, estimate=estimate(job, plan))) for score, plan in unlike.plans(job, top)]
+    if objective == Objective.fastest:
+        scored += [(score, Entry(plan=plan, estimate=estimate(job, plan))) for score, plan in unlike.plans(job, top, runnable)]
     if not scored:
         raise nothing_fits(found)
     scored = sorted(scored, key=lambda pair: rounded(pair[0]))[:top] if objective == Objective.fastest else scored

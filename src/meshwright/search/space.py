@@ -200,7 +200,7 @@ class Space:
         schedules = list(OFFERED) if pp > 1 else [Schedule.one_f_one_b]
         if (pp == 1 and pinned in (Schedule.gpipe, Schedule.zb1)) or (pinned == Schedule.actions and len(actions) == pp):
             schedules = [pinned]
-        found = []
+        found: list[Order] = []
         for schedule in self._choices("schedule", schedules):
             turns = list(range(2, blocks // pp + 1)) if schedule == Schedule.interleaved else [HELD.get(schedule, 1)]
             if schedule == Schedule.actions:

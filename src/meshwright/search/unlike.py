@@ -4,7 +4,7 @@ The space is, for every choice of groups: of one group, all plans of its devices
 group, groups in the order of their memory (early ranks hold most micro-batches), of their speed, or as the cluster names them; the devices of
 a rank divide those of every group; tensor ranks, micro-batch, sequence parallelism, recompute and ZeRO as ever; blocks cut in every
 way where these are few, else evenly, or so that each rank takes as many as its speed allows at some micro-batch (block by block to the rank that
-then ends first). Groups that could not be as fast as what is found even at their peak are left out without pricing.
+then ends first); and data parallelism with unlike shares (`shares.py`). Groups that could not be as fast as what is found even at their peak are left out without pricing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import model_flops
+from meshwright.search import shares
 from meshwright.search.space import divisors
 from meshwright.search.survey import TIGHT_GAIN, rounded, survey
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, Recompute, Schedule
-from meshwright.spec.rules import faults
+from meshwright.spec.rules import faults, tensor_faults
+from meshwright.spec.runs import runs
 
 FEW = 100
 """Ways to cut the blocks that are all tried."""
@@ -33,12 +35,14 @@ FEW = 100
 Scored = tuple[float, Plan]
 
 
-def plans(job: Job, top: int) -> list[Scored]:
-    """The best plans that place ranks on groups, with their scores."""
+def plans(job: Job, top: int, runnable: bool = False) -> list[Scored]:
+    """The best plans that place ranks on groups or share micro-batches out unevenly, with their scores; `runnable`: of those that run."""
     groups, precision = job.cluster.groups, job.workload.precision
     if job.pins or all(group.device == job.cluster.groups[0].device for group in job.cluster.groups):
         return []
-    found: list[Scored] = []
+    found: list[Scored] = [pair for pair in shares.plans(job, top) if runs(pair[1])] if runnable else list(shares.plans(job, top))
+    if runnable:
+        return sorted(found, key=lambda pair: (rounded(pair[0]), pair[1].name))[:top]
     choices = [chosen for count in range(1, len(groups) + 1) for chosen in combinations(range(len(groups)), count)]
     rates = {chosen: sum(groups[at].nodes * groups[at].devices * groups[at].device.peak[precision] for at in chosen) for chosen in choices}
     for chosen in sorted(choices, key=lambda chosen: -rates[chosen]):
@@ -85,7 +89,7 @@ def best_of(job: Job, on: dict[int, Pricer], placement: tuple[int, ...], tp: int
     """The best plan of one placement."""
     batch, pp = job.workload.batch, len(placement)
     sizes = [size for size in divisors(batch) if batch % (dp * size) == 0]
-    if not sizes or any(size % tp for size in job.model.divisible.values()) or (tp > 1 and not job.model.tensor_parallel):
+    if not sizes or any(tensor_faults(Plan(tp=tp), job.model.divisible, job.model.tensor_parallel)):
         return
     shards = [Shards(0, dp, 1), *(Shards(zero, 1, dp) for zero in (1, 2, 3) if dp > 1)]
     again = (Again(Recompute.none), Again(Recompute.layer))

@@ -119,6 +119,7 @@ TEXTS = {
     "label.by": "主要在",
     # --- what fits
     "fit.conditions": "设备 {device}（{memory:bytes}，每节点 {each} 个）：{precision}，{optimizer}，{sequence} 个 token，每个设备一条序列，逐层重计算，留有余量",
+    "fit.nothing": "连最小的模型也放不下",
     "fit.largest": "各设备数能放下的最大模型（GPT 形状）",
     "fit.bars": "在 {devices:count} 个设备上",
     "fit.ddp": "无论有多少设备，DDP 都只能放下 {parameters:parameters} 参数：每个设备都要放整个模型及其梯度和优化器状态",

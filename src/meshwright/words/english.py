@@ -119,6 +119,7 @@ TEXTS = {
     "label.by": "most of all by",
     # --- what fits
     "fit.conditions": "on {device} ({memory:bytes}, {each} a node): {precision}, {optimizer}, {sequence} tokens, one sequence a device, layers recomputed, a margin left",
+    "fit.nothing": "not even the smallest model fits",
     "fit.largest": "largest model, GPT-shaped, that fits on so many devices",
     "fit.bars": "on {devices:count device}",
     "fit.ddp": "DDP holds {parameters:parameters} parameters however many devices there are: every one holds the whole model with its gradients and states",

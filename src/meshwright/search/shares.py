@@ -1,0 +1,151 @@
+"""Data parallelism over unlike groups: every replica lies on one group and takes as many micro-batches as its speed allows.
+
+The space: replicas of tp x pp ranks inside a group (a pipeline's ranks side by side), 1f1b, ZeRO 0 or 1, micro-batch, sequence parallelism,
+recompute of none or all blocks. A step ends with its last replica, t_r seconds a micro-batch and f_r once: with n micro-batches in all, and
+parts of micro-batches, all would end at
+
+    T = (n + sum of f_r / t_r) / (sum of 1 / t_r),
+
+below which no shares go. Plans in the order of T get whole shares, as long as T is below what is found: each replica what it does by T, the rest one
+by one to whoever then ends first, which is the best that whole numbers can do; the best of these are priced by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heapreplace
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.cost import unlike
+from meshwright.cost.box import Again, Array, Box, Layout, MicroBatch, Order, Shards
+from meshwright.cost.memory import reserved, usable
+from meshwright.cost.price import Pricer, Prices
+from meshwright.cost.setting import Setting
+from meshwright.cost.step import estimate
+from meshwright.search.space import divisors, even
+from meshwright.search.survey import TIGHT_GAIN
+from meshwright.spec.estimate import Fits
+from meshwright.spec.job import Job
+from meshwright.spec.plan import AXES, Axis, Plan, Recompute, Schedule
+from meshwright.spec.rules import faults, tensor_faults
+
+SIDE_BY_SIDE: tuple[Axis, ...] = ("dp", "pp", "tp")
+"""The order of axes in which a pipeline's ranks are neighbours."""
+
+
+class Bounded(NamedTuple):
+    """A plan before its shares are known: T with what all do after it, those seconds, and each replica's seconds a micro-batch and once."""
+
+    least: float
+    after: float
+    box: Box
+    at: tuple[int, ...]
+    each: tuple[float, ...]
+    once: tuple[float, ...]
+
+    def shared(self, batch: int) -> tuple[float, Plan]:
+        """With whole shares: the seconds of its step, nearly, and the plan."""
+        plan = self.box.plan(self.at)
+        counts = whole(batch // plan.micro_batch, self.each, self.once)
+        end = max(count * each + once for count, each, once in zip(counts, self.each, self.once, strict=True))
+        return end + self.after, plan.but(shares=counts) if len(set(counts)) > 1 else plan
+
+
+def plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
+    """The best plans with shares, with their scores."""
+    sizes = [group.nodes * group.devices for group in job.cluster.groups]
+    found: list[Bounded] = []
+    on = unlike.pricers(job, range(len(sizes)), job.cluster.devices)
+    for tp in divisors(gcd(*(group.devices for group in job.cluster.groups))):
+        if any(tensor_faults(Plan(tp=tp), job.model.divisible, job.model.tensor_parallel)):
+            continue
+        for pp in divisors(gcd(*sizes) // tp):
+            if pp <= max(job.model.blocks, 1) and job.cluster.devices // (tp * pp) > 1:
+                found += bounded(job, box_of_all(job, tp, pp), on, [size // (tp * pp) for size in sizes])
+    best: list[tuple[float, Plan]] = []
+    for candidate in sorted(found, key=lambda it: it.least):
+        if len(best) >= top and candidate.least > best[top - 1][0]:
+            break
+        seconds, plan = candidate.shared(job.workload.batch)
+        if plan.shares and not any(faults(job, plan)):
+            best = sorted([*best, (seconds, plan)], key=lambda pair: pair[0])[:top]
+    for _, plan in best:
+        priced = estimate(job, plan)
+        if priced.verdict != Fits.no:
+            yield priced.time.step * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)), plan
+
+
+def box_of_all(job: Job, tp: int, pp: int) -> Box:
+    """All plans of these degrees, with as many micro-batches as equal shares would have."""
+    batch, dp = job.workload.batch, job.cluster.devices // (tp * pp)
+    parallel = (False, True) if tp > 1 and job.workload.sequence % tp == 0 and not job.model.against_sequence else (False,)
+    return Box(
+        Layout(tp, pp, expert_tensor=tp, axes=AXES if pp == 1 else SIDE_BY_SIDE),
+        Plan().bucket,
+        (Order(Schedule.one_f_one_b, 1, even(max(job.model.blocks, 1), pp)),),
+        tuple(MicroBatch(size, max(batch // (size * dp), 1)) for size in divisors(batch) if batch // size >= dp),
+        parallel,
+        (Again(Recompute.none), Again(Recompute.layer)),
+        (Shards(0, dp, 1), Shards(1, 1, dp)),
+    )
+
+
+def bounded(job: Job, box: Box, on: dict[int, Pricer], replicas: Sequence[int]) -> Iterator[Bounded]:
+    """The plans of `box` that fit on every group, `replicas` on each, with their bound."""
+    if not box.micro_batches:
+        return
+    said = {group: pricer.price(box) for group, pricer in on.items()}
+    fits = np.logical_and.reduce([_fits(on[group].setting, prices, box) for group, prices in said.items()])
+    each, once = ([_whole(part(prices), box) for prices in said.values()] for part in (_each, _once))
+    after = np.maximum.reduce([_whole(prices.seconds.once + prices.seconds.update, box) for prices in said.values()])
+    number = np.array([job.workload.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(1, -1, 1, 1, 1, 1)
+    rate = sum(count / seconds for count, seconds in zip(replicas, each, strict=True))
+    begun = sum(count * first / seconds for count, first, seconds in zip(replicas, once, each, strict=True))
+    bound = np.where(fits, (number + begun) / rate + after, np.inf)
+    for index in map(tuple, np.argwhere(np.isfinite(bound)).tolist()):
+        replicas_of = [(float(part[index]), float(first[index]), count) for part, first, count in zip(each, once, replicas, strict=True)]
+        per = tuple(seconds for seconds, _, count in replicas_of for _ in range(count))
+        first = tuple(seconds for _, seconds, count in replicas_of for _ in range(count))
+        yield Bounded(float(bound[index]), float(after[index]), box, index, per, first)
+
+
+def _each(prices: Prices) -> Array:
+    """Seconds of a micro-batch on the slowest rank."""
+    return prices.seconds.each.max(axis=0)
+
+
+def _once(prices: Prices) -> Array:
+    """Seconds that do not grow with micro-batches, messages taken as those of equal shares."""
+    return (prices.seconds.bubble + prices.seconds.messages)[0]
+
+
+def _whole(part: Array, box: Box) -> Array:
+    return np.broadcast_to(part[0] if part.ndim > len(box.shape) else part, box.shape)
+
+
+def _fits(setting: Setting, prices: Prices, box: Box) -> Array:
+    return np.broadcast_to(reserved(setting, prices.allocated)[0] <= usable(setting), box.shape)
+
+
+def whole(number: int, each: Sequence[float], once: Sequence[float]) -> tuple[int, ...]:
+    """`number` micro-batches shared out so that the last replica ends first, each at least one.
+
+    >>> whole(16, (1.0, 1.0, 3.0, 3.0), (0.0,) * 4), whole(4, (1.0, 9.0, 9.0, 9.0), (0.0,) * 4)
+    ((6, 6, 2, 2), (1, 1, 1, 1))
+    """
+    rate = sum(1.0 / seconds for seconds in each)
+    end = (number + sum(first / seconds for first, seconds in zip(once, each, strict=True))) / rate
+    counts = [max(int((end - first) / seconds), 1) for first, seconds in zip(once, each, strict=True)]
+    ends = [((counts[at] + 1) * each[at] + once[at], at) for at in range(len(counts))]
+    heapify(ends)
+    for _ in range(number - sum(counts)):
+        after, at = ends[0]
+        counts[at] += 1
+        heapreplace(ends, (after + each[at], at))
+    for _ in range(sum(counts) - number):
+        late = max((at for at in range(len(counts)) if counts[at] > 1), key=lambda at: counts[at] * each[at] + once[at])
+        counts[late] -= 1
+    return tuple(counts)
