@@ -29,7 +29,7 @@ SAMPLE = [
 
 WIDER = [
     ("mixture", "dp2"), ("mixture", "dp4.ep2.z1"), ("mixture", "dp2x2.ep2.z2.mb2"), ("mixture", "tp2.sp.mb2"), ("mixture", "dp2.tp2.ep2.z1"),
-    ("mixture", "dp2.tp2.pp2.ep2.z3.mb2"), ("mixture", "dp2.cp2.ep4.z1"), ("mixture", "dp2.pp2.ep2.z2.interleaved2"), ("mixture", "pp2.tp2.ep2.zbv"),
+    ("mixture", "dp2.tp2.pp2.ep2.z3.mb2"), ("mixture", "dp2.cp2.ep4.z1"), ("mixture", "pp2.dp2.ep2.z1.zb1"), ("mixture", "dp2.ep2.z1.off-activations"),
     ("mixture", "dp2.ep2.z1.rc-selective"), ("mixtral", "tp2.mb2"), ("gpt-oss", "tp4.ep2.mb2"), ("olmoe", "tp2.ep2"), ("granite-moe", "dp2.ep2.z3"),
 ]  # fmt: skip
 

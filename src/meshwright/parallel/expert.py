@@ -144,7 +144,7 @@ def busiest(pairs: torch.Tensor, anatomy: Anatomy) -> float | None:
     if not anatomy.experts:
         return None
     counts = torch.tensor([experts.count for experts in anatomy.experts], dtype=pairs.dtype, device=pairs.device)
-    table = pairs.view(len(counts), -1)
+    table = pairs.detach().view(len(counts), -1)
     return float((table.amax(1) * counts / table.sum(1).clamp_min(1)).max())
 
 

@@ -17,6 +17,8 @@ KEYS = ("num_key_value_heads", "num_kv_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size")
 FFN = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "dff", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim")
 HEAD = ("head_dim", "d_kv")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_FFN = ("moe_intermediate_size", "shared_expert_intermediate_size")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 WINDOWS = ("sliding_window", "window_size", "attention_window")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -53,6 +55,32 @@ def reduce_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
         config.use_cache = False
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
+    _reduce_experts(config, layers, sizes)
+
+
+def fewer_experts(given: int, ep: int) -> int:
+    """As many experts as expert ranks can share, and no more than need be.
+
+    >>> fewer_experts(256, 2), fewer_experts(6, 3), fewer_experts(96, 6)
+    (8, 6, 12)
+    """
+    return given if given <= 8 or given % ep else max(8 // ep, 2) * ep
+
+
+def _reduce_experts(config: Any, layers: int, sizes: dict[str, int]) -> None:
+    """Fewer and thinner experts, some of them in every reduced model; in the plain form that computes in any type."""
+    found = next((value for name in EXPERTS if (value := _integer(config, name))), None)
+    if found is None:
+        return
+    count, dense = fewer_experts(found, sizes["ep"]), _integer(config, "first_k_dense_replace")
+    small = dict.fromkeys(EXPERTS, count) | dict.fromkeys(EXPERT_FFN, sizes["ffn"] // 2) | {"n_group": 1, "topk_group": 1}
+    small["num_experts_per_tok"] = min(_integer(config, "num_experts_per_tok") or 1, count // 2)
+    small["first_k_dense_replace"] = min(dense or 0, layers - 1)
+    for name, value in small.items():
+        if _integer(config, name):
+            with suppress(AttributeError):
+                setattr(config, name, value)
+    config._experts_implementation = "eager"
 
 
 def _integer(config: Any, name: str) -> int | None:

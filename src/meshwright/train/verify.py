@@ -29,7 +29,7 @@ from meshwright.train.model import build_model, objective_of, vocabulary_of
 from meshwright.train.optimizer import optimizer_of
 from meshwright.train.precise import precise
 from meshwright.train.rank import Channel, connect
-from meshwright.train.reduce import reduce_config
+from meshwright.train.reduce import fewer_experts, reduce_config
 from meshwright.train.trainer import parallelize
 
 STEPS, SEQUENCE, HIDDEN, HEADS, FFN, VOCABULARY, SIDE = 3, 32, 64, 8, 128, 251, 16
@@ -106,6 +106,9 @@ def reduce_source(source: ModelSource, plan: Plan) -> ModelSource:
         small |= {"hidden": HIDDEN, "heads": HEADS, "kv_heads": min(HEADS, max(HEADS // sharing, plan.tp)), "head_dim": HIDDEN // HEADS}
         small |= {"ffn": FFN, "vocab": VOCABULARY, "seq": SEQUENCE}
         small |= {"pos_rows": SEQUENCE} if given.get("pos_rows") else {}
+        if experts := int(given.get("experts") or 0):
+            count = fewer_experts(experts, plan.ep)
+            small |= {"experts": count, "top_k": min(int(given["top_k"]), count // 2), "moe_ffn": FFN // 2}
     return source.but(sizes={**given, **small})
 
 
@@ -126,7 +129,7 @@ def _small_hugging_face(source: ModelSource, question: Question) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(source.folder)
     plan = question.plan
     layers = sum(plan.layers_per_stage) or max(2, plan.stages)
-    sizes = {"hidden": HIDDEN, "heads": HEADS, "ffn": FFN, "vocabulary": VOCABULARY, "sequence": SEQUENCE, "side": SIDE}
+    sizes = {"hidden": HIDDEN, "heads": HEADS, "ffn": FFN, "vocabulary": VOCABULARY, "sequence": SEQUENCE, "side": SIDE, "ep": plan.ep}
     reduce_config(config, layers, plan.tp, sizes)
     names = list(getattr(config, "architectures", None) or [])
     torch.manual_seed(question.seed)
