@@ -318,9 +318,13 @@ def test_the_planner_counts_adapters_as_peft_makes_them_and_states_for_them_alon
     attach(model, Lora(rank=4, target=("q_proj", "down_proj")), seed=1)
     assert job.model.parameters == sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert job.model.trained == pytest.approx(trained / job.model.parameters)
+    assert job.model.trained() == pytest.approx(trained / job.model.parameters)
     plain = resolve(read_job(None, (), {**config, "workload.lora": None, "model.name": str(folders["llama"])}))
     few, all_ = (estimate(each, parse_plan("dp2")).memory for each in (job, plain))
+    large = {"model.name": "llama2-7b", "cluster.name": "1x8:h100"}
+    both = [resolve(read_job(None, (), {**large, "workload.lora": lora})) for lora in ({"rank": 8}, None)]
+    less, more = (estimate(each, parse_plan("dp8.z3")).time.compute for each in both)
+    assert 0.6 * more < less < more, "two products a weight instead of three, and what the adapters move"
     assert few.gradients < 0.2 * all_.gradients and few.optimizer < 0.2 * all_.optimizer and few.parameters >= all_.parameters
 
 

@@ -46,8 +46,12 @@ class Matrices(NamedTuple):
 
 
 def matrices(layer: Layer, cut: Cut) -> Matrices:
-    """`layer.flops` shared among its weights by their size. Stacked experts are one product each; the busiest of their ranks counts."""
+    """`layer.flops` shared among its weights by their size. Stacked experts are one product each; the busiest of their ranks counts.
+
+    Adapters beside frozen weights are no products of note: what they move is in `layer.moved` (intake/adapters.py).
+    """
     weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
+    weights = [weight for weight in weights if weight.frozen] or weights
     whole = sum(weight.numel for weight in weights)
     rows = []
     for weight in weights:
@@ -92,12 +96,15 @@ def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_p
     parts = matrices(layer, cut)
     context = setting.job.workload.sequence
     forward_products, backward_products = products(setting, parts, tokens, layer.name == BLOCK)
+    frozen = any(parameter.frozen for parameter in layer.parameters)
+    if frozen:  # gradients of inputs alone
+        backward_products = backward_products / 2.0
     rate = sustained(setting, setting.recipe.name) * device.attention * practice.attention
     attention = layer.attention_flops / tp * context * tokens / rate
     scores = layer.context_moved / tp * context * tokens * (size / bandwidth)
     rest = layer.moved * tokens[:, None] * local_share(layer, size, tp, sequence_parallel) * (size / bandwidth) + scores[:, None]
     forward = (forward_products + attention)[:, None] + rest
-    held = parts.weights.sum() * constants.ACCUMULATION_PASSES * setting.gradient / bandwidth
+    held = parts.weights.sum() * constants.ACCUMULATION_PASSES * setting.gradient / bandwidth * (not frozen)
     backward = (backward_products + constants.ATTENTION_BACKWARD * attention)[:, None] + constants.BACKWARD * rest + held
     if practice.products and layer.name == BLOCK:
         casts = constants.CAST_PASSES * size / bandwidth * tokens[:, None]
@@ -107,7 +114,7 @@ def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_p
     core = np.broadcast_to((attention + scores)[:, None], forward.shape)
     plain = sum(weight.numel for weight in layer.parameters if len(weight.shape) == 2) * (layer.name == BLOCK)
     share = plain / max(sum(weight.numel for weight in layer.parameters if len(weight.shape) >= 2), 1)
-    weights = np.broadcast_to((share * (backward_products / 2.0 + held))[:, None], forward.shape)
+    weights = np.broadcast_to((share * (not frozen) * (backward_products / 2.0 + held))[:, None], forward.shape)
     return forward, backward, core, weights
 
 

@@ -83,8 +83,9 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
     shard = states.numel / lift(box.holders, "z") + states.experts / lift(box.expert_holders, "z")
     parameters = np.where(zero == 3, shard, whole) * recipe.size
     gradients = np.where(zero >= 2, shard, whole) * setting.gradient + np.where(zero == 0, states.numel * setting.practice.bucketed, 0)
-    gradients = gradients * setting.job.model.trained
-    held = np.where(zero >= 1, shard, whole) * (recipe.master + optimizer.states * recipe.state_size) * setting.job.model.trained
+    trained = setting.job.model.trained(box.tp)
+    gradients = gradients * trained
+    held = np.where(zero >= 1, shard, whole) * (recipe.master + optimizer.states * recipe.state_size) * trained
     moving = moved(setting, box, states, tokens)
     at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere
     fullest = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)

@@ -31,26 +31,29 @@ def parse_lora(text: str) -> dict[str, Any]:
 
 
 def with_adapters(model: ModelSpec, lora: Lora) -> ModelSpec:
-    """`model` with A and B beside each target matrix of its blocks; `trained` is their share of all parameters."""
-    layers = tuple(_adapted(layer, lora) if layer.name == "block" else layer for layer in model.layers)
+    """`model` with A and B beside each target matrix of its blocks; all else is frozen.
+
+    A reads the layer's input once more; the product of B is read and added to the layer's output, which is read and written.
+    """
+    layers = tuple(_adapted(layer, lora) for layer in model.layers)
     found = model.but(layers=layers)
-    added = found.parameters - model.parameters
-    if not added:
+    if found.parameters == model.parameters:
         known = sorted({_short(parameter.name) for layer in model.layers if layer.name == "block" for parameter in _matrices(layer)})
         raise InputError(f"lora.target {', '.join(lora.target)} is no layer of {model.name}; its blocks have {', '.join(known) or 'none'}")
-    return found.but(trained=added / found.parameters)
+    return found
 
 
 def _adapted(layer: Layer, lora: Lora) -> Layer:
     more: list[Parameter] = []
-    for parameter in _matrices(layer):
+    for parameter in _matrices(layer) if layer.name == "block" else ():
         if not lora.target or _short(parameter.name) in {target.rpartition(".")[2] for target in lora.target}:
             path, (out, into) = parameter.name.removesuffix(".weight"), parameter.shape
             more.append(Parameter(name=f"{path}.lora_A.default.weight", shape=(lora.rank, into), split=1 if parameter.split == 1 else None))
             parts = parameter.parts if parameter.split == 0 else ()
             split = 0 if parameter.split == 0 else None
             more.append(Parameter(name=f"{path}.lora_B.default.weight", shape=(out, lora.rank), split=split, parts=parts))
-    return layer.but(parameters=(*layer.parameters, *more))
+    moved = sum(each.shape[1] if ".lora_A." in each.name else 3 * each.shape[0] for each in more)
+    return layer.but(parameters=(*(parameter.but(frozen=True) for parameter in layer.parameters), *more), moved=layer.moved + moved)
 
 
 def _matrices(layer: Layer) -> list[Parameter]:

@@ -23,6 +23,7 @@ class Parameter(Noun):
     shape: tuple[int, ...]
     split: int | None = None
     parts: tuple[int, ...] = Field(default=(), description="fused projections: sizes along `split`, each sharded by itself")
+    frozen: bool = Field(default=False, description="not trained: no gradient, no optimizer state")
     experts: int = Field(
         default=0, ge=0, description="how many experts are stacked in it along its first dimension; 0 in an ordinary weight"
     )
@@ -85,7 +86,6 @@ class ModelSpec(Noun):
     tensor_parallel: bool = Field(default=True, description="False when no rule shards its layers (a convolutional network)")
     against_sequence: str = Field(default="", description="why sequence parallelism would be wrong; empty where it is right")
     vocabulary: int = Field(default=0, ge=0)
-    trained: float = Field(default=1.0, gt=0, le=1, description="share of the parameters that is trained; the rest is frozen")
     notes: tuple[str, ...] = Field(default=(), description="what was found of a traced model, and what was not understood")
 
     @property
@@ -97,6 +97,14 @@ class ModelSpec(Noun):
     def experts(self) -> int:
         """Experts of a layer, 0 in a dense model: what ep must divide."""
         return max((parameter.experts for layer in self.layers for parameter in layer.parameters), default=0)
+
+    def trained(self, tp: int = 1) -> float:
+        """Share of what one of `tp` tensor ranks holds that is trained; the rest is frozen."""
+        held = [
+            (layer.repeat * each.local_numel(tp), each.frozen) for layer in self.layers for each in layer.parameters if layer.tied is None
+        ]
+        frozen = sum(count for count, is_frozen in held if is_frozen)
+        return 1.0 - frozen / sum(count for count, _ in held) if frozen else 1.0
 
     @property
     def parameters(self) -> int:
