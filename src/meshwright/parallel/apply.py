@@ -6,9 +6,8 @@ set the gates. Every parameter is accounted for: a layer can never be lost in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,26 +18,24 @@ from meshwright.base.errors import InputError
 from meshwright.parallel.backlog import put_off_weights
 from meshwright.parallel.carry import Carry, Wants, carried, layers_over, numbered
 from meshwright.parallel.context.blocks import Context
-from meshwright.parallel.context.setup import context_of
+from meshwright.parallel.context.setup import context_of, set_context
 from meshwright.parallel.expert import Mixture, lay_experts, refuse_balance, shard_experts, still_in
 from meshwright.parallel.expert import check as check_experts
 from meshwright.parallel.expert_ranks import ExpertRanks, expert_ranks
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.gates import Absent, Gate, Run, StageDone
+from meshwright.parallel.gating import COPY, set_gates
 from meshwright.parallel.keeping import Keeping, storage_of
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import Batch, LossFunction, Objective
 from meshwright.parallel.pipeline import Pipeline, Tensors
 from meshwright.parallel.statistics import check_passes, over_batch
-from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
+from meshwright.parallel.tensor import partial_names, shard_model
 from meshwright.parallel.zero import Zero
 from meshwright.spec.layout import LayerSlots, Slot, units
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 from meshwright.spec.runs import missing
-
-COPY = "embedding's copy"
-"""The tied weight as the last stage holds it."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ def parallelize_model(
     """
     plan = mesh.plan
     anatomy = (anatomy or read(model, lend=True)).over(plan.tp)
-    _check(anatomy, mesh, any(not parameter.requires_grad for parameter in model.parameters()))
+    _check(anatomy, mesh)
     statistics = over_batch(model)
     check_passes(statistics, plan, 1)
     refuse_balance(model, loss)
@@ -143,7 +140,7 @@ def parallelize_model(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta)
     aliases = frozenset(model.state_dict().keys() - shapes.keys())
-    wants = carried(model, anatomy) if plan.stages > 1 else None
+    wants = carried(model, anatomy) if plan.stages > 1 or (plan.zero == 3 and len(anatomy.stacks) > 1 and anatomy.embedding) else None
     cut = numbered(anatomy) if wants else anatomy
     _check_carried(plan, cut, wants)
     table = _place_layers(layers_over(model, anatomy, wants) if wants else layers(model, anatomy), cut, mesh, wants)
@@ -166,9 +163,8 @@ def parallelize_model(
     if tie_here and 0 in stages:  # both ends of a V are here: two copies that are kept equal, as on two ranks
         head: Any = model.get_submodule(anatomy.head or "")
         second = head.weight = nn.Parameter(head.weight.detach().clone())
-    flat, tied, by_layer = _lay_flat(_without(mine, experts), table, anatomy, mesh, recipe, parameters, second)
-    dealt = lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
-    by_layer |= {name: [unit] for name, unit in dealt.items()}
+    flat, tied, by_layer = _lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second)
+    by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
     put_off_weights(model, cut, plan, _bounds(cut, mesh), flat)
     zero = Zero(
         mesh,
@@ -179,9 +175,8 @@ def parallelize_model(
     )
     weights = {storage_of(unit.weights) for unit in zero.units}
     run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(plan, weights), carry=Carry(wants) if wants else None)
-    gates = _set_gates(model, cut, mesh, run, by_layer, {name: layer for layer in table for name in layer.parameters})
-    if context is not None:
-        _set_context(model, anatomy, gates, context)
+    gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table})
+    set_context(model, anatomy, gates, context)
     pipeline = Pipeline(mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage))
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, _bounds(cut, mesh), pipeline)
     engine.statistics = statistics
@@ -200,7 +195,7 @@ def _prepare(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
         model.double()
 
 
-def _check(anatomy: Anatomy, mesh: Mesh, frozen: bool) -> None:
+def _check(anatomy: Anatomy, mesh: Mesh) -> None:
     plan = mesh.plan
     if missing(plan):
         raise InputError(f"plan {plan.name}: {', '.join(missing(plan))} can be planned and priced but do not run yet; leave them out")
@@ -213,8 +208,6 @@ def _check(anatomy: Anatomy, mesh: Mesh, frozen: bool) -> None:
     if plan.stages == 1:
         plan.stage_layers(max(anatomy.count, 1))
     check_experts(anatomy, plan)
-    if plan.ep > 1 and frozen:
-        raise InputError(f"plan {plan.name}: ep({plan.ep}) with frozen parameters does not run yet: use ep1")
 
 
 def _give_places(model: nn.Module, device: torch.device) -> None:
@@ -286,15 +279,6 @@ def _drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: 
     visit(model, "")
 
 
-def _without(mine: dict[int, list[Layer]], experts: ExpertRanks) -> dict[int, list[Layer]]:
-    """The layers without the experts that are dealt to ranks of their own."""
-
-    def dense(layer: Layer) -> Layer:
-        return replace(layer, parameters=tuple(name for name in layer.parameters if name not in experts.dealt))
-
-    return {stage: [dense(layer) for layer in held] for stage, held in mine.items()} if experts.dealt else mine
-
-
 def _lay_flat(
     mine: dict[int, list[Layer]],
     table: list[Layer],
@@ -331,95 +315,6 @@ def _lay_flat(
 
 
 def _slots(layer: Layer, parameters: dict[str, nn.Parameter], split: Collection[str], trained: bool, alone: bool) -> LayerSlots:
-    """The layer's parameters that are trained, or those that are not."""
-    held = {name: parameters[name] for name in layer.parameters if parameters[name].requires_grad == trained}
+    """The layer's parameters that are trained, or those that are not; of those in `parameters`."""
+    held = {name: parameters[name] for name in layer.parameters if name in parameters and parameters[name].requires_grad == trained}
     return LayerSlots(layer.name, tuple(Slot(name, tensor.numel(), name in split) for name, tensor in held.items()), alone)
-
-
-def _set_gates(
-    model: nn.Module, anatomy: Anatomy, mesh: Mesh, run: Run, by_layer: dict[str, list[FlatUnit]], layer_of: dict[str, Layer]
-) -> list[Gate]:
-    plan = mesh.plan
-    gates: list[Gate] = []
-    if anatomy.blocks is not None:
-        region = SequenceRegion(mesh.tp) if plan.sequence_parallel else None
-        for index in range(anatomy.count):
-            block = model.get_submodule(anatomy.block(index))
-            if isinstance(block, Absent) and run.carry is None:
-                continue
-            gate = Gate(block, run, index)
-            held = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
-            gate.units = held if plan.zero == 3 else []
-            if region is not None:
-                gate.before = region.enter if index == 0 else None
-                gate.after = region.leave if index == anatomy.count - 1 else None
-            gates.append(gate)
-    if plan.zero == 3:
-        gates += _outer_gates(model, anatomy, run, by_layer, layer_of)
-        blocks = [gate for gate in gates if gate.index is not None]
-        for gate in gates:
-            for unit in gate.units:
-                unit.gated = True
-        for first, second in pairwise(blocks):
-            first.following, second.previous = second.units, first.units
-    return gates
-
-
-def _set_context(model: nn.Module, anatomy: Anatomy, gates: list[Gate], context: Context) -> None:
-    """Blocks work on this rank's piece of the sequence; the first one's hidden state is cut before anything else is done to it."""
-    for gate in gates:
-        if gate.index is not None:
-            gate.inner = context.around(gate.inner, gate.index)
-        if gate.index == 0:
-            gate.before = _chain(context.cut_hidden, gate.before)
-        if gate.index == anatomy.count - 1:
-            gate.after = _chain(gate.after, context.place_hidden)
-    if context.placed and anatomy.head is not None and not isinstance(head := model.get_submodule(anatomy.head), Absent):
-        context.cut_before(head)
-
-
-def _chain(*functions: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One after the other; None does nothing."""
-
-    def all_of_them(hidden: torch.Tensor) -> torch.Tensor:
-        for function in functions:
-            hidden = hidden if function is None else function(hidden)
-        return hidden
-
-    return all_of_them
-
-
-def _outer_gates(
-    model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[str, list[FlatUnit]], layer_of: dict[str, Layer]
-) -> list[Gate]:
-    """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is one."""
-    gates = []
-    modules = dict(model.named_modules(remove_duplicate=False))
-    by_path: dict[str, list[FlatUnit]] = {}
-    for layer in {layer.name: layer for layer in layer_of.values()}.values():
-        if layer.name in by_layer and not (anatomy.blocks and layer.name.startswith("block.")):
-            owners = {name.rpartition(".")[0] for name in layer.parameters}
-            by_path.setdefault(_common_path(owners), []).extend(by_layer[layer.name])
-    if anatomy.tied and anatomy.head is not None:
-        by_path.setdefault(anatomy.head, []).extend(by_layer.get(COPY, by_layer.get("embedding", ())))
-    for path, held in by_path.items():
-        module = modules.get(path)
-        if path and module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict | Absent):
-            gate = Gate(module, run)
-            gate.units = held
-            gates.append(gate)
-    return gates
-
-
-def _common_path(paths: set[str]) -> str:
-    """
-    >>> _common_path({"head.norm", "head.dense"})
-    'head'
-    """
-    parts = [path.split(".") for path in sorted(paths)]
-    common = []
-    for step in zip(*parts, strict=False):
-        if len(set(step)) > 1:
-            break
-        common.append(step[0])
-    return ".".join(common)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.parallel.carry import Carry
 from meshwright.parallel.flat import FlatUnit
@@ -137,7 +137,7 @@ class Gate:
         for unit in self.units:
             unit.close()
         if self.units and self.needs_weights_backward:
-            for tensor in output if isinstance(output, tuple) else (output,):
+            for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._open_for_backward)
         return output
