@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import ROWS, alone, anatomy_of, check, make_batch, make_model, make_optimizer, train
+from equality import ROWS, alone, anatomy_of, check, difference, loss_of, make_batch, make_model, make_optimizer, train
 from mixtures import MIXTURES
 from test_cost_states import held
 
@@ -202,3 +202,29 @@ def test_every_plan_with_experts_computes_what_one_device_computes(ranks: Any, m
             if "InputError" not in said:
                 failures.append(f"{plan}: {said}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(("plan", "part"), [("dp2.ep2.z3", ".experts."), ("tp2.ep2.mb2", "_bias")])
+def test_frozen_experts_and_frozen_parts_of_them_are_dealt_too(ranks: Any, plan: str, part: str) -> None:
+    model = frozen_model(part).double()
+    batch = make_batch("gpt-oss", 0)
+    loss_of(model, "gpt-oss", batch)[0].backward()
+    gradients = ranks.run(parse_plan(plan).world, frozen_gradients, plan, part)[0]
+    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert gradients.keys() == trained.keys() and not any(part in name for name in gradients)
+    for name, gradient in trained.items():
+        assert gradient is not None and difference(gradients[name], gradient) < 1e-10, name
+
+
+def frozen_model(part: str) -> Any:
+    model = make_model("gpt-oss")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part not in name)
+    return model
+
+
+def frozen_gradients(plan: str, part: str) -> dict[str, torch.Tensor] | None:
+    """On every rank: the first full gradients (rank 0)."""
+    trainer = parallelize(frozen_model(part), make_optimizer, plan, precision="fp64", anatomy=anatomy_of("gpt-oss"))
+    gradients: dict[str, torch.Tensor] | None = trainer.gradients(make_batch("gpt-oss", 0))[2]
+    return gradients

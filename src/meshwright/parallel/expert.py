@@ -111,21 +111,31 @@ def lay_experts(
     parameters: Mapping[str, nn.Parameter],
     mesh: Mesh,
     recipe: Recipe,
-) -> dict[str, FlatUnit]:
-    """A flat unit for each layer's dealt experts, behind the unit of the layer itself; by the layer's name and '.experts'."""
-    made: dict[str, FlatUnit] = {}
+) -> dict[str, list[FlatUnit]]:
+    """Flat units for each layer's dealt experts, trained and frozen ones apart, behind the unit of the layer itself; by the layer's name and
+    '.experts'."""
+    made: dict[str, list[FlatUnit]] = {}
     for units in stages.values() if ranks.dealt else ():
         for dense in list(units):
-            place = units.index(dense) + 1
-            for layer in dense.unit.layers:
+            for layer in reversed(dense.unit.layers):
                 dealt = {name: parameters[name] for name in layers.get(layer, ()) if name in ranks.dealt}
-                slots = tuple(Slot(name, tensor.numel(), ranks.shares > 1 and is_split(ranks, name)) for name, tensor in dealt.items())
-                if slots:
-                    unit = unit_of([LayerSlots(f"{layer}.experts", slots)], ranks.sharing.shards)
-                    made[f"{layer}.experts"] = FlatUnit(unit, dealt, mesh, recipe, ranks.sharing)
-                    units.insert(place, made[f"{layer}.experts"])
-                    place += 1
+                if not dealt or f"{layer}.experts" in made:
+                    continue
+                made[f"{layer}.experts"] = _dealt_units(layer, dealt, ranks, mesh, recipe)
+                place = units.index(dense) + 1
+                units[place:place] = made[f"{layer}.experts"]
     return made
+
+
+def _dealt_units(layer: str, dealt: dict[str, nn.Parameter], ranks: ExpertRanks, mesh: Mesh, recipe: Recipe) -> list[FlatUnit]:
+    units = []
+    for trained in (True, False):
+        held = {name: tensor for name, tensor in dealt.items() if tensor.requires_grad == trained}
+        if held:
+            slots = tuple(Slot(name, tensor.numel(), ranks.shares > 1 and is_split(ranks, name)) for name, tensor in held.items())
+            unit = unit_of([LayerSlots(f"{layer}.experts", slots)], ranks.sharing.shards)
+            units.append(FlatUnit(unit, held, mesh, recipe, ranks.sharing))
+    return units
 
 
 def pairs_by_expert(mixtures: Sequence[Mixture], anatomy: Anatomy, device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from meshwright.anatomy import Anatomy, Experts
 from meshwright.parallel.group import Group, Sharing, of_lanes, of_process
@@ -60,6 +61,10 @@ class ExpertRanks:
             return anatomy
         splits = {name: split for name, split in anatomy.splits.items() if name not in self.dealt}
         return replace(anatomy, splits=splits, divisible={name: size for name, size in anatomy.divisible.items() if name != "moe_ffn"})
+
+    def without(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """The parameters that are not dealt."""
+        return {name: parameter for name, parameter in parameters.items() if name not in self.dealt}
 
 
 def expert_place(grid: Grid, rank: int) -> ExpertPlace:
