@@ -359,3 +359,16 @@ def test_adapters_are_exported_for_peft_and_added_to_the_weights(ranks: Any, fol
     plain = kind.from_pretrained(folder, dtype=torch.float64)
     assert (apart(ids).logits - merged(ids).logits).abs().max() < 1e-12
     assert (plain(ids).logits - merged(ids).logits).abs().max() > 1e-3
+
+
+def resumed(folder: str, plan: str, path: str) -> float:
+    trainer = parallelize(adapted(start(folder)), make_optimizer, plan, precision="fp64", clip=1.0)
+    trainer.load(path)
+    return trainer.step(make_batch("model", 1)).loss
+
+
+def test_a_run_with_adapters_goes_on_under_another_plan(ranks: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = str(folders["llama"])
+    ranks.run(2, train_adapters, folder, "dp2.z3", 1, str(tmp_path / "run"))
+    after = ranks.run(2, resumed, folder, "tp2", str(tmp_path / "run" / "step-00000001"))
+    assert after[0] == after[1] == pytest.approx(expected_adapters("llama", folder)["losses"][1], rel=1e-10)

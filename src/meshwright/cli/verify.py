@@ -42,7 +42,13 @@ def verify(
     choice = choose(file, pin, None, {}, None)
     small = reduced(choice.plan)
     rule = file.workload.optimizer.model_dump(mode="json")
-    question = {"model": source.model_dump(), "plan": small.model_dump(mode="json"), "optimizer": rule, "precisions": DTYPES[dtype]}
+    question: dict[str, Any] = {
+        "model": source.model_dump(),
+        "plan": small.model_dump(mode="json"),
+        "optimizer": rule,
+        "precisions": DTYPES[dtype],
+    }
+    question["lora"] = file.workload.lora.model_dump() if file.workload.lora is not None else None
     what = f"plan {choice.plan.name}" + (f", reduced to {small.name}" if small.name != choice.plan.name else "")
     note(f"{source.name} with few and small layers, {what}, {small.world} rank{'s' if small.world > 1 else ''} of this machine; dropout 0")
     findings = _run(small, question)

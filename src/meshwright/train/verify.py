@@ -24,7 +24,8 @@ from meshwright.models.output import IGNORED
 from meshwright.parallel.objective import Batch, Objective, logits_of
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import Plan
-from meshwright.spec.workload import Optimizer
+from meshwright.spec.workload import Lora, Optimizer
+from meshwright.train.adapters import attach
 from meshwright.train.model import build_model, objective_of, vocabulary_of
 from meshwright.train.optimizer import optimizer_of
 from meshwright.train.precise import precise
@@ -45,6 +46,7 @@ class Question(Noun):
     optimizer: Optimizer
     precisions: tuple[str, ...]
     seed: int = 1
+    lora: Lora | None = None
 
 
 class Finding(Noun):
@@ -119,6 +121,8 @@ def small_model(question: Question) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+    if question.lora is not None:
+        attach(model, question.lora, question.seed)
     return model
 
 
