@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -353,20 +354,46 @@ def test_deaths_are_told_on_the_screen(capsys: pytest.CaptureFixture[str]) -> No
 FAULTY = Faults(slow=[(3, 1.5)], link=[(0, 0.5)])  # type: ignore[list-item]
 
 
+FIELDS: dict[str, dict[str, type]] = {
+    "X": {"name": str, "cat": str, "pid": int, "tid": int, "ts": float, "dur": float},
+    "M": {"name": str, "pid": int, "args": dict},
+    "s": {"name": str, "cat": str, "pid": int, "tid": int, "ts": float, "id": str},
+    "f": {"name": str, "cat": str, "pid": int, "tid": int, "ts": float, "id": str, "bp": str},
+}
+"""What the Trace Event Format asks of complete events, metadata and flows; beside `ph`."""
+
+OPTIONAL = {"X": {"args", "cname"}, "M": {"tid"}, "s": set[str](), "f": set[str]()}
+METADATA = {"process_name": "name", "thread_name": "name", "thread_sort_index": "sort_index"}
+COLOURS = {"thread_state_running", "thread_state_runnable", "thread_state_iowait", "rail_load"}
+"""Of the format's reserved names."""
+
+
 def checked(events: list[dict[str, Any]]) -> Counter[str]:
-    """Events by their phase. What Perfetto needs: known phases, numbers, named tracks, nothing that overlaps on one track, whole arrows."""
-    ends: dict[tuple[int, int], float] = {}
-    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
-    arrows: dict[str, list[str]] = {}
-    for event in sorted(events, key=lambda event: event.get("ts", -1.0)):
-        assert event["ph"] in "XMsf" and isinstance(event["pid"], int) and event["name"]
-        if event["ph"] == "X":
-            track = (event["pid"], event["tid"])
-            assert event["ts"] >= ends.get(track, 0.0) - 0.002 and event["dur"] >= 0.0 and track in named
-            ends[track] = event["ts"] + event["dur"]
-        if event["ph"] in "sf":
-            arrows.setdefault(event["id"], []).append(event["ph"])
-    assert all(ends == ["s", "f"] for ends in arrows.values())
+    """Events by their phase: each has the fields of its phase, of their types, and no other; tracks are named once; nothing overlaps on a track;
+    an arrow begins inside an action and ends where a message begins, not before."""
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    arrows: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        phase = event["ph"]
+        assert event.keys() - OPTIONAL[phase] == FIELDS[phase].keys() | {"ph"}, event
+        assert all(isinstance(event[name], kind) for name, kind in FIELDS[phase].items()), event
+        if phase == "M":
+            assert event["args"].keys() == {METADATA[event["name"]]} and ("tid" in event) == event["name"].startswith("thread"), event
+        if phase == "X":
+            assert event["dur"] >= 0.0 and event["ts"] >= 0.0 and event.get("cname") in {None, *COLOURS}, event
+            slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        if phase in "sf":
+            arrows.setdefault(event["id"], []).append(event)
+    named = Counter((event["pid"], event["tid"]) for event in events if event["name"] == "thread_name")
+    assert set(named.values()) == {1} and slices.keys() <= named.keys()
+    assert Counter(event["pid"] for event in events if event["name"] == "process_name").keys() == {event["pid"] for event in events}
+    for spans in slices.values():
+        spans.sort()
+        assert all(after[0] >= before[1] - 1e-6 for before, after in pairwise(spans))
+    for start, end in arrows.values():
+        assert (start["ph"], end["ph"], end["bp"]) == ("s", "f", "e") and start["ts"] <= end["ts"] and start["name"] == end["name"]
+        assert any(begin <= start["ts"] <= stop for begin, stop in slices[start["pid"], start["tid"]])
+        assert any(begin == end["ts"] for begin, _ in slices[end["pid"], end["tid"]])
     return Counter(event["ph"] for event in events)
 
 

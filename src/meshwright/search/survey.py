@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,11 +66,11 @@ class Candidate:
     tight: bool = False
     score: float = 0.0
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         return self.box.plan(self.index)
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         return (rounded(self.score), *simplicity(self.plan))
 

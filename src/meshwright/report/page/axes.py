@@ -20,7 +20,7 @@ GIB = 2.0**30
 SOLD = tuple(GIB * size for size in (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 192, 256))
 """Memory of a device."""
 
-SHAPES = ((3, 3, 3, 5), (3, 3, 2, 5), (3, 3, 2, 3), (3, 2, 2, 3), (2, 2, 2, 3), (2, 2, 1, 3))
+SHAPES = ((3, 3, 3, 5), (3, 3, 2, 5), (3, 3, 2, 3), (3, 2, 2, 3), (2, 2, 2, 3), (2, 2, 1, 3), (2, 2, 1, 1))
 """Stops of devices, batch, sequence and memory, the finest grid first."""
 BUDGET = 4.0
 """Seconds that a grid should take."""
@@ -59,7 +59,7 @@ def shape_for(seconds: float) -> Shape:
 
 
     >>> shape_for(0.04), shape_for(0.2), shape_for(9.0)
-    ((3, 3, 2, 5), (2, 2, 1, 3), (2, 2, 1, 3))
+    ((3, 3, 2, 5), (2, 2, 1, 3), (2, 2, 1, 1))
     """
     return next((shape for shape in SHAPES if math.prod(shape) * seconds <= BUDGET), SHAPES[-1])
 
