@@ -18,8 +18,9 @@ from meshwright.cost.step import estimate
 from meshwright.search.answer import Objective
 from meshwright.search.explain import explain
 from meshwright.search.rank import search, smaller
+from meshwright.search.ranking import simplicity
 from meshwright.search.space import Space
-from meshwright.search.survey import TIGHT_GAIN, simplicity, survey
+from meshwright.search.survey import TIGHT_GAIN, survey
 from meshwright.spec.estimate import Estimate, Fits
 from meshwright.spec.job import Job
 from meshwright.spec.model import Layer, Parameter

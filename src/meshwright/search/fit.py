@@ -16,7 +16,7 @@ from meshwright.base.codec import Noun
 from meshwright.base.errors import InputError
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.generic import SMALLEST, Patterns, generic_sizes, patterns
-from meshwright.search.survey import survey
+from meshwright.search.survey import first
 from meshwright.spec.cluster import Cluster, NodeGroup
 from meshwright.spec.job import Job
 from meshwright.spec.model import ModelSpec
@@ -92,12 +92,11 @@ def question(strategy: str, model: ModelSpec, cluster: Cluster, workload: Worklo
 def holds(job: Job) -> Largest | None:
     """The plan of `job` that fits with a margin; None where none does."""
     try:
-        best = survey(job, 1, runnable=True).ranking.best
+        found = first(job, runnable=True)
     except InputError:
         return None
-    if not best or best[0].tight:
+    if found is None or found.tight:
         return None
-    found = best[0]
     return Largest(strategy="", devices=job.cluster.devices, parameters=job.model.parameters, plan=found.plan.name, reserved=found.reserved)
 
 

@@ -15,7 +15,8 @@ from meshwright.base.units import parse_quantity
 from meshwright.catalog import read as catalog
 from meshwright.cost.constants import USABLE
 from meshwright.cost.step import estimate_of
-from meshwright.search.survey import Candidate, Survey, survey
+from meshwright.search.ranking import Candidate
+from meshwright.search.survey import Survey, first, survey
 from meshwright.search.why_not import illegal
 from meshwright.spec.job import Job
 from meshwright.spec.precision import recipe
@@ -97,13 +98,11 @@ def device_of(memory: float, link: str) -> str:
 
 
 def fastest(job: Job, runnable: bool = False) -> Candidate | None:
-    """The best plan that fits; None where none does, or none is legal."""
+    """The best plan that fits; None where none does, or none is legal. Where not even the plans that need least memory fit, no other is priced."""
     try:
-        leanest = survey(lean(job), 1, runnable=runnable).ranking
-        best = survey(job, 1, runnable=runnable).ranking.best if leanest.best or not leanest.nearest else []
+        return first(job, runnable) if first(lean(job), runnable) or not survey(lean(job), 1, runnable=runnable).ranking.nearest else None
     except InputError:
         return None
-    return best[0] if best else None
 
 
 def lean(job: Job) -> Job:

@@ -14,7 +14,8 @@ from meshwright.cost.step import estimate, estimate_of
 from meshwright.search import unlike
 from meshwright.search.answer import Answer, Entry, Family, Objective, Rejection
 from meshwright.search.near import nothing_fits
-from meshwright.search.survey import Ranking, Survey, rounded, survey
+from meshwright.search.ranking import Ranking, rounded
+from meshwright.search.survey import Survey, survey
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.runs import runs

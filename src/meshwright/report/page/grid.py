@@ -14,7 +14,8 @@ from meshwright.cost.memory import reserved, usable
 from meshwright.cost.step import estimate_of
 from meshwright.report.page.axes import Axes
 from meshwright.search.answer import Objective
-from meshwright.search.survey import Candidate, Survey, survey
+from meshwright.search.ranking import Candidate
+from meshwright.search.survey import Survey, survey
 from meshwright.spec.estimate import Estimate, Fits
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan

@@ -1,0 +1,170 @@
+"""Plans with their prices, in order: the best so far, and the best of each family. What no plan beats is known here; `survey` decides what is priced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.cost.box import Array, Box
+from meshwright.spec.plan import AXES, Plan, Schedule
+
+SCHEDULES = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved, Schedule.zb1, Schedule.zbv, Schedule.dualpipev, Schedule.actions)
+
+ROUNDING = 1e-9
+"""Share by which a sum in another order may differ."""
+
+
+@dataclass
+class Candidate:
+    """A plan of a box with its price."""
+
+    box: Box
+    index: tuple[int, ...]
+    seconds: float
+    reserved: float
+    tight: bool = False
+    score: float = 0.0
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.box.plan(self.index)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        return (rounded(self.score), *simplicity(self.plan))
+
+    @property
+    def alone(self) -> Box:
+        """The box that holds only this plan."""
+        return self.box.only(self.index)
+
+
+def rounded(score: float) -> float:
+    """To the digits in which scores are compared: a sum in another order may differ in the rest."""
+    return float(f"{score:.9e}")
+
+
+def simplicity(plan: Plan) -> tuple[Any, ...]:
+    """Smaller is simpler; no two plans are equal."""
+    return (
+        sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)),
+        len(plan.offload),
+        plan.zero,
+        plan.recompute != "none",
+        plan.recompute_layers,
+        plan.sequence_parallel,
+        plan.layers_per_stage != (),
+        plan.axes != AXES,
+        SCHEDULES.index(plan.schedule),
+        plan.virtual_stages,
+        plan.pp,
+        plan.tp,
+        plan.cp,
+        plan.ep,
+        plan.dp_shard,
+        plan.micro_batch,
+        plan.recompute,
+        plan.offload,
+        plan.context,
+        plan.axes,
+        plan.layers_per_stage,
+    )
+
+
+class Priced(NamedTuple):
+    """A box over `obsczf`: the score, infinite where a plan does not fit or is not legal; seconds; reserved bytes, infinite where it is not legal."""
+
+    score: Array
+    seconds: Array
+    taken: Array
+    tight: Array
+
+    @property
+    def roomy(self) -> Array:
+        """Which plans fit with a margin."""
+        return np.isfinite(self.score) & ~self.tight
+
+    def candidate(self, box: Box, at: int) -> Candidate:
+        index = tuple(map(int, np.unravel_index(at, self.score.shape)))
+        return Candidate(
+            box, index, float(self.seconds[index]), float(self.taken[index]), bool(self.tight[index]), float(self.score[index])
+        )
+
+
+@dataclass
+class Ranking:
+    """The best plans so far, and the best of each family, or its nearest where none fits."""
+
+    top: int
+    ceiling: float = np.inf
+    by_family: bool = True
+    best: list[Candidate] = field(default_factory=list)
+    families: dict[str, Candidate] = field(default_factory=dict)
+    nearest: dict[str, Candidate] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> float:
+        """The score above which a plan is not among the best."""
+        return min(self.best[-1].score if len(self.best) == self.top else np.inf, self.ceiling) * (1 + ROUNDING)
+
+    @property
+    def record(self) -> float:
+        """The score above which a plan is not the best."""
+        return min(self.best[0].score if self.best else np.inf, self.ceiling) * (1 + ROUNDING)
+
+    def bound(self, box: Box) -> Array:
+        """The score above which no plan of `box` changes the tables, but for families of which nothing fits (b)."""
+        bound = np.full(len(box.micro_batches), self.limit)
+        for name, rows, _ in family_parts(box) if self.by_family else ():
+            if name in self.families:
+                bound[rows] = np.maximum(bound[rows], self.families[name].score * (1 + ROUNDING))
+        return bound
+
+    def wanting(self, box: Box) -> Array:
+        """Whether of a family in `box` nothing fits so far (b)."""
+        wanting = np.zeros(len(box.micro_batches), dtype=bool)
+        for name, rows, _ in family_parts(box) if self.by_family else ():
+            wanting[rows] |= name not in self.families
+        return wanting
+
+    def take(self, box: Box, priced: Priced, with_families: bool = True) -> None:
+        """The best of a box into the tables."""
+        flat = priced.score.reshape(-1)
+        limit = self.limit
+        if flat.size > self.top:
+            limit = min(limit, np.partition(flat, self.top - 1)[self.top - 1] * (1 + ROUNDING))
+        chosen = np.flatnonzero((flat <= limit) & np.isfinite(flat))
+        if chosen.size:
+            self.best += [priced.candidate(box, int(at)) for at in chosen]
+            self.best = sorted(self.best, key=lambda candidate: candidate.key)[: self.top]
+        for name, rows, part in family_parts(box) if with_families and self.by_family else ():
+            self._family(name, box, rows, part, priced)
+
+    def _family(self, name: str, box: Box, rows: Array, part: Array, priced: Priced) -> None:
+        for table, found in ((priced.score, self.families), (priced.taken, self.nearest)):
+            values = table[:, rows][:, :, :, :, part]
+            at = np.unravel_index(int(values.argmin()), values.shape)
+            if np.isfinite(values[at]) and not (name in found and _value(found[name], found is self.families) <= values[at]):
+                index = (int(at[0]), int(rows[at[1]]), int(at[2]), int(at[3]), int(part[at[4]]), int(at[5]))
+                found[name] = priced.candidate(box, int(np.ravel_multi_index(index, table.shape)))
+
+
+def _value(candidate: Candidate, by_score: bool) -> float:
+    return candidate.score if by_score else candidate.reserved
+
+
+def family_parts(box: Box) -> list[tuple[str, Array, Array]]:
+    """The families in a box: name, and which choices of b and of z are of it."""
+    shards, alone = np.arange(len(box.shards)), box.contexts == 1
+    if box.layout.ep > 1:
+        return [("expert", np.arange(len(alone)), shards)]
+    found = [] if alone.all() else [("context", np.flatnonzero(~alone), shards)]
+    axes = [name for name, degree in (("tensor", box.tp), ("pipeline", box.pp)) if degree > 1]
+    zero = box.zero.reshape(-1)
+    for stage in sorted(set(zero.tolist())) if alone.any() else ():
+        data = [f"ZeRO-{stage}" if stage else "data"] if box.data > 1 or stage else []
+        found.append((" + ".join([*axes, *data]) or "one device", np.flatnonzero(alone), np.flatnonzero(zero == stage)))
+    return found
