@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import pytest
-from equality import alone, check, train
+import torch.distributed as dist
+from equality import alone, check, make_batch, make_model, make_optimizer, train
 
 from meshwright.base.errors import InputError
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.reduced import reduced
 from meshwright.spec.rules import batch_faults
+from meshwright.train.metrics import agree
+from meshwright.train.straggler import FIRST, WINDOW, Watch
+from meshwright.train.trainer import parallelize
 
 SAMPLE = [
     ("llama", "dp2.sh6-2"), ("llama", "dp2.z1.mb2.sh1-3"), ("llama-tied", "dp2.pp2.z1.sh5-3"), ("llama", "dp2x2.z1.sh1-2-4-1"),
@@ -61,3 +66,30 @@ def test_shares_read_back_from_their_name_and_must_sum_to_the_batch() -> None:
     assert not list(batch_faults(plan, 8))
     assert [fault.message for fault in batch_faults(plan, 16)] == ["shares: (3+1) * micro_batch(2) = 8 but the batch is 16"]
     assert reduced(parse_plan("dp2.tp8.z1.sh30-10")).name == "dp2.tp4.z1.sh3-2"
+
+
+def slowed(naps: tuple[float, float], count: int) -> tuple[list[float], list[str], str]:
+    """Steps of two replicas that sleep so many seconds in each micro-batch: losses, what was said, the plan at the end."""
+    said: list[str] = []
+    model, nap = make_model("llama"), naps[dist.get_rank()]
+    model.register_forward_pre_hook(lambda *_: time.sleep(nap))
+    trainer = parallelize(model, make_optimizer, "dp2.z1", precision="fp64", clip=1.0)
+    watch, losses = Watch(trainer.plan, 8, said.append), []
+    for step in range(count):
+        record = trainer.step(make_batch("llama", step))
+        losses.append(record.loss)
+        _, _, phases = agree(record, False, trainer.mesh.world)
+        assert phases is not None
+        trainer.plan = watch.heed(phases, step + 1, balance=True) or trainer.plan
+    return losses, said, trainer.plan.name
+
+
+def test_a_rank_that_is_slow_is_named_its_shares_shrink_while_it_runs_and_the_loss_stays_that_of_one_device(ranks: Any) -> None:
+    count = FIRST + WINDOW + 3
+    results = ranks.run(2, slowed, (0.02, 0.1), count)
+    for losses, said, plan in results:
+        assert losses == results[0][0]
+        assert len(said) == 2 and "rank 1 computes" in said[0] and f"{plan} from here on" in said[1]
+        assert plan in ("dp2.z1.sh6-2", "dp2.z1.sh7-1", "dp2.z1.sh5-3")
+    expected = alone("llama", "fp64", count)["losses"]
+    assert max(abs(ours / theirs - 1.0) for ours, theirs in zip(results[0][0], expected, strict=True)) <= 1e-10

@@ -27,6 +27,7 @@ from meshwright.train.optimizer import learning_rate, optimizer_of
 from meshwright.train.rank import Connection, launched
 from meshwright.train.sample import generate, write_text
 from meshwright.train.screen import Screen
+from meshwright.train.straggler import Phases
 
 
 def record(step: int = 1, **more: object) -> StepRecord:
@@ -36,7 +37,7 @@ def record(step: int = 1, **more: object) -> StepRecord:
 # --- agreement ------------------------------------------------------------------------------------------------------------------
 
 
-def agree_on_ranks() -> tuple[StepRecord, bool]:
+def agree_on_ranks() -> tuple[StepRecord, bool, Phases | None]:
     rank = dist.get_rank()
     mine = record(
         seconds=1.0 + rank,
@@ -48,8 +49,9 @@ def agree_on_ranks() -> tuple[StepRecord, bool]:
 
 
 def test_a_record_has_the_slowest_and_the_fullest_rank_and_one_wish_to_stop_is_everyones(ranks: Pool) -> None:
-    for agreed, stop in ranks.run(3, agree_on_ranks):
+    for agreed, stop, phases in ranks.run(3, agree_on_ranks):
         assert stop
+        assert phases == Phases((0.0, 0.0, 1.0), (3.0, 2.0, 1.0), (0.5, 0.75, 1.0))
         assert (agreed.seconds, agreed.data_seconds) == (3.0, 3.0)
         assert agreed.memory == {"parameters": 10.0, "resident": 2.0}
         assert agreed.exposed == {"data": 0.5, "pipeline": 0.5}

@@ -15,4 +15,5 @@ class Run(Noun):
     keep: int = Field(default=3, ge=1, description="checkpoints that stay; older ones are removed")
     evaluate_every: int = Field(default=50, ge=0, description="steps between losses on held-out data; 0: only at the end")
     tensorboard: bool = Field(default=True, description="events beside the records, where tensorboard is installed")
+    balance: bool = Field(default=False, description="shares follow the speeds of the replicas while it runs; not repeated bit for bit then")
     grace: float = Field(default=25.0, gt=0, description="seconds that a run that is told to stop gets to end its step and save")

@@ -34,6 +34,7 @@ from meshwright.train.model import build_model, objective_of, takes_positions, v
 from meshwright.train.optimizer import learning_rate, optimizer_of
 from meshwright.train.rank import Channel, Connection, connect
 from meshwright.train.sample import why_no_sample, write_text
+from meshwright.train.straggler import Phases, Watch
 from meshwright.train.trainer import Share, parallelize
 
 HELD_OUT_ROWS = 64
@@ -119,7 +120,18 @@ class Loop:
 
     def _steps(self, began: int) -> Iterator[StepRecord]:
         """The records of steps began + 1 to the last, each as the whole world saw it."""
-        plan, rule = self.launch.plan, self.launch.workload.optimizer
+        done, watch = began, Watch(self.launch.plan, self.launch.workload.batch, lambda line: self._say("note", line=line))
+        while done < self.steps:
+            for record, phases in self._stretch(done, began):
+                done = record.step
+                yield record
+                if phases is not None and (plan := watch.heed(phases, done, self.launch.run.balance)) is not None:
+                    self.trainer.plan = plan  # other rows are to be read from here on
+                    break
+
+    def _stretch(self, began: int, launched: int) -> Iterator[tuple[StepRecord, Phases | None]]:
+        """Steps from `began` on under one plan."""
+        plan, rule = self.trainer.plan, self.launch.workload.optimizer
         rows, replica, size = self.launch.workload.batch, self.trainer.mesh.replica, plan.micro_batch
         first = plan.first_row(rows, replica)
         ranges = [(first + k * size, size) for k in range(plan.micro_batches(rows, replica))]
@@ -127,7 +139,7 @@ class Loop:
             for step, batch in enumerate(batches, began):
                 start = time.perf_counter() - batches.waited
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
-                watched = self.device.type == "cpu" and step - began == min(WATCHED, self.steps - began - 1)
+                watched = self.device.type == "cpu" and step - launched == min(WATCHED, self.steps - launched - 1)
                 with watching() if watched else nullcontext() as watch:
                     record = self.trainer.step(Share(batch, self.loader.labels_per_step))
                 held = sum(value for kind, value in record.memory.items())
@@ -138,8 +150,8 @@ class Loop:
                     memory |= cuda_memory(self.device)
                 seconds = time.perf_counter() - start
                 record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds})
-                record, self.stopping = agree(record, bool(self.channel.stop), self.control)
-                yield record
+                record, self.stopping, phases = agree(record, bool(self.channel.stop), self.control)
+                yield record, phases
 
     def _report(self, records: Records | None, record: StepRecord) -> None:
         if records is not None:

@@ -17,20 +17,27 @@ import torch
 from meshwright.parallel.exchange import all_reduce
 from meshwright.parallel.group import Group
 from meshwright.spec.record import StepRecord
+from meshwright.train.straggler import Phases
 
 Say = Callable[[str], None]
 
 
-def agree(record: StepRecord, stop: bool, group: Group | None) -> tuple[StepRecord, bool]:
-    """`record` with the largest of each time and size over the ranks, and whether any rank wants to stop. All ranks call it."""
+def agree(record: StepRecord, stop: bool, group: Group | None) -> tuple[StepRecord, bool, Phases | None]:
+    """`record` with the largest of each time and size over the ranks, whether any rank wants to stop, and the phases of each. All ranks call it."""
+    phases = None
     if group is not None:
         memory, exposed = sorted(record.memory), sorted(record.exposed)
         mine = [record.seconds, record.data_seconds, float(stop)]
-        largest = torch.tensor(
-            mine + [record.memory[kind] for kind in memory] + [record.exposed[kind] for kind in exposed], dtype=torch.float64
-        )
+        mine += [record.memory[kind] for kind in memory] + [record.exposed[kind] for kind in exposed]
+        largest = torch.zeros(len(mine) + 3 * group.size, dtype=torch.float64)
+        waiting = sum(record.exposed.values())
+        own = [max(record.seconds - record.data_seconds - waiting, 0.0), record.data_seconds, waiting]
+        largest[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
+        largest[len(mine) + 3 * group.index :][:3] = torch.tensor(own, dtype=torch.float64)  # nobody else fills it: the largest is it
         all_reduce(largest, group, largest=True).wait()
-        seconds, data_seconds, stopping, *rest = largest.tolist()
+        by_rank = largest[len(mine) :].view(-1, 3).T.tolist()
+        phases = Phases(*map(tuple, by_rank))
+        seconds, data_seconds, stopping, *rest = largest[: len(mine)].tolist()
         stop = stopping > 0
         record = record.model_copy(
             update={
@@ -40,7 +47,7 @@ def agree(record: StepRecord, stop: bool, group: Group | None) -> tuple[StepReco
                 "exposed": dict(zip(exposed, rest[len(memory) :], strict=True)),
             }
         )
-    return record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), stop
+    return record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), stop, phases
 
 
 class Records:

@@ -1,0 +1,304 @@
+"""Regret on emulated clusters: plans run by real ranks behind shaped links, predicted beside measured; what unlike replicas gain by shares.
+
+    python -m bench.cluster              all cases, at least PLANS plans of each; writes bench/results/cluster.md
+    python -m bench.cluster tiered       the cases whose name has the word
+
+Each case: the cluster is emulated, probed by its ranks, the job searched on what the probe found, PLANS plans spread over the whole ranking
+are run for STEPS steps each. Regret is the measured time of the planner's first choice over the best measured one, less 1. Root only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from math import log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo
+
+from meshwright.base.units import show_rate, show_seconds
+from meshwright.cost.calibration import calibrated
+from meshwright.cost.step import estimate
+from meshwright.emulate.run import Emulated, emulated
+from meshwright.emulate.scale import scaled
+from meshwright.intake.clusters import parse_cluster
+from meshwright.intake.job import read_job, resolve
+from meshwright.intake.local import cores
+from meshwright.probe.machine import measure
+from meshwright.search.rank import search
+from meshwright.search.trials import Trial, next_trial
+from meshwright.spec import shares
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.launch import Launch, ModelSource
+from meshwright.spec.plan import Plan
+from meshwright.train.rank import connect
+from meshwright.train.trials import Ground
+
+PLANS, STEPS, TRIALS = 20, 4, 5
+CORE = 80e9
+RESULTS = Path(__file__).parent / "results" / "cluster.md"
+SIZES = {"kind": "llama", "layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 344, "vocab": 512, "seq": 128}
+
+
+class Case(NamedTuple):
+    """A job on a cluster. `slow`: groups whose devices have a part of the described speed."""
+
+    name: str
+    cluster: str
+    batch: int
+    slow: tuple[float, ...] = ()
+    sequence: int = 128
+
+    @property
+    def described(self) -> Cluster:
+        cluster = parse_cluster(self.cluster)
+        groups = []
+        for group, part in zip(cluster.groups, self.slow or [1.0] * len(cluster.groups), strict=True):
+            peak = {name: rate * part for name, rate in group.device.peak.items()}
+            groups.append(group.but(device=group.device.but(peak=peak, bandwidth=group.device.bandwidth * part)))
+        return cluster.but(groups=tuple(groups))
+
+
+CASES = (
+    Case("flat, slow links", "4x1:cpu@0.4Gb", 16),
+    Case("flat, fast links", "4x1:cpu@8Gb", 16),
+    Case("tiered 2x2, slow network", "2x2:cpu@0.4Gb", 16),
+    Case("tiered 2x2, fast network", "2x2:cpu@4Gb", 32),
+    Case("one host", "1x4:cpu", 16),
+    Case("unlike 1:2", "1x1:cpu+1x1:cpu@4Gb", 24, (0.5, 1.0)),
+    Case("unlike 1:1:2:4", "1x1:cpu+1x1:cpu+1x1:cpu+1x1:cpu@4Gb", 32, (0.25, 0.25, 0.5, 1.0)),
+)
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(there: Emulated, case: Case, plans: int) -> dict[str, Any]:
+    """`measured(case)` on every rank, forked from this process; what rank 0 found."""
+    ours, theirs = os.pipe()
+    pids = []
+    for rank in range(there.world):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                there.enter(rank)
+                os.environ.update(there.environment(rank))
+                torch.set_num_threads(1)
+                found = measured(case, rank, there.world, plans)
+                if rank == 0:
+                    with os.fdopen(theirs, "w") as said:
+                        json.dump(found, said)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    os.close(theirs)
+    with os.fdopen(ours) as said:
+        text = said.read()
+    for pid in pids:
+        os.waitpid(pid, 0)
+    if not text:
+        raise RuntimeError(f"{case.name}: the ranks failed")
+    return dict(json.loads(text))
+
+
+def measured(case: Case, rank: int, world: int, plans: int) -> dict[str, Any]:
+    """What every rank does."""
+    connection = connect(rank, world, timeout=300.0)
+    try:
+        found = measure()
+        result = calibrated(found, case.described)
+        file = read_job(
+            None,
+            (),
+            {"model.name": "llama-tiny", "workload.batch": case.batch, "workload.sequence": case.sequence, "workload.precision": "fp32"},
+        )
+        file = file.but(model=file.model.but(sizes={name: size for name, size in SIZES.items() if name != "kind"}))
+        question = resolve(file).but(cluster=result.cluster)
+        launch = Launch(
+            model=ModelSource(name="llama-small", sizes={**SIZES, "tied": False}),
+            workload=question.workload,
+            data=file.data.but(tokenizer="bytes"),
+            plan=Plan(dp_replicate=world),
+            run=file.run,
+        )
+        ground = Ground(launch, STEPS)
+        chosen = json.loads(
+            connection.tell(json.dumps([plan.model_dump(mode="json") for plan in spread(question, plans)]) if rank == 0 else "")
+        )
+        rows = []
+        for data in chosen:
+            plan = Plan.model_validate(data)
+            timed = ground.try_plan(plan)
+            if timed.seconds is not None:
+                rows.append(
+                    {
+                        "plan": plan.model_dump(mode="json"),
+                        "predicted": estimate(question, plan).time.step,
+                        "measured": timed.seconds,
+                        "busy": timed.busy,
+                    }
+                )
+        return {"job": question.model_dump(mode="json"), "rows": rows, "odd": list(result.odd), "busy": found.busy, "probe": found.seconds}
+    finally:
+        connection.close()
+
+
+def spread(question: Job, plans: int) -> list[Plan]:
+    """The first choice, the best of each kind of degrees, the rest evenly over the ranking; for unlike devices shares by speed beside them."""
+    ranked = [entry.plan for entry in search(question, 2000, runnable=True).plans]
+    kinds: dict[tuple[int, ...], Plan] = {}
+    for plan in ranked:
+        kinds.setdefault((plan.dp, plan.tp, plan.pp, plan.cp), plan)
+    chosen = list(dict.fromkeys([ranked[0], *kinds.values()]))[: plans * 2 // 3]
+    step = max(len(ranked) // max(plans - len(chosen), 1), 1)
+    chosen = list(dict.fromkeys([*chosen, *ranked[::step]]))[:plans]
+    return [*chosen, *by_speed(question)]
+
+
+def by_speed(question: Job) -> list[Plan]:
+    """Data parallel plans of unlike groups: even, and with shares by the speed that was measured."""
+    speeds = [group.device.peak["fp32"] for group in question.cluster.groups for _ in range(group.nodes * group.devices)]
+    if max(speeds) < 1.3 * min(speeds):
+        return []
+    batch, world = question.workload.batch, len(speeds)
+    return [Plan(dp_shard=world, zero=1), Plan(dp_shard=world, zero=1, shares=shares.by_speed(speeds, batch))]
+
+
+# --- table ----------------------------------------------------------------------------------------------------------------------
+
+
+def judged(case: Case, found: dict[str, Any]) -> dict[str, Any]:
+    """Regret with and without trials, errors, rank correlation."""
+    question = Job.model_validate(found["job"])
+    rows = [row for row in found["rows"] if not row["plan"]["shares"]]
+    predicted, seconds = [row["predicted"] for row in rows], [row["measured"] for row in rows]
+    best, first = min(seconds), seconds[predicted.index(min(predicted))]
+    times = {Plan.model_validate(row["plan"]): row["measured"] for row in found["rows"]}
+    trials: list[Trial] = []
+    while (chosen := next_trial(question, trials, TRIALS)) is not None:
+        plan = chosen[0] if chosen[0] in times else nearest(chosen[0], list(times), trials)
+        if plan is None:
+            break
+        trials.append(Trial(plan=plan, predicted=chosen[1], measured=times[plan]))
+    return {
+        "name": case.name,
+        "plans": len(rows),
+        "best": best,
+        "regret": first / best - 1.0,
+        "tried": min((trial.measured or first for trial in trials), default=first) / best - 1.0,
+        "error": statistics.median(abs(row["predicted"] / row["measured"] - 1.0) for row in rows),
+        "correlation": correlation(predicted, seconds),
+        "busy": max([found["busy"], *(row["busy"] for row in found["rows"])]),
+    }
+
+
+def nearest(wanted: Plan, plans: list[Plan], trials: list[Trial]) -> Plan | None:
+    """The measured plan that stands for one that was not measured: the same degrees and stage of ZeRO, not tried yet."""
+    tried = {trial.plan for trial in trials}
+    same = [
+        plan for plan in plans if plan not in tried and (plan.dp, plan.tp, plan.pp, plan.cp) == (wanted.dp, wanted.tp, wanted.pp, wanted.cp)
+    ]
+    return min(same, key=lambda plan: (plan.zero != wanted.zero, abs(log(plan.micro_batch / wanted.micro_batch))), default=None)
+
+
+def correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's: of the ranks."""
+    if len(one) < 3:
+        return 1.0
+    places = [[sorted(values).index(value) for value in values] for values in (one, other)]
+    return statistics.correlation(*[list(map(float, each)) for each in places])
+
+
+def table(judgements: list[dict[str, Any]], unlike: list[str], cases: dict[str, dict[str, Any]]) -> str:
+    lines = [
+        "# Regret on emulated clusters",
+        "",
+        f"`python -m bench.cluster`, {time.strftime('%d %B %Y')}, {cores()} cores, gloo between hosts, shared memory inside; every plan run by real ranks, "
+        f"lower median of {STEPS} steps. Regret: the planner's first choice over the best measured plan; with trials: the best of at most {TRIALS} "
+        "(plans that were not measured are played by one of the same degrees). Error: median of |predicted / measured - 1|. Others busy: processors "
+        "that other programs took meanwhile; above 0.15 the times are disturbed.",
+        "",
+        "| job | plans | best measured | regret | with trials | error | rank correlation | others busy |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for each in judgements:
+        lines.append(
+            f"| {each['name']} | {each['plans']} | {show_seconds(each['best'])} | {each['regret']:.0%} | {each['tried']:.0%} | {each['error']:.0%} "
+            f"| {each['correlation']:.2f} | {each['busy']:.1f} |"
+        )
+    lines += ["", *unlike]
+    for name, found in cases.items():
+        cluster = Job.model_validate(found["job"]).cluster
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"Probe {found['probe']:.0f} s: network {show_rate(cluster.network.bandwidth)}, {show_seconds(cluster.network.latency)}. "
+            + "; ".join(found["odd"]),
+            "",
+            "| plan | predicted | measured |",
+            "|---|---|---|",
+        ]
+        for row in sorted(found["rows"], key=lambda row: row["measured"]):
+            lines.append(
+                f"| {Plan.model_validate(row['plan']).name} | {show_seconds(row['predicted'])} | {show_seconds(row['measured'])} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def gain(case: Case, found: dict[str, Any]) -> list[str]:
+    """Shares by speed against the even split, both measured, and the part of the bound that they reach."""
+    times = {Plan.model_validate(row["plan"]): row["measured"] for row in found["rows"]}
+    shared = next((plan for plan in times if plan.shares), None)
+    if shared is None:
+        return []
+    even = shared.but(shares=())
+    question = Job.model_validate(found["job"])
+    speeds = [group.device.peak["fp32"] for group in question.cluster.groups for _ in range(group.nodes * group.devices)]
+    bound = sum(speeds) / len(speeds) / min(speeds)
+    reached = times[even] / times[shared]
+    return [
+        f"{case.name}: even split {show_seconds(times[even])}, shares {'-'.join(map(str, shared.shares))} {show_seconds(times[shared])}: "
+        f"{reached:.2f} times as fast, {reached / bound:.0%} of the bound {bound:.2f} (mean over slowest speed as probed).",
+        "",
+    ]
+
+
+def main(words: Sequence[str] = ()) -> None:
+    torch.set_num_threads(1)
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).step()
+    plans = next((int(word.removeprefix("--plans=")) for word in words if word.startswith("--plans=")), PLANS)
+    asked = [word for word in words if not word.startswith("--")]
+    kept = Path(tempfile.gettempdir()) / "meshwright-bench-cluster.json"
+    found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if "--more" in words and kept.exists() else {}
+    for case in CASES:
+        if asked and not any(word in case.name for word in asked):
+            continue
+        began = time.monotonic()
+        with emulated(scaled(case.described, cores(), CORE)) as there:
+            found[case.name] = on_ranks(there, case, plans)
+        kept.write_text(json.dumps(found))
+        print(judged(case, found[case.name]), f"{time.monotonic() - began:.0f} s", *gain(case, found[case.name]), file=sys.stderr, sep="\n")
+    cases = {case.name: case for case in CASES if case.name in found}
+    unlike = [line for name, case in cases.items() for line in gain(case, found[name])]
+    RESULTS.write_text(
+        table([judged(case, found[name]) for name, case in cases.items()], unlike, {name: found[name] for name in cases}), encoding="utf-8"
+    )
+    print(RESULTS.read_text(), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

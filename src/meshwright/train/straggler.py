@@ -1,0 +1,160 @@
+"""Who holds the others up, and by what: a verdict from the phases that every rank measures anyway, and the shares that would make up for it.
+
+    computing    the step without waiting for data and without waiting for other ranks: on a slow rank longer than on its peers
+    data         waiting for the batch: its reader or its disk is slow
+    communication   everyone waits longer for others than before, though nobody computes longer: a link is slow
+
+Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middle of its peers, the ranks that hold the same stage, and at least
+PART of the step more; computing counts by micro-batch, as peers may have unlike shares. A verdict falls when it changes, and again when
+all is well: WINDOW / 2 slow steps turn a median. All ranks see the same numbers and come to the same verdict, with no message of its own.
+
+[Note: adjusted shares] Where replicas meet once a step, the shares follow the speeds at a step boundary: what changes is who reads which rows. The loss stays
+that of one device; the order of its sums does not, so that a run that adjusts itself is not repeated bit for bit. It must be asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from statistics import median
+from typing import NamedTuple
+
+from meshwright.base.errors import InputError
+from meshwright.spec.grid import Grid
+from meshwright.spec.plan import Plan
+from meshwright.spec.shares import by_speed
+
+WINDOW = 10
+RATIO, PART = 1.3, 0.1
+GAIN = 0.05
+"""Part of the step that new shares must promise."""
+
+FIRST = 2
+"""Steps of a launch that do not count: they learn shapes and fill caches."""
+
+
+class Phase(StrEnum):
+    """What a rank is slow at."""
+
+    computing = "computing"
+    data = "data"
+    communication = "communication"
+
+
+class Phases(NamedTuple):
+    """Seconds of one step by rank."""
+
+    computing: tuple[float, ...]
+    data: tuple[float, ...]
+    waiting: tuple[float, ...]
+
+
+class Slow(NamedTuple):
+    """A rank (-1: all of them) and how many times the seconds of its peers it takes."""
+
+    rank: int
+    phase: Phase
+    times: float
+
+    def line(self, step: int) -> str:
+        if self.rank < 0:
+            return f"step {step}: every rank waits {self.times:.1f} times as long for the others as before: a link is slow"
+        what = "computes" if self.phase == Phase.computing else "waits for its data"
+        return f"step {step}: rank {self.rank} {what} {self.times:.1f} times as long as its peers"
+
+
+class Watch:
+    """Hears the phases of each step of one launch under `plan`."""
+
+    def __init__(self, plan: Plan, batch: int, say: Callable[[str], None] = lambda _: None) -> None:
+        self.batch, self.say, self.slow = batch, say, frozenset[tuple[int, Phase]]()
+        self.grid = Grid(plan)
+        self.follow(plan)
+        self._seen = 0
+        self._usual: float | None = None
+
+    def follow(self, plan: Plan) -> None:
+        """From now on the ranks run under `plan`, which differs in its shares alone."""
+        self.plan, self._window = plan, deque[Phases](maxlen=WINDOW)
+        self.counts = [plan.micro_batches(self.batch, self.grid.replica(rank)) for rank in range(plan.world)]
+
+    def heed(self, phases: Phases, step: int, balance: bool) -> Plan | None:
+        """Says what has changed; with `balance` the plan to go on with, where another one is better."""
+        found = self.hear(phases)
+        if found is None:
+            return None
+        for line in [slow.line(step) for slow in found] or [f"step {step}: nobody holds the others up any more"]:
+            self.say(line)
+        better = self.better() if balance else None
+        if better is None:
+            return None
+        plan, times = better
+        self.say(f"step {step}: {plan.name} from here on, {times:.2f} times as fast predicted")
+        self.follow(plan)
+        return plan
+
+    def hear(self, phases: Phases) -> list[Slow] | None:
+        """Who is slow now, the worst first, when that has changed; an empty list when nobody is any more."""
+        self._seen += 1
+        if self._seen <= FIRST:
+            return None
+        self._window.append(phases)
+        if len(self._window) < WINDOW:
+            return None
+        found = sorted(self._slow(), key=lambda slow: -slow.times)
+        now = frozenset((slow.rank, slow.phase) for slow in found)
+        changed, self.slow = now != self.slow, now
+        return found if changed else None
+
+    def better(self) -> tuple[Plan, float] | None:
+        """The plan whose shares follow the speeds of now, and by how many times a step should be shorter; None where that is not worth it, or not legal."""
+        if len(self._window) < WINDOW or self.plan.dp < 2:
+            return None
+        each = self._by_micro_batch()
+        replicas = [
+            max(each[rank] for rank in range(self.plan.world) if self.grid.replica(rank) == replica) for replica in range(self.plan.dp)
+        ]
+        shares = by_speed([1.0 / seconds for seconds in replicas], self.batch // self.plan.micro_batch)
+        held = self.plan.shares or tuple(self.plan.micro_batches(self.batch, replica) for replica in range(self.plan.dp))
+        before, after = (max(count * seconds for count, seconds in zip(counts, replicas, strict=True)) for counts in (held, shares))
+        step = before + median(
+            self._middle("waiting")[rank] for rank in range(self.plan.world) if self.grid.replica(rank) == replicas.index(max(replicas))
+        )
+        if before - after < GAIN * step:
+            return None
+        try:
+            return self.plan.but(shares=shares if len(set(shares)) > 1 else ()), step / (step - before + after)
+        except InputError:
+            return None
+
+    def _middle(self, phase: str) -> list[float]:
+        """By rank the median over the window."""
+        return [median(getattr(each, phase)[rank] for each in self._window) for rank in range(self.plan.world)]
+
+    def _by_micro_batch(self) -> list[float]:
+        return [max(seconds, 1e-9) / count for seconds, count in zip(self._middle("computing"), self.counts, strict=True)]
+
+    def _slow(self) -> list[Slow]:
+        found: list[Slow] = []
+        each, data, waiting = self._by_micro_batch(), self._middle("data"), self._middle("waiting")
+        step = max(seconds * count + late + wait for seconds, count, late, wait in zip(each, self.counts, data, waiting, strict=True))
+        for rank in range(self.plan.world):
+            peers = [other for other in self._peers(rank) if other != rank]
+            if not peers:
+                continue
+            for phase, seconds, count in ((Phase.computing, each, self.counts[rank]), (Phase.data, data, 1)):
+                usual = median(seconds[other] for other in peers)
+                if seconds[rank] > RATIO * usual and (seconds[rank] - usual) * count > PART * step:
+                    found.append(Slow(rank, phase, seconds[rank] / max(usual, 1e-6)))
+        least = min(waiting)
+        if not found and self._usual is not None and least > RATIO * self._usual and least - self._usual > PART * step:
+            found.append(Slow(-1, Phase.communication, least / max(self._usual, 1e-6)))
+        elif not found and self._usual is None:
+            self._usual = least
+        return found
+
+    def _peers(self, rank: int) -> Sequence[int]:
+        """The ranks that hold the same stage."""
+        place = self.grid.place(rank)
+        return [other for other in range(self.plan.world) if self.grid.place(other).pp == place.pp]
