@@ -77,3 +77,9 @@ def test_standing_in_for_experts_leaves_the_model_as_it_was() -> None:
     with standing_in(model):
         assert not torch.equal(model(ids).logits, before)
     assert torch.equal(model(ids).logits, before)
+
+
+def test_experts_are_found_also_where_the_model_cannot_be_run_by_its_shapes() -> None:
+    model = build_mixture("mixture")
+    seen = read(model)
+    assert add_experts(model, Anatomy(seen.blocks, seen.count, seen.embedding), {}).experts == seen.experts

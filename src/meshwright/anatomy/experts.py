@@ -65,7 +65,9 @@ def find_experts(model: nn.Module, blocks: str, widths: Mapping[str, int], said:
 def add_experts(model: nn.Module, anatomy: Anatomy, inputs: Mapping[str, torch.Tensor]) -> Anatomy:
     """`anatomy` with the experts of the model. `inputs`: what each module inside the blocks was given in a run."""
     said: list[str] = []
-    widths = {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
+    hidden = model.get_parameter(f"{anatomy.embedding}.weight").shape[1] if anatomy.embedding else 0
+    widths = {path: hidden for path, _ in model.named_modules()} if hidden else {}  # where the model cannot be run by shapes
+    widths |= {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
     found = find_experts(model, anatomy.blocks or "", widths, said) if anatomy.blocks else ()
     splits = {f"{experts.path}.{name}": split for experts in found for name, split in experts.splits.items()}
     widths_shared = [experts.width for experts in found if experts.splits]
