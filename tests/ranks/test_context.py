@@ -17,16 +17,17 @@ from meshwright.base.errors import InputError
 from meshwright.models.registry import build
 from meshwright.parallel.shared import SWITCH
 from meshwright.spec.plan import parse_plan
+from meshwright.train.precise import precise
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
-    ("llama", "cp2"), ("llama", "cp4"), ("llama", "dp2.cp2.ulysses"), ("llama", "dp2.cp2.z1"), ("llama", "dp2.cp2.z2.mb2"), ("llama", "dp2x1.cp2.z3.rc-layer"),
-    ("llama", "tp2.sp.cp2.ulysses.mb2"), ("llama-tied", "pp2.cp2.z3"), ("gpt2", "tp2.cp2.rc-selective.mb2"), ("gpt2", "cp4.z1.ulysses"), ("bert", "cp2.z3"),
-    ("hf-llama", "pp2.cp2.interleaved2"), ("hf-gpt2", "tp2.cp2.mb2"),
+    ("llama", "cp2"), ("llama", "dp2.cp2.z1"), ("llama", "dp2.cp2.z2.mb2"), ("llama", "dp2x1.cp2.z3.rc-layer"), ("llama", "tp2.sp.cp2.ulysses.mb2"),
+    ("llama-tied", "pp2.cp2.z3"), ("gpt2", "tp2.cp2.rc-selective.mb2"), ("bert", "cp4.z3"), ("hf-gpt2", "tp2.cp2.mb2"),
 ]  # fmt: skip
 """Each way to attend, each ZeRO stage, each other axis, each kind of model."""
 
 WIDE = [
+    ("llama", "cp4"), ("llama", "dp2.cp2.ulysses"), ("gpt2", "cp4.z1.ulysses"), ("bert", "cp2.z3"), ("hf-llama", "pp2.cp2.interleaved2"),
     ("llama", "cp2.rc-layer"), ("llama", "cp2.ulysses"), ("llama", "dp2.cp2"), ("llama", "dp2.cp2.z3"), ("llama", "dp2x1.cp2.z2"), ("llama", "dp2x2.cp2.z1.mb2"),
     ("llama", "cp4.ulysses"), ("llama", "cp4.z3"), ("llama", "cp8.z1"), ("llama", "tp2.cp2.mb2"), ("llama", "tp2.sp.cp2.z3"), ("llama", "pp2.cp2"), ("llama", "pp2.cp2.gpipe.ulysses"),
     ("llama", "dp2.pp2.cp2.z2"), ("llama", "tp2.sp.pp2.cp2.mb2"), ("llama", "dp2.tp2.cp2.z3.rc-layer"), ("llama", "cp2.rc-selective.ulysses"), ("gpt2", "cp2"), ("gpt2", "pp2.cp2.zb1"),
@@ -45,7 +46,7 @@ def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float64(ranks:
     equality.check(alone(model, "fp64"), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp64", 2), "fp64")
 
 
-@pytest.mark.parametrize(("model", "plan"), [*SAMPLE[::6], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
+@pytest.mark.parametrize(("model", "plan"), [*SAMPLE[::5], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
 def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float32(ranks: Any, model: str, plan: str) -> None:
     equality.check(alone(model, "fp32"), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp32", 2), "fp32")
 
@@ -113,6 +114,11 @@ def make(name: str) -> nn.Module:
     return Small(name)
 
 
+def made(name: str) -> nn.Module:
+    """In float64 throughout, also where a model of transformers asks for float32."""
+    return precise(make(name).double()) if name.startswith("hf-") else make(name).double()
+
+
 def batch_of(name: str, length: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(2, VOCABULARY, (ROWS, length), generator=generator)
@@ -137,7 +143,7 @@ def first_gradients(name: str, plan: str, length: int, shared: bool = True) -> A
     if not shared:
         os.environ[SWITCH] = "0"
     try:
-        trainer = parallelize(make(name), equality.make_optimizer, plan, precision="fp64")
+        trainer = parallelize(made(name), equality.make_optimizer, plan, precision="fp64")
         loss, _, gradients = trainer.gradients(batch_of(name, length))
         trainer.close()
     except InputError as error:
@@ -148,7 +154,7 @@ def first_gradients(name: str, plan: str, length: int, shared: bool = True) -> A
 
 
 def one_device(name: str, length: int) -> tuple[float, dict[str, torch.Tensor]]:
-    model, batch = make(name).double(), batch_of(name, length)
+    model, batch = made(name), batch_of(name, length)
     labels = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
     logits = model(**batch)
     loss = F.cross_entropy(getattr(logits, "logits", logits).flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -182,7 +188,7 @@ def test_messages_go_round_where_ranks_share_no_memory(ranks: Any, plan: str) ->
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("packed", "cp2"), ("packed-gpt2", "cp2.ulysses"), ("hf-llama+packed", "cp2.z3"), ("hf-mistral", "cp4"), ("hf-llama+padded", "cp2"), ("hf-gemma3+padded", "tp2.cp2.ulysses")],
+    [("packed", "cp2"), ("packed-gpt2", "cp2.ulysses"), ("hf-llama+packed", "cp2.z3"), ("hf-mistral", "cp2"), ("hf-llama+padded", "cp2"), ("hf-gemma3+padded", "tp2.cp2.ulysses")],
 )  # fmt: skip
 def test_windows_documents_and_padding_are_seen_across_pieces(ranks: Any, name: str, plan: str) -> None:
     if name.startswith("hf-"):
@@ -229,7 +235,7 @@ def own_loss() -> str:
 
 def test_checkpoints_go_from_any_layout_to_context_ranks_and_back(ranks: Any, tmp_path: Path) -> None:
     loss = 0.0
-    for number, plan in enumerate(("dp2.z1", "cp2.z3", "pp2.cp2", "dp2.cp2.z2", "dp1")):
+    for number, plan in enumerate(("dp2.z1", "cp2.z3", "pp2.cp2", "dp1")):
         found = ranks.run(parse_plan(plan).world, one_step, plan, str(tmp_path), number)
         assert all(step == found[0] for step in found)
         if number:

@@ -19,6 +19,7 @@ from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.context.proof import Objection, prove
 from meshwright.parallel.context.travel import travel_of
 from meshwright.parallel.context.waiting import Waiting
+from meshwright.parallel.gates import Absent, Gate
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import plan as plans
 
@@ -57,3 +58,28 @@ def by_torch(model: nn.Module) -> None:
         raise Objection(
             "it writes its attention out itself, and transformers has no other form of it (soft caps on scores have none)"
         ) from None
+
+
+def set_context(model: nn.Module, anatomy: Anatomy, gates: list[Gate], context: Context | None) -> None:
+    """Blocks work on this rank's piece of the sequence; the first one's hidden state is cut before anything else is done to it."""
+    for gate in gates if context is not None else ():
+        assert context is not None
+        if gate.index is not None:
+            gate.inner = context.around(gate.inner, gate.index)
+        if gate.index == 0:
+            gate.before = _chain(context.cut_hidden, gate.before)
+        if gate.index == anatomy.count - 1:
+            gate.after = _chain(gate.after, context.place_hidden)
+    if context is not None and context.placed and not isinstance(head := model.get_submodule(anatomy.head or ""), Absent):
+        context.cut_before(head)
+
+
+def _chain(*functions: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One after the other; None does nothing."""
+
+    def all_of_them(hidden: torch.Tensor) -> torch.Tensor:
+        for function in functions:
+            hidden = hidden if function is None else function(hidden)
+        return hidden
+
+    return all_of_them
