@@ -85,6 +85,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def along(call: Call, tensor: torch.Tensor, share: torch.Tensor, held: Share) -> int | None:
+    """The dimension of `tensor` that lies along the divided features."""
+    if not held.dims:
+        return None
+    size, dim = share.shape[held.dims[0]], held.dims[0]
+    if call.name in ("batch_norm", "group_norm") or call.name.startswith("conv"):
+        return 0 if tensor.shape[0] == size else None
+    place = tensor.ndim - (share.ndim - dim)
+    return place if place >= 0 and tensor.shape[place] == size else None
+
+
 class Watch(TorchFunctionMode):
     """Sees every torch function while the model runs; see [Note: columns and rows]."""
 
@@ -138,7 +149,8 @@ class Watch(TorchFunctionMode):
         self.trace.inputs[name] = kwargs.get("hidden_states", next(tensors_in((args, kwargs)), self.nothing))
         self.trace.alive.append((args, kwargs))
         for key, value in [*enumerate(args), *kwargs.items()]:
-            if is_block and any(self._is_beside(tensor, name) for tensor in tensors_in(value)):
+            known = {id(self.trace.inputs[name]), *self.returned}
+            if is_block and any(tensor.requires_grad and id(tensor) not in known for tensor in tensors_in(value)):
                 names = [*inspect.signature(module.forward).parameters]
                 self.trace.beside.setdefault(names[key] if isinstance(key, int) and key < len(names) else str(key), name)
             if not isinstance(value, torch.Tensor):
@@ -147,9 +159,6 @@ class Watch(TorchFunctionMode):
             held = self.share.get(id(value))
             if held is not None and is_block and held.dim is not None:
                 self.trace.shares[name].append((Given(name, key, held.dim, value.shape[held.dim]), held.columns))
-
-    def _is_beside(self, tensor: torch.Tensor, block: str) -> bool:
-        return tensor.requires_grad and tensor is not self.trace.inputs[block] and id(tensor) not in self.returned
 
     def _leave(self, name: str, result: Any, is_block: bool) -> None:
         given = self.trace.inputs[name]
@@ -285,7 +294,7 @@ class Watch(TorchFunctionMode):
             self._note(call, self.share[id(tensor)], self.share[id(tensor)], tensor)
         for tensor in given:
             if id(tensor) not in self.share:
-                self.meet(call, tensor, first, held, columns, outputs)
+                self.meet(call, tensor, first, held, columns)
         if call.name in ("group_norm", "batch_norm"):
             self._normed(call, held, columns)
         if call.name in SCORES and len(shares) > 1:
@@ -314,38 +323,28 @@ class Watch(TorchFunctionMode):
         if share.dims and share.inner == 1 and call.name not in RESHAPES | TURNS:
             product.grains[share.part] = min(product.grains.get(share.part, 1 << 60), tensor.shape[share.dims[0]])
 
-    def meet(
-        self, call: Call, tensor: torch.Tensor, share: torch.Tensor, held: Share, columns: frozenset[str], outputs: list[torch.Tensor]
-    ) -> None:
+    def meet(self, call: Call, tensor: torch.Tensor, share: torch.Tensor, held: Share, columns: frozenset[str]) -> None:
         """Something whole takes part in an operation on a share; see [Note: what meets a share]."""
-        names = self.made.get(id(tensor)) or ((self.buffers[id(tensor)],) if id(tensor) in self.buffers else ())
-        known = {product.bias for product in self.trace.products[self.block]}
-        if names and names[0] in known:
+        is_own = id(tensor) in self.names or id(tensor) in self.buffers
+        names = self.made.get(id(tensor)) or ((self.buffers[id(tensor)],) if is_own else ())
+        if names and names[0] in {product.bias for product in self.trace.products[self.block]}:
             return
         size = share.shape[held.dims[0]] // held.inner if held.dims else 0
-        along = self._along(call, tensor, share, held)
-        if names and along is not None and size > 1:
-            owner = self.names.get(id(tensor)) or self.buffers.get(id(tensor)) or names[0]
-            shape = tensor.shape if id(tensor) in self.names or id(tensor) in self.buffers else self.shapes[owner]
+        beside = along(call, tensor, share, held) if size > 1 else None
+        if len(names) == 1 and beside is not None:
+            shape = tensor.shape if is_own else self.shapes[names[0]]
             dims = [dim for dim, length in enumerate(shape) if length == size]
-            if len(names) == 1 and dims:
-                self.trace.follows[owner] = (along if along in dims and shape == tensor.shape else dims[0], held)
+            if dims:
+                self.trace.follows[names[0]] = (beside if is_own and beside in dims else dims[0], held)
                 return
         if names:
-            if (
-                held.dims
-                and tensor.ndim
-                and call.name not in SCORES
-                and size > 1
-                and held.dims[0] == share.ndim - 1
-                and tensor.shape[-1] > 1
-            ):
+            is_flat = bool(held.dims) and held.dims[0] == share.ndim - 1
+            if is_flat and size > 1 and tensor.ndim and tensor.shape[-1] > 1 and call.name not in SCORES:
                 self.refuse(columns, f"{self.stack[-1]} uses {names[0]} on all features")
-            for name in names:
-                self.trace.mixed[name] = self.trace.mixed.get(name, frozenset()) | columns
+            self.trace.mixed.update({name: self.trace.mixed.get(name, frozenset()) | columns for name in names})
             return
         source, place = self._argument(tensor)
-        if along is not None and place is not None and size > 1:
+        if beside is not None and place is not None:
             dims = [dim for dim, length in enumerate(source.shape) if length == size]
             dims = dims or [dim for dim, length in enumerate(source.shape) if length == BATCH * size]
             if dims:
@@ -363,16 +362,6 @@ class Watch(TorchFunctionMode):
                 return source, place
             source = self.origin.get(id(source))
         return tensor, None
-
-    def _along(self, call: Call, tensor: torch.Tensor, share: torch.Tensor, held: Share) -> int | None:
-        """The dimension of `tensor` that lies along the divided features."""
-        if not held.dims:
-            return None
-        size, dim = share.shape[held.dims[0]], held.dims[0]
-        if call.name in ("batch_norm", "group_norm") or call.name.startswith("conv"):
-            return 0 if tensor.shape[0] == size else None
-        place = tensor.ndim - (share.ndim - dim)
-        return place if place >= 0 and tensor.shape[place] == size else None
 
     def _normed(self, call: Call, held: Share, columns: frozenset[str]) -> None:
         if held.dims[:1] != (1,):
