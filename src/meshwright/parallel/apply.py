@@ -27,7 +27,7 @@ from meshwright.parallel.lay import lay_flat
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import LossFunction, Objective
 from meshwright.parallel.pipeline import Pipeline
-from meshwright.parallel.place import drop_absent, give_places, kept_paths, place_layers, stage_bounds
+from meshwright.parallel.place import drop_absent, give_places, kept_paths, place_layers, second_copy, stage_bounds
 from meshwright.parallel.statistics import check_passes, over_batch
 from meshwright.parallel.tensor import partial_names, shard_model
 from meshwright.parallel.zero import Zero
@@ -72,10 +72,7 @@ def parallelize_model(
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
     drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute), kept_paths(cut, wants))
-    second = None
-    if tie_here and 0 in stages:  # both ends of a V are here: two copies that are kept equal, as on two ranks
-        head: Any = model.get_submodule(anatomy.head or "")
-        second = head.weight = nn.Parameter(head.weight.detach().clone())
+    second = second_copy(model, anatomy) if tie_here and 0 in stages else None
     flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second)
     by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
     put_off_weights(model, cut, plan, stage_bounds(cut, mesh), flat)

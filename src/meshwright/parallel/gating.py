@@ -12,6 +12,7 @@ from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.gates import Absent, Gate, Run
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.tensor import SequenceRegion
+from meshwright.spec.plan import Plan
 
 COPY = "embedding's copy"
 """The tied weight as the last stage holds it."""
@@ -36,7 +37,7 @@ def set_gates(
                 gate.after = region.leave if index == anatomy.count - 1 else None
             gates.append(gate)
     if plan.zero == 3:
-        gates += _outer_gates(model, anatomy, run, by_layer, table)
+        gates += _outer_gates(plan, model, anatomy, run, by_layer, table)
         blocks = [gate for gate in gates if gate.index is not None]
         for gate in gates:
             for unit in gate.units:
@@ -47,7 +48,7 @@ def set_gates(
 
 
 def _outer_gates(
-    model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[str, list[FlatUnit]], table: Mapping[str, Sequence[str]]
+    plan: Plan, model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[str, list[FlatUnit]], table: Mapping[str, Sequence[str]]
 ) -> list[Gate]:
     """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is one."""
     gates = []
@@ -61,8 +62,11 @@ def _outer_gates(
                 by_path.setdefault(path, []).extend(by_layer[layer])
     if anatomy.tied and anatomy.head is not None:
         by_path.setdefault(anatomy.head, []).extend(by_layer.get(COPY, by_layer.get("embedding", ())))
+    around = tuple(anatomy.block(index) for index in range(anatomy.count)) if anatomy.blocks is not None else ()
     for path, held in by_path.items():
         module = modules.get(path)
+        if plan.stages > 1 and any(block.startswith(f"{path}.") for block in around):
+            continue  # such a module is left in the middle, at the end of a stage: what it needs stays whole through the step
         if path and module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict | Absent):
             gate = Gate(module, run)
             gate.units = held
