@@ -89,14 +89,9 @@ class FlatUnit:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
         self.has_master = bool(recipe.master) and not self.frozen
         flat = self.shard.to(torch.float32) if self.has_master else self.shard
-        self.master = Master(flat, [(start - self.own.start, stop - self.own.start) for start, stop in self._vectors()])
-
-    def _vectors(self) -> Iterator[tuple[int, int]]:
-        """Where the own run holds biases and norms."""
-        for name, offset in sorted(self.unit.offsets.items(), key=lambda item: item[1]):
-            start, stop = max(offset, self.own.start), min(offset + self.parameters[name].numel(), self.own.stop)
-            if self.parameters[name].ndim < 2 and start < stop:
-                yield start, stop
+        self.master = Master(
+            flat, [(start - self.own.start, stop - self.own.start) for start, stop in _vectors(self.unit, self.parameters, self.own)]
+        )
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside a whole buffer of this unit."""
@@ -247,3 +242,11 @@ def _gaps(unit: Unit, parameters: dict[str, nn.Parameter]) -> list[slice]:
         gaps += [slice(end, start)] if end < start else []
         end = stop
     return gaps + ([slice(end, unit.numel)] if end < unit.numel else [])
+
+
+def _vectors(unit: Unit, parameters: dict[str, nn.Parameter], own: slice) -> Iterator[tuple[int, int]]:
+    """Where the run `own` of a buffer holds biases and norms."""
+    for name, offset in sorted(unit.offsets.items(), key=lambda item: item[1]):
+        start, stop = max(offset, own.start), min(offset + parameters[name].numel(), own.stop)
+        if parameters[name].ndim < 2 and start < stop:
+            yield start, stop

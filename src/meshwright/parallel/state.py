@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.anatomy import Split, intervals
-from meshwright.parallel.apply import Parallel
+from meshwright.parallel.engine import Parallel
 from meshwright.parallel.flat import FlatUnit
 from meshwright.spec.piece import Piece
 

@@ -28,7 +28,7 @@ from meshwright.parallel import state
 from meshwright.train.conversion import sources_of
 
 if TYPE_CHECKING:
-    from meshwright.parallel.apply import Parallel
+    from meshwright.parallel.engine import Parallel
     from meshwright.train.trainer import Trainer
 
 ADAPTED = ".base_layer."

@@ -18,7 +18,8 @@ from torch import nn
 from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
 from meshwright.parallel import state
-from meshwright.parallel.apply import Parallel, parallelize_model
+from meshwright.parallel.apply import parallelize_model
+from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange import all_reduce
 from meshwright.parallel.expert import busiest, pairs_by_expert
 from meshwright.parallel.mesh import make_mesh

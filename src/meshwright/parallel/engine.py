@@ -1,0 +1,97 @@
+"""The engine that runs the passes of a sharded model: micro-batches through this rank's stages, gradients in flat units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.anatomy import Anatomy
+from meshwright.parallel.context.blocks import Context
+from meshwright.parallel.expert import Mixture
+from meshwright.parallel.expert_ranks import ExpertRanks
+from meshwright.parallel.gates import Gate, Run, StageDone
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.objective import Batch, Objective
+from meshwright.parallel.pipeline import Pipeline, Tensors
+from meshwright.parallel.statistics import check_passes
+from meshwright.parallel.zero import Zero
+from meshwright.spec.precision import Recipe
+
+
+@dataclass
+class Parallel:
+    """The engine: `forward_backward` over micro-batches, gradients in `zero`, shapes and splits for checkpoints."""
+
+    model: nn.Module
+    mesh: Mesh
+    recipe: Recipe
+    anatomy: Anatomy
+    shapes: dict[str, torch.Size]
+    zero: Zero
+    objective: Objective
+    run: Run
+    gates: list[Gate]
+    bounds: dict[int, tuple[int, int]]
+    pipeline: Pipeline
+    experts: ExpertRanks | None = None
+    mixtures: Sequence[Mixture] = ()
+    context: Context | None = None
+    aliases: frozenset[str] = frozenset()
+    """Other names in the model's saved state: buffers, and tied weights under their second name."""
+    unfilled: frozenset[str] = frozenset()
+    """Parameters that were built without memory and have no values yet."""
+    statistics: str = ""
+    """A module with statistics over the batch."""
+
+    def forward_backward(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
+        """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
+        if scale is not None:
+            check_passes(self.statistics, self.mesh.plan, len(batches))
+            self.zero.begin_step(len(batches))
+            for mixture in self.mixtures:
+                mixture.begin_step()
+        if self.context is not None:
+            self.context.waiting.seconds = 0.0
+        self._open_ungated()
+        total = self.pipeline.run(batches, scale)
+        self.zero.close_all()
+        return total
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds that this rank waited in the last step, by the axis it waited on."""
+        waited = {"data": self.zero.exposed, "pipeline": self.pipeline.wire.exposed}
+        return waited if self.context is None else {**waited, "context": self.context.waiting.seconds}
+
+    def _open_ungated(self) -> None:
+        """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""
+        for unit in self.zero.units:
+            if not unit.gated:
+                unit.open()
+
+    def parts(self, stage: int) -> int:
+        """Tensors that a stage is sent."""
+        carry = self.run.carry
+        return 1 if carry is None else len(carry.wants.message(self.bounds[stage][0]))
+
+    def stage_forward(self, stage: int, batch: Batch, received: Tensors) -> Tensors:
+        """One micro-batch through one stage: the hidden state for the next one (or all that goes on), or the loss sum."""
+        self.run.start, self.run.stop = self.bounds[stage]
+        self.run.is_last = stage == self.mesh.plan.stages - 1
+        self.run.received = received[0] if received and self.run.carry is None else None
+        if self.run.carry is not None:
+            self.run.carry.begin(self.run.start, self.run.stop, received)
+        try:
+            output = self.model(**self.objective.inputs(batch))
+        except StageDone as done:
+            return done.hidden if isinstance(done.hidden, tuple) else (done.hidden,)
+        finally:
+            self.run.received = None
+            if self.run.carry is not None:
+                self.run.carry.forget()
+            if self.context is not None:
+                self.context.forget()
+        return (self.objective.sum(output, batch),)

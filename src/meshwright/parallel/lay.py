@@ -1,0 +1,56 @@
+"""The parameters of this rank, stage by stage, in flat units (spec/layout.py says which lie together)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from meshwright.anatomy import Anatomy
+from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.gating import COPY
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.place import Layer
+from meshwright.spec.layout import LayerSlots, Slot, units
+from meshwright.spec.precision import Recipe
+
+
+def lay_flat(
+    mine: dict[int, list[Layer]],
+    table: list[Layer],
+    anatomy: Anatomy,
+    mesh: Mesh,
+    recipe: Recipe,
+    parameters: dict[str, nn.Parameter],
+    second: nn.Parameter | None,
+) -> tuple[dict[int, list[FlatUnit]], dict[int, bool], dict[str, list[FlatUnit]]]:
+    """Flat units by stage, tied units with whether they count in the norm here, and the units of each layer: what is trained and what is
+    frozen lie apart. `second`: the tied weight of the last stage where another stage of this rank holds the first."""
+    plan = mesh.plan
+    tied_layer = next((layer for layer in table if layer.name == "embedding"), None) if anatomy.tied else None
+    stages: dict[int, list[FlatUnit]] = {}
+    tied: dict[int, bool] = {}
+    by_layer: dict[str, list[FlatUnit]] = {}
+    for stage, held in mine.items():
+        shares_tie = tied_layer is not None and plan.stages > 1 and stage == plan.stages - 1
+        present = [*held, *([tied_layer] if shares_tie and tied_layer is not None else [])]
+        split = anatomy.splits.keys() if plan.tp > 1 else ()
+        stages[stage] = []
+        if shares_tie and tied_layer is not None and second is not None:
+            parameters = {**parameters, **dict.fromkeys(tied_layer.parameters, second)}
+        for trained in (True, False):
+            slots = [_slots(layer, parameters, split, trained, layer is tied_layer) for layer in present]
+            for unit in units(slots, plan.zero, plan.shards, plan.bucket, recipe.size):
+                flat = FlatUnit(unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe, mesh.sharing)
+                stages[stage].append(flat)
+                for name in unit.layers:
+                    by_layer.setdefault(COPY if shares_tie and name == "embedding" else name, []).append(flat)
+                if tied_layer is not None and plan.stages > 1 and tied_layer.name in unit.layers:
+                    tied[id(flat)] = stage == 0
+    return stages, tied, by_layer
+
+
+def _slots(layer: Layer, parameters: dict[str, nn.Parameter], split: Collection[str], trained: bool, alone: bool) -> LayerSlots:
+    """The layer's parameters that are trained, or those that are not; of those in `parameters`."""
+    held = {name: parameters[name] for name in layer.parameters if name in parameters and parameters[name].requires_grad == trained}
+    return LayerSlots(layer.name, tuple(Slot(name, tensor.numel(), name in split) for name, tensor in held.items()), alone)
