@@ -52,7 +52,7 @@ FAMILIES: dict[str, Any] = {
 }  # fmt: skip
 STARTS = [
     ("llama", "dp2"), ("llama", "dp2.z3"), ("llama", "tp2"), ("llama", "pp2"), ("llama", "dp2.tp2.z1"), ("llama", "tp2.pp2.mb4"),
-    ("gpt2", "dp2.z2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.pp2.z3"), ("mixtral", "dp2.z3"), ("mixtral", "pp2"),
+    ("gpt2", "dp2.z2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.pp2.z3"), ("mixtral", "dp2.z3"), ("mixtral", "pp2"), ("mixtral", "dp2.ep2.z1"),
 ]  # fmt: skip
 
 
