@@ -134,7 +134,7 @@ def test_the_catalogs_published_sizes_give_the_published_parameter_counts() -> N
         ({"kv_heads": 3}, "heads (8) must be a multiple of kv_heads (3)"),
         ({"vocab": None}, "model needs 'vocab'"),
         ({"layers": 0}, "layers (0) must be at least 1"),
-        ({"experts": 8}, "experts (8): no reference model has experts"),
+        ({"experts": 8}, "experts (8): the reference model 'llama' has no experts, 'decoder' has"),
         ({"kind": "lama"}, "did you mean 'llama'"),
     ],
 )

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from meshwright.anatomy.counts import HeadsTaken, restore, set_counts
+from meshwright.anatomy.experts import standing_in
 from meshwright.anatomy.inputs import arguments
 from meshwright.anatomy.nouns import Slice, local_slice
 from meshwright.anatomy.regions import Found
@@ -96,6 +97,7 @@ class Proof:
     def _running(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
+            stack.enter_context(standing_in(self.model))  # experts ask for values or types of their own; what is proven lies around them
             if self.is_meta:
                 stack.enter_context(torch.device("meta"))
                 stack.enter_context(Unasked())
