@@ -6,15 +6,26 @@ import functools
 from typing import Any
 
 import pytest
-from equality import alone, check, train
+import torch
+from equality import alone, anatomy_of, check, loss_of, make_batch, make_model, make_optimizer, train
+from test_families import run_pair
 
-from meshwright.spec.plan import parse_plan
+from meshwright.schedules import orders
+from meshwright.spec.plan import Plan, Schedule, parse_plan
+from meshwright.spec.rules import batch_faults
+from meshwright.train.trainer import Share, parallelize
 
 SAMPLE = [
-    ("llama", "pp2.zb1"), ("llama", "pp4.zb1"), ("llama", "pp2.zbv"), ("llama-tied", "pp2.zbv"), ("llama", "pp2.dualpipev.mb2"),
-    ("llama-tied", "dp2.pp2.z1.zbv"), ("llama", "dp2.pp2.z2.zb1"), ("llama-tied", "dp2.pp2.z3.zbv"), ("gpt2", "tp2.pp2.zb1"),
-    ("llama", "tp2.sp.pp2.zb1"), ("hf-gpt2", "pp2.zbv.rc-layer"), ("llama", "pp2.zbv.ls1-1-1-1"), ("llama", "pp2.zb1.ls1-3"),
+    ("llama", "pp4.zb1"), ("llama-tied", "pp2.zbv"), ("llama", "pp2.dualpipev.mb2"), ("llama-tied", "dp2.pp2.z1.zbv"), ("llama", "dp2.pp2.z2.zb1"),
+    ("llama-tied", "dp2.pp2.z3.zbv"), ("llama", "tp2.sp.pp2.zb1.mb2"), ("hf-gpt2", "pp2.zbv.rc-layer"), ("llama", "pp3.zb1.ls1-1-2"),
 ]  # fmt: skip
+LENGTHS = (16, 11, 20)
+
+
+def listed(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Plan:
+    """The plan that lists the actions of a schedule."""
+    rows = tuple(" ".join(map(str, order)) for order in orders(schedule, pp, virtual_stages, micro_batches))
+    return Plan(pp=pp, virtual_stages=virtual_stages, schedule=Schedule.actions, actions=rows)
 
 
 @functools.cache
@@ -25,3 +36,88 @@ def expected(model: str, precision: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
 def test_every_schedule_computes_what_one_device_computes(ranks: Any, model: str, plan: str) -> None:
     check(expected(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+
+
+def test_a_schedule_from_a_list_of_actions_computes_what_one_device_computes(ranks: Any) -> None:
+    check(expected("llama-tied", "fp64"), ranks.run(2, train, "llama-tied", listed("zbv", 2, 2, 8), "fp64", 2), "fp64")
+
+
+@pytest.mark.parametrize("plan", ["pp2.mb4", "pp4.zb1.mb2", "pp2.zbv.mb2"])
+def test_an_encoder_decoder_is_a_pipeline_over_both_of_its_stacks(ranks: Any, plan: str) -> None:
+    assert not isinstance(run_pair(ranks, "t5", plan), str)
+
+
+def cut(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    """The batch with rows of `length`, repeated where they are shorter."""
+    return {name: torch.cat([value, value], dim=1)[:, :length] for name, value in batch.items()}
+
+
+def uneven(step: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of unlike lengths."""
+    return [cut(make_batch("llama", 10 * step + at, rows=2), length) for at, length in enumerate(LENGTHS)]
+
+
+def lengths(plan: str) -> list[float]:
+    """On every rank: losses of steps whose batches, then micro-batches, differ in length, and of an evaluation."""
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", anatomy=anatomy_of("llama"))
+    found = [trainer.step(cut(make_batch("llama", step), length)).loss for step, length in enumerate(LENGTHS)]
+    found += [trainer.step(Share(uneven(step))).loss for step in range(2)]
+    found.append(trainer.evaluate(Share(uneven(7))))
+    trainer.close()
+    return found
+
+
+@functools.cache
+def lengths_alone() -> list[float]:
+    model = make_model("llama").double()
+    optimizer = make_optimizer(model.parameters())
+
+    def loss(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        parts = [loss_of(model, "llama", batch) for batch in batches]
+        return sum(mean * count for mean, count in parts) / sum(count for _, count in parts)
+
+    found = []
+    for batches in [*([cut(make_batch("llama", step), length)] for step, length in enumerate(LENGTHS)), uneven(0), uneven(1)]:
+        optimizer.zero_grad()
+        found.append(loss(batches))
+        found[-1].backward()
+        optimizer.step()
+    with torch.no_grad():
+        return [*(float(one) for one in found), float(loss(uneven(7)))]
+
+
+@pytest.mark.parametrize("plan", ["pp2", "pp2.zbv"])
+def test_batches_and_micro_batches_may_differ_in_length_and_every_rank_knows_the_loss(ranks: Any, plan: str) -> None:
+    results = ranks.run(2, lengths, plan)
+    assert all(result == results[0] for result in results)
+    assert results[0] == pytest.approx(lengths_alone(), rel=1e-10)
+
+
+def sweep() -> list[tuple[str, str]]:
+    """Every schedule with every other strategy on 2, 3, 4, 6 and 8 ranks."""
+    partners = ["", "dp2.z1", "dp2.z2", "dp2.z3", "dp2.z3.rc-layer", "tp2", "tp2.sp", "rc-layer", "rc-selective", "mb2", "cp2.z1"]
+    schedules = ["", "gpipe", "interleaved2", "zb1", "zbv", "dualpipev"]
+    found = []
+    for model in ("llama", "llama-tied", "hf-gpt2", "bert"):
+        for pp in (2, 3, 4):
+            for schedule in schedules:
+                for partner in partners:
+                    plan = parse_plan(".".join(filter(None, [f"pp{pp}", schedule, partner])))
+                    wide = plan.world > 8 or plan.stages > 4 or (plan.cp > 1 and model == "bert")
+                    if not wide and not any(batch_faults(plan, 8)):
+                        found.append((model, plan.name))
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("model", "plan"), sweep())
+def test_every_schedule_with_every_other_strategy_computes_what_one_device_computes(ranks: Any, model: str, plan: str) -> None:
+    check(expected(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["dp2.pp2.z3.zb1.mb2", "tp2.pp2.mb4", "pp2.rc-layer.mb4", "dp2.pp4.z1.zb1.mb1", "pp2.dualpipev.mb2"])
+@pytest.mark.parametrize("model", ["t5", "mpnet", "deberta"])
+def test_models_whose_blocks_share_more_than_a_hidden_state_are_pipelines(ranks: Any, model: str, plan: str) -> None:
+    found = run_pair(ranks, model, plan)
+    assert not isinstance(found, str) or "need as many blocks" in found or "tp" in found

@@ -49,6 +49,7 @@ class Backlog:
         """At the end of the B of `micro_batch`."""
         self._waiting[micro_batch], self._now = self._now, {}
 
+    @torch.no_grad()  # the inputs that wait have a graph
     def deliver(self, micro_batch: int) -> None:
         """W: each gradient is made, taken and freed, in the order in which backward came to it."""
         waiting = self._waiting.pop(micro_batch)

@@ -24,6 +24,7 @@ from meshwright.models.output import IGNORED
 from meshwright.parallel.objective import Batch, Objective, logits_of
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import Plan
+from meshwright.spec.rules import micro_batches_of
 from meshwright.spec.workload import Lora, Optimizer
 from meshwright.train.adapters import attach
 from meshwright.train.model import build_model, objective_of, vocabulary_of
@@ -89,7 +90,7 @@ def verify(channel: Channel, payload: Message) -> int:
 
 def rows_of(plan: Plan) -> int:
     """A batch with several micro-batches a replica; enough of them for any schedule of the plan."""
-    return plan.micro_batch * (sum(plan.shares) or plan.dp * 2 * plan.pp)
+    return plan.micro_batch * (sum(plan.shares) or plan.dp * (micro_batches_of(plan.actions) or 2 * plan.pp))
 
 
 # --- the reduced model --------------------------------------------------------------------------------------------------------
