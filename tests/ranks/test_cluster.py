@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from equality import alone, check, train
 
 from meshwright.base.errors import InputError
 from meshwright.emulate.run import Emulated, emulated
@@ -25,7 +26,7 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.probe.device import host_identity, quota
 from meshwright.probe.network import Network
 from meshwright.spec.measurement import Pair
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, parse_plan
 
 JOB = """
 model: {name: llama-tiny, sizes: {layers: 2, hidden: 32, heads: 4, kv_heads: 4, head_dim: 8, ffn: 64, vocab: 258, seq: 64}}
@@ -98,6 +99,20 @@ def test_nodes_have_networks_of_their_own_whose_wires_carry_what_was_asked_and_r
     pairs = found[0][2]
     assert {(pair.first // 2, pair.second // 2) for pair in pairs} == {(0, 1)}
     assert 0.5 * WIRE < min(pair.bandwidth for pair in pairs) < 1.2 * WIRE
+
+
+def between_hosts(plan: str) -> dict[str, Any]:
+    """As on ranks of different hosts: no memory is shared."""
+    os.environ["MESHWRIGHT_SHARED"] = "0"
+    try:
+        return train("llama", plan, "fp64", 2)
+    finally:
+        del os.environ["MESHWRIGHT_SHARED"]
+
+
+@pytest.mark.parametrize("plan", ["dp2.pp2.z1.zb1", "dp2.z1.mb2.sh3-1"])
+def test_ranks_of_different_hosts_train_to_the_loss_of_one_device(ranks: Any, plan: str) -> None:
+    check(alone("llama", "fp64", 2), ranks.run(parse_plan(plan).world, between_hosts, plan), "fp64")
 
 
 SLEEPERS = """

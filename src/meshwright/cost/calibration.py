@@ -1,6 +1,7 @@
 """Calibration is Cluster -> Cluster: what was measured replaces what was described, in the same noun.
 
-    peak         the best rate of square products x the rank's share of a processor; efficiency 1, on cores sustained 1: it is what is reached
+    peak         the best rate of square products x the rank's share of a processor; on cores sustained 1: it is what is reached
+    efficiency   of that, what a layer's products reach forward and backward, whose operands lie as they lie
     bandwidth    of element-wise work x the same share, over MEMORY_SHARE, which the formulas take of it again
     link         bandwidth and latency with which the formulas of cost.collectives give the measured times of all collectives best
 
@@ -146,13 +147,14 @@ def _device(ranks: Sequence[Measured], known: Device, same: bool) -> Device:
     """What the middle rank reaches. `same`: the devices are those that were known, whose memory a rank cannot measure."""
     on_host = ranks[0].name == "cpu"
     precisions = {each.precision for each in ranks[0].products}
+    trained = "fp32" if on_host else "bf16"
     peak = {name: median(rank.peak(name) * rank.share for rank in ranks) for name in sorted(precisions)}
     changes = {
         "name": ranks[0].name if on_host or not same else known.name,
         "memory": known.memory if same else ranks[0].memory,
         "bandwidth": median(rank.bandwidth * rank.share for rank in ranks) / constants.MEMORY_SHARE,
         "peak": {**({} if on_host else known.peak), **peak},
-        "efficiency": 1.0,
+        "efficiency": min(median(rank.trained / rank.peak(trained) for rank in ranks), 1.0) if ranks[0].trained else 1.0,
         "sustained": dict.fromkeys(peak, 1.0) if on_host else known.sustained,
         "attention": median(rank.attention / rank.peak("fp32") for rank in ranks) if ranks[0].attention else known.attention,
         "source": "measured by probe",

@@ -101,7 +101,7 @@ def _forward(module: nn.Module, linear: bool, x: torch.Tensor) -> torch.Tensor:
 
 
 def _leave(backlog: Backlog, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor) -> None:
-    backlog.add(name, partial(weight_gradient, x, gradient, linear))
+    backlog.add(name, partial(weight_gradient, x.detach(), gradient.detach(), linear))
 
 
 def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, linear: bool) -> torch.Tensor:

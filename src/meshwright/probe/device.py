@@ -42,6 +42,7 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Meas
         host=host_identity(),
         name=name,
         products=tuple(products(device)),
+        trained=trained(device),
         bandwidth=stream(device),
         attention=attention(device),
         share=share,
@@ -65,6 +66,22 @@ def products(device: torch.device) -> Iterator[Product]:
             yield Product(precision=name, size=size, rate=2.0 * size**3 / seconds)
             if seconds > SLOW:
                 break
+
+
+def trained(device: torch.device) -> float:
+    """FLOP/s of a layer that is trained: its output, the gradient of its input and of its weights, each in new memory and as it is laid out."""
+    tokens, inputs, outputs = (512, 256, 1024) if device.type == "cpu" else (8192, 4096, 8192)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    hidden, weight, gradient = (
+        torch.ones(shape, device=device, dtype=dtype) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    )
+
+    def layer() -> None:
+        torch.mm(hidden, weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), hidden)
+
+    return 6.0 * tokens * inputs * outputs / best(layer, device)
 
 
 def stream(device: torch.device) -> float:
