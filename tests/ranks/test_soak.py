@@ -16,6 +16,7 @@ from equality import MODELS, ROWS, alone, check, train
 
 from meshwright.base.errors import InputError
 from meshwright.spec.plan import Plan, Recompute, Schedule, parse_plan
+from meshwright.spec.rules import batch_faults
 from meshwright.spec.runs import missing
 
 TABLE = Path(__file__).parents[2] / "bench" / "results" / "soak.md"
@@ -23,7 +24,14 @@ TABLE = Path(__file__).parents[2] / "bench" / "results" / "soak.md"
 
 def product() -> Iterator[tuple[str, str]]:
     """Every legal plan of 1, 2, 4 and 8 ranks on every model."""
-    schedules = [(Schedule.one_f_one_b, 1), (Schedule.gpipe, 1), (Schedule.interleaved, 2)]
+    schedules = [
+        (Schedule.one_f_one_b, 1),
+        (Schedule.gpipe, 1),
+        (Schedule.interleaved, 2),
+        (Schedule.zb1, 1),
+        (Schedule.zbv, 2),
+        (Schedule.dualpipev, 2),
+    ]
     for model in MODELS:
         for world in (1, 2, 4, 8):
             for tp in (1, 2, 4):
@@ -38,7 +46,7 @@ def product() -> Iterator[tuple[str, str]]:
                             plan.micro_batches(ROWS)
                         except (InputError, ValueError):
                             continue
-                        if not missing(plan):
+                        if not missing(plan) and not any(batch_faults(plan, ROWS)):
                             yield model, plan.name
 
 
