@@ -78,7 +78,7 @@ def slowed(naps: tuple[float, float], count: int) -> tuple[list[float], list[str
     for step in range(count):
         record = trainer.step(make_batch("llama", step))
         losses.append(record.loss)
-        _, _, phases = agree(record, False, trainer.mesh.world)
+        _, _, phases = agree(record, (0.0,), trainer.mesh.world)
         assert phases is not None
         trainer.plan = watch.heed(phases, step + 1, balance=True) or trainer.plan
     return losses, said, trainer.plan.name

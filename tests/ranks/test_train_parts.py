@@ -37,7 +37,7 @@ def record(step: int = 1, **more: object) -> StepRecord:
 # --- agreement ------------------------------------------------------------------------------------------------------------------
 
 
-def agree_on_ranks() -> tuple[StepRecord, bool, Phases | None]:
+def agree_on_ranks() -> tuple[StepRecord, Sequence[float], Phases | None]:
     rank = dist.get_rank()
     mine = record(
         seconds=1.0 + rank,
@@ -45,11 +45,11 @@ def agree_on_ranks() -> tuple[StepRecord, bool, Phases | None]:
         memory={"parameters": 10.0 * (rank == 0), "resident": float(rank)},
         exposed={"data": 0.5, "pipeline": rank / 4},
     )
-    return agree(mine, rank == 1, everyone())
+    return agree(mine, (float(rank == 1),), everyone())
 
 
 def test_a_record_has_the_slowest_and_the_fullest_rank_and_one_wish_to_stop_is_everyones(ranks: Pool) -> None:
-    for agreed, stop, phases in ranks.run(3, agree_on_ranks):
+    for agreed, (stop,), phases in ranks.run(3, agree_on_ranks):
         assert stop
         assert phases == Phases((0.0, 0.0, 1.0), (3.0, 2.0, 1.0), (0.5, 0.75, 1.0))
         assert (agreed.seconds, agreed.data_seconds) == (3.0, 3.0)

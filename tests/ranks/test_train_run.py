@@ -146,11 +146,26 @@ def test_a_second_launch_of_a_run_is_refused_while_the_first_one_lasts(place: Pa
     assert gone(place)
 
 
-def test_a_killed_rank_ends_the_run_with_few_lines_that_name_it(place: Path) -> None:
-    process = start(place, "rank-killed")
-    wait_for_step(place, "rank-killed", 3, process)
+def kill_rank(place: Path, run: str, process: subprocess.Popen) -> None:
+    wait_for_step(place, run, 3, process)
     ranks = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _name(int(pid)) == "mesh-rank-1" and _belongs(int(pid), place)]
     os.kill(ranks[0], signal.SIGKILL)
+
+
+def test_a_killed_rank_is_replaced_and_the_run_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
+    process = start(place, "healed")
+    kill_rank(place, "healed", process)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert re.search(r"rank 1 killed by SIGKILL.*: ranks start again\n(.*\n)?recovered in .* from its copies in memory: no step lost", err)
+    assert losses(place, "healed") == losses(place, "whole")
+    assert weights(place, "healed", 40) == weights(place, "whole", 40) != {}
+    assert gone(place)
+
+
+def test_without_retries_a_killed_rank_ends_the_run_with_few_lines_that_name_it(place: Path) -> None:
+    process = start(place, "rank-killed", "--set", "run.retries=0")
+    kill_rank(place, "rank-killed", process)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     report = err[err.index("meshwright: ") :].splitlines()

@@ -10,7 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,7 +33,21 @@ class Loaded(NamedTuple):
     local: dict[str, torch.Tensor] | None
 
 
-def load(path: Path | str, wanted: Iterable[Held], *, plan: Plan | None = None, ranks: Ranks = ALONE, cast: bool = False) -> Loaded:
+class Source(Protocol):
+    """What can be loaded from: a folder's `Reader`, or copies in memory (memory.py)."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    def read(self, name: str, part: Part, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+def load(
+    path: Path | str | Source, wanted: Iterable[Held], *, plan: Plan | None = None, ranks: Ranks = ALONE, cast: bool = False
+) -> Loaded:
     """Fills each wanted tensor (flat, of its piece's length). `cast` allows another type than the saved one.
 
     With `ranks`, a failure on one rank is the same InputError on all.
@@ -41,7 +55,7 @@ def load(path: Path | str, wanted: Iterable[Held], *, plan: Plan | None = None, 
     result: list[Loaded] = []
 
     def work() -> None:
-        result.append(_load(Path(path), list(wanted), plan, ranks, cast))
+        result.append(_load(Reader(path) if isinstance(path, str | Path) else path, list(wanted), plan, ranks, cast))
 
     _together(ranks, work)
     return result[0]
@@ -60,13 +74,12 @@ def _together(ranks: Ranks, work: Callable[[], None]) -> None:
         raise InputError(f"{place}{failed[0][1]}") from cause
 
 
-def _load(path: Path, wanted: list[Held], plan: Plan | None, ranks: Ranks, cast: bool) -> Loaded:
-    reader = Reader(path)
+def _load(reader: Source, wanted: list[Held], plan: Plan | None, ranks: Ranks, cast: bool) -> Loaded:
     manifest = reader.manifest
     by_name: dict[str, list[Held]] = defaultdict(list)
     for piece, tensor in wanted:
         by_name[piece.name].append((piece, tensor))
-    _check(path, manifest, by_name, cast)
+    _check(reader.path, manifest, by_name, cast)
     for name, held in by_name.items():
         _fill(reader, name, held)
     local = None
@@ -97,7 +110,7 @@ def _check(path: Path, manifest: Manifest, by_name: dict[str, list[Held]], cast:
 
 
 @torch.no_grad()
-def _fill(reader: Reader, name: str, held: list[Held]) -> None:
+def _fill(reader: Source, name: str, held: list[Held]) -> None:
     entry = reader.manifest.tensors[name]
     saved = [entry.piece(name, part) for part in entry.pieces]
     rest = []
@@ -113,7 +126,7 @@ def _fill(reader: Reader, name: str, held: list[Held]) -> None:
             tensor.copy_(whole.cut(piece))
 
 
-def _copy(reader: Reader, name: str, entry: Entry, plan: list[Copy], tensor: torch.Tensor) -> None:
+def _copy(reader: Source, name: str, entry: Entry, plan: list[Copy], tensor: torch.Tensor) -> None:
     """Runs of saved pieces into runs of `tensor`; a whole piece is read where it belongs, without a copy."""
     sources: dict[int, list[Copy]] = defaultdict(list)
     for copy in plan:
@@ -129,7 +142,7 @@ def _copy(reader: Reader, name: str, entry: Entry, plan: list[Copy], tensor: tor
             tensor[copy.to : copy.to + copy.length].copy_(data[copy.start : copy.start + copy.length])
 
 
-def _rebuild(reader: Reader, name: str, indices: list[int]) -> Full:
+def _rebuild(reader: Source, name: str, indices: list[int]) -> Full:
     """The full tensor as far as the parts at `indices` make it."""
     entry = reader.manifest.tensors[name]
     whole = Full(entry.shape, DTYPES[entry.dtype])
@@ -145,7 +158,7 @@ def _rebuild(reader: Reader, name: str, indices: list[int]) -> Full:
     return whole
 
 
-def full(reader: Reader, name: str) -> torch.Tensor:
+def full(reader: Source, name: str) -> torch.Tensor:
     """The full tensor `name`."""
     return _rebuild(reader, name, list(range(len(reader.manifest.tensors[name].pieces)))).tensor
 

@@ -64,10 +64,11 @@ def save(
     plan: Plan | None = None,
     ranks: Ranks = ALONE,
     local: Mapping[str, torch.Tensor] | None = None,
+    world: int = 0,
 ) -> Path:
     """Saves `pieces` of all ranks as FOLDER/step-N and returns that path once it is durable and read back. Every rank calls it.
 
-    `state` (JSON; rank 0's counts) is the trainer's; `local` are tensors of this rank alone (random states), given back only
+    `world`: of how many ranks the pieces are, where one process writes them for all. `state` (JSON; rank 0's counts) is the trainer's; `local` are tensors of this rank alone (random states), given back only
     to the same rank of the same plan. Raises SaveFailed on every rank when any rank failed.
     """
     held = [(_same(piece), tensor.detach()) for piece, tensor in pieces if piece.start < piece.stop or not math.prod(piece.shape)]
@@ -76,6 +77,7 @@ def save(
         for name, tensor in (local or {}).items()
     ]
     work = _Save(Path(folder), step, held, ranks, Plan(dp_replicate=ranks.world) if plan is None else plan)
+    work.world = world or ranks.world
     try:
         work.begin(work.together(work.open))
         work.together(work.offer)
@@ -97,6 +99,7 @@ class _Save:
         self.temporary: Path | None = None
         self.id = ""
         self.needs = sum(_bytes(piece) for piece, _ in held)
+        self.world = ranks.world
 
     def together(self, stage: Callable[[], str | None]) -> str:
         """Runs `stage` here and everywhere; the result is rank 0's. One failure is everyone's."""
@@ -213,7 +216,7 @@ class _Save:
                 )
                 parts[_tensor_of(piece)].append(part)
         manifest = Manifest(
-            version=1, step=self.step, serial=next_serial(self.folder), id=self.id, world=self.ranks.world,
+            version=1, step=self.step, serial=next_serial(self.folder), id=self.id, world=self.world,
             plan=self.plan.name, plan_digest=self.plan.digest, files=files, tensors=_entries(parts), state=_json_state(state),
         )  # fmt: skip
         for name in os.listdir(temporary):

@@ -113,7 +113,7 @@ def _step(file: JobFile, wrong: Wrong, long: Long, trace: Path | None, json: boo
         from meshwright.search.rank import search
 
         plan = search(question, 1).chosen.plan
-    played = play(question, plan, faults, wrong.steps, file.run.checkpoint_every, _policy(long))
+    played = play(question, plan, faults, wrong.steps, file.run.every, _policy(long))
     if trace is not None:
         from meshwright.report.trace import write_trace
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshwright.train.screen import Screen
 
 LOOP = "meshwright.train.loop"
+SCRIBE = "meshwright.train.scribe:write"
 
 
 def train(
@@ -77,13 +78,30 @@ def train(
 
 def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int = 0) -> Path:
     """Ranks of this machine, each a child of this process."""
-    from meshwright.elastic.supervisor import Supervisor, Work
+    from meshwright.elastic.replan import plan_for
+    from meshwright.elastic.supervisor import Care, Supervisor, Work
 
     shared = _after_trials(job, shared, pin, trials) if trials else shared
-    with _prepared(job, shared, pin, screen, None) as (launch, folder):
-        warm = (LOOP, *(("transformers.modeling_utils",) if launch.model.folder else ()))
-        work = Work(f"{LOOP}:train", launch.plan.world, launch.model_dump(mode="json"), folder, warm)
-        Supervisor(work, lambda rank, message: screen.hear(message), screen.note, launch.run.grace).run()
+    with _prepared(job, shared, pin, screen, None) as (launch, folder, choice):
+        run = launch.run
+        warm = (LOOP, "meshwright.train.scribe", *(("transformers.modeling_utils",) if launch.model.folder else ()))
+
+        def work_of(launch: Launch) -> Work:
+            return Work(
+                f"{LOOP}:train", launch.plan.world, launch.model_dump(mode="json"), folder, warm, plan=launch.plan.name, scribe=SCRIBE
+            )
+
+        def replan(world: int) -> Work:
+            from meshwright.cli.preparation import write_run
+            from meshwright.cost.step import estimate
+
+            question, plan = choice.question, plan_for(choice.question, launch.workload.batch, world)
+            other = launch.but(plan=plan)
+            write_run(folder, other, choice._replace(plan=plan, estimate=None if question is None else estimate(question, plan)))
+            return work_of(other)
+
+        care = Care(run.retries, run.patience, replan, run.least)
+        Supervisor(work_of(launch), lambda rank, message: screen.hear(message), screen.note, run.grace, care=care).run()
     return folder
 
 
@@ -106,7 +124,9 @@ def _after_trials(job: Path | None, shared: Shared, pin: str | None, trials: int
 
 
 @contextmanager
-def _prepared(job: Path | None, shared: Shared, pin: str | None, screen: Screen, world: int | None) -> Iterator[tuple[Launch, Path]]:
+def _prepared(
+    job: Path | None, shared: Shared, pin: str | None, screen: Screen, world: int | None
+) -> Iterator[tuple[Launch, Path, Choice]]:
     """A planned run whose folder is ours for as long as the block lasts."""
     from meshwright.base.errors import InputError
     from meshwright.cli.preparation import choose, folder_of, launch_of, read_file, source_of, write_run
@@ -125,7 +145,7 @@ def _prepared(job: Path | None, shared: Shared, pin: str | None, screen: Screen,
         write_run(folder, launch, choice)
         for line in choice.why:
             screen.note(line)
-        yield launch, folder
+        yield launch, folder, choice
 
 
 def _be_a_rank(me: Launched, job: Path | None, shared: Shared, pin: str | None, screen: Screen) -> Path:
@@ -144,7 +164,7 @@ def _be_a_rank(me: Launched, job: Path | None, shared: Shared, pin: str | None, 
         stack.callback(connection.close)
         if me.rank == 0:
             try:
-                launch, folder = stack.enter_context(_prepared(job, shared, pin, screen, me.world))
+                launch, folder, _ = stack.enter_context(_prepared(job, shared, pin, screen, me.world))
             except MeshwrightError as error:
                 connection.tell(f'{{"wrong": {error.exit_code}}}')
                 raise

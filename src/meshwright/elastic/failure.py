@@ -29,7 +29,7 @@ _LOST = re.compile(
 class Failure:
     """How one rank ended. `status` is negative for a signal. `at` is in seconds of the supervisor's clock.
 
-    `known`: the error is one of ours, whose message says it all.
+    `known`: the error is one of ours, whose message says it all. `words`: what the supervisor saw before it ended the rank.
     """
 
     rank: int
@@ -39,11 +39,12 @@ class Failure:
     message: str = ""
     place: str = ""
     known: bool = False
+    words: str = ""
 
     @property
     def innocent(self) -> bool:
         """It lost its connection to another rank."""
-        return not self.known and self.status >= 0 and bool(_LOST.search(self.message))
+        return not (self.known or self.words) and self.status >= 0 and bool(_LOST.search(self.message))
 
 
 class RankFailed(MeshwrightError):
@@ -65,6 +66,8 @@ def cause(failure: Failure) -> str:
     >>> cause(Failure(1, 0.0, -9))
     "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
     """
+    if failure.words:
+        return failure.words
     if failure.status < 0:
         name = signal.Signals(-failure.status).name if -failure.status in list(signal.Signals) else f"signal {-failure.status}"
         hint = {
@@ -89,14 +92,16 @@ def last_lines(log: Path, count: int) -> list[str]:
         return []
 
 
-def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Path]) -> MeshwrightError:
-    """The error to raise. One of ours keeps its words and its exit code."""
+def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Path], why: str = "") -> MeshwrightError:
+    """The error to raise. One of ours keeps its words and its exit code. `why`: what is to be said beside it."""
     first = culprit(failures)
     if first.known:
         error = InputError(first.message) if first.status == InputError.exit_code else MeshwrightError(first.message)
         error.exit_code = first.status
         return error
     lines = [f"rank {first.rank} of {world} on {socket.gethostname()}: {cause(first)}"]
+    if why:
+        lines.append(f"  {why}")
     if first.place:
         lines.append(f"  at {first.place}")
     if first.status < 0 or not first.error:

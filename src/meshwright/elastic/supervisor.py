@@ -1,8 +1,16 @@
-"""Runs one job on the ranks of this machine, from start to verdict.
+"""Runs one job on the ranks of this machine, from start to verdict, and heals it on the way.
 
-Promises: the world that was asked for is the world that runs; the first failing rank is named and the others are ended; Ctrl-C and SIGTERM
-end the run at a step boundary with everything saved, within `grace` seconds, and a second one ends it at once; whatever happens no
-process is left behind. A generation is one set of ranks that share a store prefix: whoever restarts ranks counts it up.
+Promises: the world that was asked for is the world that runs; when a rank dies or hangs, the next generation of ranks goes on from the copies
+of the last step, without a person; what cannot be healed ends with a verdict that names the first failing rank; Ctrl-C and SIGTERM end
+the run at a step boundary with everything saved, within `grace` seconds, and a second one ends it at once; whatever happens no process
+is left behind.
+
+[Note: generations] A fault ends all ranks of its generation. The next one has a store prefix of its own, so that nothing of the old one can
+join it; it is forked from a warm process and reads the memory that this process holds (holdings.py). Measured, this is as fast as
+keeping survivors, whose collectives must time out or be torn down first, and it has one way instead of two.
+
+[Note: other numbers of ranks] When a rank is lost for good, or someone asks for more or fewer, `replan` gives the work for so many, and the next
+generation reads the copies of the last one whatever their layout. The old copies stay until all new ranks have copies of their own.
 """
 
 from __future__ import annotations
@@ -10,39 +18,40 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import Interrupted
+from meshwright.base.errors import Interrupted, MeshwrightError
 from meshwright.base.lines import Message
-from meshwright.elastic.failure import Failure, RankFailed, last_lines, verdict
+from meshwright.base.pulse import Phase, Word
+from meshwright.elastic.failure import Failure, RankFailed, cause, culprit, last_lines, verdict
+from meshwright.elastic.generation import SCRIBE, Generation, Work
+from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.journal import Journal
 from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.replan import asked
+from meshwright.elastic.trials import LEMON, Trials
+from meshwright.elastic.watch import Watch
+
+__all__ = ["Supervisor", "Work"]
 
 TICK = 0.1  # seconds between looks at the clock
+LOOK = 1.0  # seconds between looks at RUN/ranks
 SETTLE = 1.0  # seconds that ranks get to tell what they know once one has failed
-STOPPED = Interrupted.exit_code
 
 
 @dataclass(frozen=True)
-class Work:
-    """What every rank does: `target` is `module:function` of the running wing, called with its channel and `payload`."""
+class Care:
+    """What is done for a run before it is given up. `retries` 0: nothing. `patience`: least seconds of silence after which a rank counts as
+    hung; 0: none does. `replan`: the work of so many ranks, or of fewer; without it their number stays. `least`: as few as it may be when a
+    rank is lost for good; 0: all."""
 
-    target: str
-    world: int
-    payload: Message
-    folder: Path
-    warm: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def logs(self) -> Path:
-        return self.folder / "logs"
-
-    def log(self, rank: int) -> Path:
-        return self.logs / f"rank-{rank}.log"
+    retries: int = 0
+    patience: float = 0.0
+    replan: Callable[[int], Work] | None = None
+    least: int = 0
 
 
 @dataclass
@@ -55,91 +64,133 @@ class Supervisor:
     grace: float = 30.0
     tick: Callable[[], None] = lambda: None
     generation: int = 0
+    care: Care = Care()
+    lent: Nursery | None = None
+    """One that is ready and outlives this run; else the run has its own."""
     _asked: list[str] = field(default_factory=list)
+    _told: int = 0
     _deadline: float | None = None
-    _living: dict[int, int] = field(default_factory=dict)
-    _failures: dict[int, Failure] = field(default_factory=dict)
-    _stopped: set[int] = field(default_factory=set)
     _killed: bool = False
     _begun: bool = False
+    _world: int | None = None
+    _old: Holdings | None = None
+    _looked: float = 0.0
+    _why: str = ""
+    _silent: float = 0.0
+    _written: float = 0.0
 
     def run(self) -> None:
         """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
         self.work.logs.mkdir(parents=True, exist_ok=True)
-        with _signals(self._on_signal), Nursery(self.work.logs / "zygote.log", self.work.warm, self.work.environment) as nursery:
-            self._await_ready(nursery)
-            self._start(nursery)
-            told = 0
-            while self._living and not self._killed:
-                for event in nursery.events(TICK):
-                    self._heed(event)
-                if nursery.ended:
-                    self._zygote_gone(nursery)
-                if len(self._asked) > told:
-                    told = len(self._asked)
-                    self._ask(nursery)
-                self._watch_clock()
-                self.tick()
-        self._conclude()
+        self._journal = Journal(self.work.folder, self.note)
+        self._trials = Trials(self.care.retries)
+        self._holdings = Holdings(self.work.world)
+        self._nursery = self.lent or self._open_nursery()
+        try:
+            with _signals(self._on_signal):
+                if self.lent is None:
+                    self._await_ready()
+                while True:
+                    now = self._generate()
+                    if not self._heals(now):
+                        break
+                    self._recover(now)
+                now.end(self._nursery, self._heed_scribe)
+        finally:
+            if self._nursery is not self.lent:
+                self._nursery.close()
+            for holdings in (self._holdings, self._old):
+                if holdings is not None:
+                    holdings.close()
+        self._conclude(now)
+
+    def _open_nursery(self) -> Nursery:
+        return Nursery(self.work.logs / "zygote.log", self.work.warm, self.work.environment)
 
     def _on_signal(self, number: int, _: Any) -> None:
         self._asked.append(signal.Signals(number).name)
 
-    def _await_ready(self, nursery: Nursery) -> None:
+    def _await_ready(self) -> None:
         while not self._asked:
-            for event in nursery.events(TICK):
+            for event in self._nursery.events(TICK):
                 if event["event"] == "ready":
                     return
-            if nursery.ended:
-                self._zygote_gone(nursery)
+            if self._nursery.ended:
+                raise self._zygote_gone()
             self.tick()
         raise Interrupted("stopped before the first step; the same command starts again")
 
-    def _start(self, nursery: Nursery) -> None:
-        work = self.work
-        for rank in range(work.world):
-            self._living[rank] = 0
-            nursery.command(
-                "start",
-                rank,
-                world=work.world,
-                generation=self.generation,
-                target=work.target,
-                payload=work.payload,
-                log=str(work.log(rank)),
-            )
+    # --- one generation -------------------------------------------------------------------------------------------------------
 
-    def _heed(self, event: Message) -> None:
-        if event["event"] == "ready":
+    def _generate(self) -> Generation:
+        """A generation from its start until it is done, fails, or is to be ended."""
+        now = self._now = Generation(self.work, self.generation, self._hear)
+        self._holdings.begin()
+        watch = Watch(self._holdings, self.care.patience * 2 ** max(0, self._trials.in_row - 1))
+        now.start(self._nursery, self._holdings, (self._old or self._holdings).sources)
+        while now.living and not self._killed:
+            for event in self._nursery.events(TICK):
+                self._heed_scribe(event)
+                now.heed(event)
+            if self._nursery.ended and now.living:
+                break
+            if len(self._asked) > self._told:
+                self._told = len(self._asked)
+                self._ask(now)
+            hung = watch.look(now.living)
+            if hung is not None:
+                self._silent = hung.silent
+                now.failures[hung.rank] = Failure(hung.rank, time.monotonic(), -signal.SIGKILL, words=hung.words)
+            if hung is not None or self._is_failed(now) or self._is_resized(now):
+                break
+            self.tick()
+        return now
+
+    def _hear(self, rank: int, message: Message) -> None:
+        self._begun = self._begun or message["kind"] == "begin"
+        if message["kind"] == "write":
+            self._now.write(self._nursery, self._holdings, message["step"])
             return
-        rank, now = event["rank"], time.monotonic()
-        if event["event"] == "started":
-            self._living[rank] = event["pid"]
-        elif event["event"] == "said" and event["message"]["kind"] == "failed":
-            said = event["message"]
-            self._failures[rank] = Failure(rank, now, said["code"], said["error"], said["message"], said["place"], said["known"])
-        elif event["event"] == "said":
-            self._begun = self._begun or event["message"]["kind"] == "begin"
-            self.hear(rank, event["message"])
-        elif event["event"] == "ended":
-            del self._living[rank]
-            if event["status"] == STOPPED and rank not in self._failures:
-                self._stopped.add(rank)
-            elif event["status"] != 0:
-                self._failures.setdefault(rank, Failure(rank, now, event["status"]))
+        if rank == 0:
+            self._journal.hear(message, self.generation)
+        self.hear(rank, message)
 
-    def _zygote_gone(self, nursery: Nursery) -> None:
-        if not self._living and self._failures:
+    def _heed_scribe(self, event: Message) -> None:
+        """The process that writes a checkpoint beside training. It may outlive a generation."""
+        if event.get("rank") != SCRIBE:
             return
-        status = nursery.status()
-        how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
-        said = last_lines(nursery.log, 1)
-        raise RankFailed(
-            "\n".join([f"the process that starts ranks died ({how}); every rank ended with it", *(f"  | {line}" for line in said)])
-            + f"\n  log: {nursery.log}"
-        )
+        if event["event"] == "said":
+            self._written = float(event["message"].get("seconds", 0.0))
+            self._journal.hear(event["message"], self.generation)
+            self.hear(0, event["message"])
+        if event["event"] == "ended":
+            self._holdings.written(self._written)
+            self._written = 0.0
+            if event["status"]:
+                self.note(f"no checkpoint: the process that writes it ended with status {event['status']}; training goes on")
 
-    def _ask(self, nursery: Nursery) -> None:
+    def _is_failed(self, now: Generation) -> bool:
+        """Once it is known who failed; innocents, and whoever cannot be healed, get a moment to tell what they know."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._killed = True
+        if not now.failures:
+            return False
+        waited = time.monotonic() - min(failure.at for failure in now.failures.values())
+        return waited > SETTLE or (now.guilty and self.care.retries > 0 and self._begun)
+
+    def _is_resized(self, now: Generation) -> bool:
+        """Whether someone asks for another number of ranks; and old copies go once the new ones are whole."""
+        if self._old is not None and self._holdings.kept:
+            self._old.close()
+            self._old = None
+        if time.monotonic() < self._looked + LOOK or not now.begun or self.care.replan is None or self._deadline is not None:
+            return False
+        self._looked = time.monotonic()
+        wanted = asked(self.work.folder)
+        self._world = None if wanted in (None, self.work.world) else wanted
+        return self._world is not None
+
+    def _ask(self, now: Generation) -> None:
         """A first request lets the step end; a second one does not wait, nor does one before a rank said `begin`: there is no step to save."""
         reason = self._asked[0]
         if len(self._asked) > 1 or not self._begun:
@@ -147,21 +198,95 @@ class Supervisor:
             return
         self._deadline = time.monotonic() + self.grace
         self.note(f"{reason}: the step ends, then everything is saved (at most {self.grace:.0f} s); once more to stop at once")
-        for rank in self._living:
-            nursery.command("tell", rank, message={"stop": reason})
+        now.tell(self._nursery, {"stop": reason})
 
-    def _watch_clock(self) -> None:
-        now = time.monotonic()
-        if self._failures and now > min(failure.at for failure in self._failures.values()) + SETTLE:
-            self._killed = True
-        if self._deadline is not None and now > self._deadline:
-            self._killed = True
+    # --- between generations --------------------------------------------------------------------------------------------------
 
-    def _conclude(self) -> None:
-        if self._failures and len(self._asked) < 2:
-            raise verdict(list(self._failures.values()), self.work.world, self.work.log)
+    def _heals(self, now: Generation) -> bool:
+        """Whether another generation is to be tried ([Note: giving up]); what happened goes into the journal."""
+        if self._nursery.ended and now.living and not now.guilty:
+            gone = self._zygote_gone()
+            if self._killed or not self._begun or not self.care.retries:
+                raise gone
+            first = Failure(-1, time.monotonic(), 1, "RankFailed", str(gone).partition("\n")[0])
+        elif self._world is not None and not now.failures and not self._killed:
+            return True
+        elif not now.failures or self._killed:
+            return False
+        else:
+            first = culprit(list(now.failures.values()))
+        if first.known or not self._begun or not self.care.retries:
+            return False
+        self._why = self._trials.count(first, self._journal.last)
+        lemon = self._trials.lemon
+        if lemon is not None and self.care.replan is not None and self.care.least and self.work.world > self.care.least:
+            self._world, self._why = self.work.world - 1, ""
+        place = {**self._place(first), "generation": self.generation, "cause": cause(first), "detection": self._silent}
+        self._silent = 0.0
+        if self._why:
+            self._journal.write(kind="verdict", decision=self._why, **place)
+            return False
+        decision = "ranks start again" if self._world is None else f"it was the last {LEMON} times too: goes on with {self._world} ranks"
+        self._journal.fault(decision=decision, **place)
+        return True
+
+    def _place(self, failure: Failure) -> dict[str, Any]:
+        """Who, and where it was by its last sign of life."""
+        if failure.rank < 0:
+            return {}
+        pulse = self._holdings.pulse(failure.rank)
+        return {"rank": failure.rank, "phase": Phase(pulse.read(Word.phase)).name, "step": pulse.read(Word.step)}
+
+    def _recover(self, now: Generation) -> None:
+        """Everything of the old generation is gone, and the next one may begin."""
+        began = time.monotonic()
+        now.end(self._nursery, self._heed_scribe)
+        if self._nursery.ended or now.living:
+            self._nursery.close()
+            self._nursery = self._open_nursery()
+            self._await_ready()
+        self._journal.part("end", time.monotonic() - began)
+        pause = self._trials.pause()
+        if pause:
+            time.sleep(pause)
+            self._journal.part("pause", pause)
+        if self._world is not None:
+            self._resize(self._world)
+        self.generation += 1
+
+    def _resize(self, world: int) -> None:
+        """Other work for another number of ranks ([Note: other numbers of ranks])."""
+        assert self.care.replan is not None
+        began, self._world = time.monotonic(), None
+        try:
+            work = self.care.replan(world)
+        except MeshwrightError as error:
+            self.note(f"{world} ranks: {error}")
+            return
+        self._journal.resize(self.work.world, work.world, work.plan, self.generation)
+        self._journal.part("plan", time.monotonic() - began)
+        self.work = work
+        self._trials.forget_culprits()
+        if self._old is None:
+            self._old = self._holdings
+        else:
+            self._holdings.close()
+        self._holdings = Holdings(work.world)
+
+    def _zygote_gone(self) -> RankFailed:
+        status = self._nursery.status()
+        how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+        said = last_lines(self._nursery.log, 1)
+        return RankFailed(
+            "\n".join([f"the process that starts ranks died ({how}); every rank ended with it", *(f"  | {line}" for line in said)])
+            + f"\n  log: {self._nursery.log}"
+        )
+
+    def _conclude(self, now: Generation) -> None:
+        if now.failures and len(self._asked) < 2:
+            raise verdict(list(now.failures.values()), self.work.world, self.work.log, self._why)
         if self._asked:
-            saved = len(self._stopped) == self.work.world
+            saved = len(now.stopped) == self.work.world
             how = "everything is saved" if saved else "the step in progress was given up" if self._begun else "no step had begun"
             raise Interrupted(f"stopped by {self._asked[0]}: {how}; the same command goes on where this one stopped")
 

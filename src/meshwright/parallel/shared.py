@@ -79,6 +79,8 @@ class Host:
         self._addresses = {other: ctypes.addressof(ctypes.c_char.from_buffer(found)) for other, found in self._maps.items()}
         self._system = ctypes.CDLL(None, use_errno=True).syscall
         self._nap = ctypes.byref(_Seconds(0, int(SLEEP * 1e9)))
+        self.waiting = memoryview(bytearray(8)).cast("Q")
+        """One word: 1 + the rank that this one waits for, 0 while it waits for none. Who watches this rank gives it a word that he sees."""
         self.passing = 0
         self._own: dict[int, Segment] = {}
         self._seen: dict[tuple[int, int], torch.Tensor] = {}
@@ -138,10 +140,12 @@ class Host:
             if words[at] >= value:
                 return
         address, began = ctypes.c_void_p(self._addresses[rank] + 8 * at), time.monotonic()
+        self.waiting[0] = rank + 1
         while (now := words[at]) < value:
             self._system(_FUTEX, address, _WAIT, ctypes.c_uint32(now & 0xFFFFFFFF), self._nap, None, 0)
             if words[at] < value:
                 self._check(rank, time.monotonic() - began)
+        self.waiting[0] = 0
 
     def hear_out(self, awaited: Iterable[tuple[int, int, int]]) -> None:
         """Wait until each (rank, word, value) has come, or that rank's process ended, or PATIENCE is over."""

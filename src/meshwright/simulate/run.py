@@ -29,7 +29,7 @@ from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.run import Run
 
 HEALTHY = Faults()
-EVERY = Run().checkpoint_every
+EVERY = Run().every
 USUAL = Policy()
 
 

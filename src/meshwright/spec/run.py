@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from meshwright.base.codec import Noun
+
+Every = Annotated[int, Field(ge=0)] | Literal["auto"]
 
 
 class Run(Noun):
     """The `run` section of a job."""
 
     folder: str = Field(default="", description="where records, checkpoints and the plan go; empty: runs/ and the name of the model")
-    checkpoint_every: int = Field(default=100, ge=0, description="steps between checkpoints; 0: only at the end")
+    checkpoint_every: Every = Field(
+        default=100, description="steps between checkpoints; 0: only at the end; auto: by measured time and failure_hours"
+    )
+    failure_hours: float = Field(default=24.0, gt=0, description="mean hours between failures of the machine, for checkpoint_every: auto")
     keep: int = Field(default=3, ge=1, description="checkpoints that stay; older ones are removed")
     evaluate_every: int = Field(default=50, ge=0, description="steps between losses on held-out data; 0: only at the end")
     tensorboard: bool = Field(default=True, description="events beside the records, where tensorboard is installed")
     balance: bool = Field(default=False, description="shares follow the speeds of the replicas while it runs; not repeated bit for bit then")
     grace: float = Field(default=25.0, gt=0, description="seconds that a run that is told to stop gets to end its step and save")
+    patience: float = Field(
+        default=2.0, ge=0, description="seconds of silence after which a rank counts as hung, if that is more than 5 steps; 0: never"
+    )
+    copies: bool = Field(
+        default=True, description="each step's state is copied in memory that outlives the ranks: one that fails costs no step"
+    )
+    retries: int = Field(
+        default=5, ge=0, description="failures in a row, without a step between them, after which the run gives up; 0: the first"
+    )
+    least: int = Field(
+        default=0, ge=0, description="ranks to go on with, at the least, when one fails again and again; 0: as many as it began with"
+    )
+
+    @property
+    def every(self) -> int:
+        """Steps between checkpoints, for who counts in steps; `auto` counts in seconds and is taken for the default."""
+        return 100 if self.checkpoint_every == "auto" else self.checkpoint_every

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from meshwright.base.codec import build
 from meshwright.checkpoint.load import load
 from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.memory import Kept
 from meshwright.checkpoint.save import Ranks, save
 from meshwright.parallel import state
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.piece import Piece
 from meshwright.spec.record import RunState
 
 if TYPE_CHECKING:
@@ -45,25 +47,47 @@ def ranks_of(mesh: Mesh) -> Ranks:
 
 def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
     """FOLDER/step-N, durable and read back."""
+    return save(
+        folder,
+        trainer.steps,
+        pieces_of(trainer),
+        state_of(trainer, extra),
+        plan=trainer.plan,
+        ranks=ranks_of(trainer.mesh),
+        local=random_of(trainer),
+    )
+
+
+def pieces_of(trainer: Trainer) -> list[tuple[Piece, torch.Tensor]]:
+    """What this rank writes of a checkpoint: over all ranks every element once."""
     engine, optimizer = trainer.engine, trainer.optimizer
-    pieces = [
+    held = (
         *state.weight_pieces(engine, saving=True),
         *state.optimizer_pieces(engine, optimizer, saving=True),
         *state.buffer_pieces(engine),
-    ]
-    content = {"run": trainer.run_state.model_dump(), "optimizer": state.optimizer_scalars(engine, optimizer), "extra": extra}
+    )
+    return [(piece, data) for piece, data in held]
+
+
+def state_of(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
+    """What is no tensor."""
+    scalars = state.optimizer_scalars(trainer.engine, trainer.optimizer)
+    return {"run": trainer.run_state.model_dump(), "optimizer": scalars, "extra": extra}
+
+
+def random_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Random states of this rank."""
     local = {"random": torch.get_rng_state()}
     if trainer.mesh.device.type == "cuda":
         local["random-cuda"] = torch.cuda.get_rng_state(trainer.mesh.device)
-    ranks = ranks_of(trainer.mesh)
-    return save(folder, trainer.steps, map(tuple, pieces), content, plan=trainer.plan, ranks=ranks, local=local)  # type: ignore[arg-type]
+    return local
 
 
-def load_trainer(trainer: Trainer, path: Path) -> dict[str, Any]:
-    """Fill `trainer` from the checkpoint `path`; what was given as `extra` comes back."""
+def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
+    """Fill `trainer` from the checkpoint at `path`, or from the copies of all ranks in memory; what was given as `extra` comes back."""
     engine, optimizer = trainer.engine, trainer.optimizer
     engine.zero.settle()
-    manifest = read_manifest(path)
+    manifest = path.manifest if isinstance(path, Kept) else read_manifest(path)
     saved = manifest.state
     with torch.no_grad():
         state.prepare_optimizer(engine, optimizer, saved["optimizer"])

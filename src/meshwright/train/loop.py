@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,17 @@ import numpy as np
 import torch
 
 from meshwright.base.codec import build
-from meshwright.base.errors import InputError, Interrupted
+from meshwright.base.errors import Interrupted
 from meshwright.base.lines import Message
+from meshwright.base.pulse import Phase, Pulse, Word, opened
 from meshwright.base.units import show_count
-from meshwright.checkpoint.folder import newest, prune
-from meshwright.checkpoint.save import SaveFailed
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import Batch, Loader
 from meshwright.models.output import IGNORED
 from meshwright.parallel.group import of_process
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
-from meshwright.train.keep import ranks_of
+from meshwright.train.keeping import Keeping
 from meshwright.train.memory import cuda_memory, resident, watching
 from meshwright.train.metrics import Records, agree
 from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
@@ -44,9 +44,10 @@ PROMPT, SAMPLE_TOKENS = "\n\ndef", 160
 
 def train(channel: Channel, payload: Message) -> int:
     """What every rank of `meshwright train` runs: `payload` is the `Launch`. Returns its exit status."""
+    began = time.perf_counter()
     connection = connect(channel.rank, channel.world)
     try:
-        loop = Loop(build(Launch, payload), channel, connection)
+        loop = Loop(build(Launch, payload), channel, connection, began)
         try:
             return loop.run()
         finally:
@@ -58,8 +59,13 @@ def train(channel: Channel, payload: Message) -> int:
 class Loop:
     """One rank's part of one launch."""
 
-    def __init__(self, launch: Launch, channel: Channel, connection: Connection) -> None:
+    def __init__(self, launch: Launch, channel: Channel, connection: Connection, began: float | None = None) -> None:
+        """`began`: when this rank did, by time.perf_counter()."""
         self.launch, self.channel, self.connection = launch, channel, connection
+        joined = time.perf_counter()
+        self.spent = {"join": joined - (joined if began is None else began)}
+        self.pulse = Pulse(opened(channel.memory.pulse, channel.world), channel.rank if channel.memory.pulse else 0)
+        self.pulse.at(Phase.build)
         self.folder = Path(launch.run.folder)
         self.steps = launch.workload.steps
         model = build_model(launch.model, launch.workload.seed, lora=launch.workload.lora)
@@ -76,8 +82,13 @@ class Loop:
         self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=precision, clip=rule.clip, seed=launch.workload.seed)
         self.device = self.trainer.mesh.device
         self.control = self.trainer.mesh.world if self.device.type == "cpu" else of_process(self.connection.control)
-        self.saved = -1
         self.stopping = False
+        identity = {"data": dataset.digest, "parameters": self.parameters}
+        self.keeping = Keeping(launch, channel, self.trainer, self.pulse, identity)
+        self.trainer.on_phase = self._phase
+        if self.trainer.mesh.host is not None:
+            self.trainer.mesh.host.waiting = self.pulse.row[Word.waits : Word.waits + 1]
+        self.spent["build"] = time.perf_counter() - joined
 
     def _note(self, line: str) -> None:
         self.channel.say("note", line=line)
@@ -86,10 +97,19 @@ class Loop:
         if self.channel.rank == 0:
             self.channel.say(kind, **message)
 
+    def _phase(self, phase: Phase) -> None:
+        self.pulse.at(phase)
+        if phase is Phase.agree:
+            self.keeping.finish()
+
     def run(self) -> int:
+        self.pulse.at(Phase.restore)
         began = self._resume()
         self._check()
-        self._say("begin", step=began, steps=self.steps, data=self.dataset.describe(), parameters=self.parameters)
+        self._say(
+            "begin", step=began, steps=self.steps, data=self.dataset.describe(), parameters=self.parameters,
+            source=self.keeping.source, spent=self.spent,
+        )  # fmt: skip
         records = Records(self.folder, self.launch.run.tensorboard, self._note) if self.channel.rank == 0 else None
         if self.channel.rank == 0 and self.dataset.tokenizer is not None:
             (self.folder / "tokenizer").mkdir(exist_ok=True)
@@ -98,20 +118,31 @@ class Loop:
         if began == 0 and held_out:
             loss = self._evaluate(held_out)
             self._report(records, StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss))
-        for record in self._steps(began):
+        self.keeping.catch_up()
+        late = self.keeping.unreported(records.last if records is not None else 0)
+        for record in chain([late] if late is not None else [], self._steps(began)):
             if held_out and self._due(record.step, self.launch.run.evaluate_every):
                 record = record.model_copy(update={"held_out_loss": self._evaluate(held_out)})
             self._report(records, record)
-            if self.stopping or self._due(record.step, self.launch.run.checkpoint_every):
-                self._save(must=self.stopping or record.step == self.steps)
+            if self.stopping or self.keeping.due(record.step):
+                self.keeping.save(must=self.stopping or record.step == self.steps)
             if self.stopping and record.step < self.steps:
                 self._say("stopped", step=record.step)
                 return Interrupted.exit_code
+        self.keeping.finish()
         if records is not None:
             records.close()
+        self.pulse.at(Phase.sample)
         self._sample()
+        self.pulse.at(Phase.end)
         self._say("done", step=self.steps)
         return 0
+
+    def _resume(self) -> int:
+        began = time.perf_counter()
+        step = self.keeping.resume()
+        self.spent["restore"] = time.perf_counter() - began
+        return step
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
@@ -136,7 +167,7 @@ class Loop:
         first = plan.first_row(rows, replica)
         ranges = [(first + k * size, size) for k in range(plan.micro_batches(rows, replica))]
         with self.loader.prefetch(ranges, began, self.steps) as batches:
-            for step, batch in enumerate(batches, began):
+            for step, batch in enumerate(self._awaited(batches, began), began):
                 start = time.perf_counter() - batches.waited
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
                 watched = self.device.type == "cpu" and step - launched == min(WATCHED, self.steps - launched - 1)
@@ -150,8 +181,18 @@ class Loop:
                     memory |= cuda_memory(self.device)
                 seconds = time.perf_counter() - start
                 record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds})
-                record, self.stopping, phases = agree(record, bool(self.channel.stop), self.control)
+                self.keeping.copy(record)
+                asked = (float(bool(self.channel.stop)), *self.keeping.flags)
+                record, (stop, *flags), phases = agree(record, asked, self.control)
+                self.stopping = stop > 0
+                self.keeping.agreed(record, flags)
                 yield record, phases
+
+    def _awaited(self, batches: Iterator[list[Batch]], began: int) -> Iterator[list[Batch]]:
+        """The batches, with a sign of life before each wait."""
+        for step in range(began, self.steps):
+            self.pulse.at(Phase.data, step + 1)
+            yield next(batches)
 
     def _report(self, records: Records | None, record: StepRecord) -> None:
         if records is not None:
@@ -175,56 +216,17 @@ class Loop:
             yield filled
 
     def _evaluate(self, batches: list[Batch]) -> float:
+        self.pulse.at(Phase.evaluate)
         total = tokens = 0.0
         for batch in batches:
             count = self.trainer.engine.objective.count(batch)
             total, tokens = total + self.trainer.evaluate(batch) * count, tokens + count
         return total / tokens
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        return {"data": self.dataset.digest, "parameters": self.parameters}
-
-    def _resume(self) -> int:
-        """Goes on from the newest valid checkpoint of the run folder, which rank 0 chooses. Returns the steps done."""
-        chosen = newest(self.folder / "checkpoints", say=self._note) if self.channel.rank == 0 else None
-        path = ranks_of(self.trainer.mesh).share(str(chosen or ""))[0]
-        if self.trainer.engine.unfilled:
-            self.trainer.load_weights(self.launch.model.folder)
-        if not path:
-            return 0
-        identity = self.trainer.load(path)
-        if identity["data"] != self._identity["data"]:
-            raise InputError(
-                f"run {str(self.folder)!r} was trained on other data ({identity['data'][:8]}, now {self._identity['data'][:8]}: "
-                f"{self.dataset.describe()}): restore the files, or choose another --run"
-            )
-        self.saved = self.trainer.steps
-        return self.trainer.steps
-
     def _check(self) -> None:
         expected = self.launch.parameters
         if expected and expected != self.parameters:
             self._say("note", line=f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates are off")
-
-    def _save(self, must: bool) -> None:
-        """A checkpoint that fails costs the run only when it was the last chance."""
-        if self.saved == self.trainer.steps:
-            return
-        folder = self.folder / "checkpoints"
-        try:
-            path = self.trainer.save(folder, self._identity)
-        except SaveFailed as error:
-            if must:
-                raise
-            self._say("note", line=f"no checkpoint at step {self.trainer.steps}: {error}; training goes on")
-            return
-        self.saved = self.trainer.steps
-        if self.channel.rank == 0:
-            prune(folder, self.launch.run.keep, verified=path)
-        self._say("saved", step=self.trainer.steps, path=str(path))
 
     # --- sample ---------------------------------------------------------------------------------------------------------------
 

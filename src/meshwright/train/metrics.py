@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,17 @@ from meshwright.train.straggler import Phases
 
 Say = Callable[[str], None]
 
+LAST = 1 << 16
+"""Bytes at the end of the records in which the last one is looked for."""
 
-def agree(record: StepRecord, stop: bool, group: Group | None) -> tuple[StepRecord, bool, Phases | None]:
-    """`record` with the largest of each time and size over the ranks, whether any rank wants to stop, and the phases of each. All ranks call it."""
+
+def agree(record: StepRecord, flags: Sequence[float], group: Group | None) -> tuple[StepRecord, Sequence[float], Phases | None]:
+    """`record` with the largest of each time and size over the ranks, the largest of each of `flags`, such as the wish to stop, and the phases
+    of each rank. All ranks call it."""
     phases = None
     if group is not None:
         memory, exposed = sorted(record.memory), sorted(record.exposed)
-        mine = [record.seconds, record.data_seconds, float(stop)]
+        mine = [record.seconds, record.data_seconds, *flags]
         mine += [record.memory[kind] for kind in memory] + [record.exposed[kind] for kind in exposed]
         largest = torch.zeros(len(mine) + 3 * group.size, dtype=torch.float64)
         waiting = sum(record.exposed.values())
@@ -37,8 +41,8 @@ def agree(record: StepRecord, stop: bool, group: Group | None) -> tuple[StepReco
         all_reduce(largest, group, largest=True).wait()
         by_rank = largest[len(mine) :].view(-1, 3).T.tolist()
         phases = Phases(*map(tuple, by_rank))
-        seconds, data_seconds, stopping, *rest = largest[: len(mine)].tolist()
-        stop = stopping > 0
+        seconds, data_seconds, *rest = largest[: len(mine)].tolist()
+        flags, rest = rest[: len(flags)], rest[len(flags) :]
         record = record.model_copy(
             update={
                 "seconds": seconds,
@@ -47,7 +51,7 @@ def agree(record: StepRecord, stop: bool, group: Group | None) -> tuple[StepReco
                 "exposed": dict(zip(exposed, rest[len(memory) :], strict=True)),
             }
         )
-    return record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), stop, phases
+    return record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), flags, phases
 
 
 class Records:
@@ -61,6 +65,7 @@ class Records:
         self._lost = False
         self._handle = os.open(folder / "records.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         size = os.fstat(self._handle).st_size
+        self.last = _last_step(os.pread(self._handle, LAST, max(0, size - LAST)))
         if size and os.pread(self._handle, 1, size - 1) != b"\n":  # a kill in the middle of a line
             os.write(self._handle, b"\n")
         self._writer: Any = None
@@ -94,3 +99,17 @@ class Records:
         os.close(self._handle)
         if self._writer is not None:
             self._writer.close()
+
+
+def _last_step(end: bytes) -> int:
+    """The step of the last whole record in the end of a file; -1 where there is none.
+
+    >>> _last_step(b'"x":1}\\n{"step":7,"loss":1.0}\\n{"step":8,"lo')
+    7
+    """
+    for line in reversed(end.split(b"\n")):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return -1

@@ -48,6 +48,16 @@ def die_with(parent: int, name: str) -> None:
         os._exit(1)
 
 
+@dataclass(frozen=True)
+class Places:
+    """Files of memory that the supervisor holds open: the rows of signs of life of all ranks (base/pulse.py), this rank's copies, and the
+    copies of all ranks of the generation to go on from. Without a supervisor there are none."""
+
+    pulse: str = ""
+    own: str = ""
+    sources: tuple[str, ...] = ()
+
+
 @dataclass
 class Channel:
     """What a rank says and hears. `stop` is why it should end at the next step boundary, empty while it should go on."""
@@ -56,6 +66,7 @@ class Channel:
     world: int
     hear: Callable[[Message], None]
     stop: str = ""
+    memory: Places = Places()
 
     def say(self, kind: str, **message: Any) -> None:
         self.hear({"kind": kind, **message})
@@ -98,7 +109,9 @@ def become_rank(message: Message, parent: int, port: int, inbox: int, outbox: in
     """In a fresh child: log, environment, then `target(channel, payload)`; its exit status is what that returns."""
     code = 1
     try:
-        channel = Channel(message["rank"], message["world"], lambda said: write_line(outbox, said))
+        memory = message.get("memory") or {}
+        places = Places(memory.get("pulse", ""), memory.get("own", ""), tuple(memory.get("sources", ())))
+        channel = Channel(message["rank"], message["world"], lambda said: write_line(outbox, said), memory=places)
         die_with(parent, f"mesh-rank-{channel.rank}")
         log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)

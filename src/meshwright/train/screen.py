@@ -52,7 +52,10 @@ class Screen:
         self.note(message["line"])
 
     def _begin(self, message: Message) -> None:
+        again = self.steps > 0
         self.steps, self.first, self._began = message["steps"], message["step"], time.monotonic()
+        if again:
+            return  # ranks that started again: the supervisor has said so
         self.note(message["data"])
         if self.first >= self.steps:
             self.note(f"all {self.steps} steps are done")

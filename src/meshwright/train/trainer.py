@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
+from meshwright.base.pulse import Phase
 from meshwright.parallel import state
 from meshwright.parallel.apply import parallelize_model
 from meshwright.parallel.engine import Parallel
@@ -28,6 +29,9 @@ from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import recipe
 from meshwright.spec.record import RunState, StepRecord
 from meshwright.train.scaler import LossScale
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.memory import Kept
 
 
 @dataclass
@@ -78,6 +82,8 @@ class Trainer:
         self.steps = self.samples = 0
         base = optimizer.defaults.get("lr") or 1.0
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
+        self.on_phase: Callable[[Phase], None] = lambda phase: None
+        """Told what begins: backward, reduce, agree (after it every rank has been here), update."""
 
     # --- steps ----------------------------------------------------------------------------------------------------------------
 
@@ -93,6 +99,7 @@ class Trainer:
         finite = norm == norm and norm != float("inf")
         scale_used = self.scale.factor
         if finite:
+            self.on_phase(Phase.update)
             factor = 1.0 / scale_used
             if self.clip is not None and norm > self.clip:
                 factor *= self.clip / (norm + 1e-6)
@@ -118,9 +125,12 @@ class Trainer:
 
     def _backward(self, batch: Batch | Share) -> tuple[float, int, float]:
         """Mean loss, valid labels, squared norm of the scaled gradient; the gradients are left in the flat units."""
+        self.on_phase(Phase.backward)
         batches, tokens = self._share(batch)
         total = self.engine.forward_backward(batches, self.scale.factor / max(tokens, 1))
+        self.on_phase(Phase.reduce)
         self.engine.zero.finish_gradients()
+        self.on_phase(Phase.agree)
         pairs = pairs_by_expert(self.engine.mixtures, self.engine.anatomy, self.mesh.device)
         sums = torch.cat([torch.stack([total / self.plan.tp, self.engine.zero.square_norm()]), pairs])
         all_reduce(sums, self.mesh.world).wait()
@@ -241,8 +251,8 @@ class Trainer:
 
         return save_trainer(self, Path(folder), extra or {})
 
-    def load(self, path: str | Path) -> dict[str, Any]:
+    def load(self, path: str | Path | Kept) -> dict[str, Any]:
         """Go on from a checkpoint, written under any plan; returns what was given as `extra`. All ranks must call it."""
         from meshwright.train.keep import load_trainer
 
-        return load_trainer(self, Path(path))
+        return load_trainer(self, Path(path) if isinstance(path, str) else path)

@@ -1,0 +1,248 @@
+"""Copies of the last steps in memory that outlives the ranks: together they are a checkpoint, read by whatever layout comes next.
+
+Each rank has one file that its supervisor holds open (anonymous memory), so that no death of ranks loses it. A rank copies what a checkpoint
+would write of it (every element once over all ranks) into one of SLOTS slots, the oldest, and names the step last: a slot without a
+name was being written. The digest of a slot is taken while its bytes are in the cache, and compared before anything is read.
+
+[Note: two slots] A rank begins to copy step n + 2 over step n only after the reduction of step n + 2, which every rank enters when its own copy
+of step n + 1 is whole. So there is always a step that all ranks hold, whenever and whichever of them die.
+Source: Wang et al., GEMINI: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints, SOSP 2023, for the idea.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from meshwright.checkpoint.assemble import canonical
+from meshwright.checkpoint.manifest import Damaged, Entry, Manifest, Part, contradictions_of
+from meshwright.checkpoint.shard import DTYPES, dtype_name
+from meshwright.spec.piece import Piece
+from meshwright.spec.plan import Plan
+
+SLOTS = 3
+"""Two that alternate ([Note: two slots]) and one that may be held while it is written to disk."""
+
+CHUNK = 1 << 20
+"""Bytes that are copied and digested at a time: what fits into a cache."""
+
+STATE = 1 << 16
+"""Least bytes kept for the state of the run."""
+
+GAP = 1 << 12
+"""Bytes between two runs of one buffer that are copied along, so that a buffer is one run."""
+
+_MAGIC = 0x3153_5552_454D
+_HEAD, _PAGE = 4096, 4096
+_KIND, _INDEX, _INDEX_DIGEST, _DATA, _STATE = range(5)
+_SLOT, _STEP, _DIGEST, _LENGTH, _HELD, _EACH = 16, 0, 1, 2, 3, 4
+
+
+class Run(NamedTuple):
+    """Bytes of one buffer and where they go in a slot."""
+
+    source: torch.Tensor
+    to: int
+
+
+class Layout(NamedTuple):
+    """What a rank copies: runs of its buffers in order of place, where tensors of this rank alone go, and the text that says what all of it is."""
+
+    text: bytes
+    runs: list[Run]
+    local: list[int]
+    size: int
+
+
+def lay_out(pieces: Iterable[tuple[Piece, torch.Tensor]], local: Mapping[str, torch.Tensor], plan: Plan, rank: int) -> Layout:
+    """A slot for `pieces`, and behind them for tensors like `local`, which are given anew for each copy."""
+    held = [(canonical(piece), tensor.detach()) for piece, tensor in pieces if piece.start < piece.stop or not all(piece.shape)]
+    storages: dict[int, int] = {}
+    for _, tensor in held:
+        storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
+    held.sort(key=lambda item: (storages[item[1].untyped_storage().data_ptr()], item[1].data_ptr()))  # the same in every generation
+    runs: list[Run] = []
+    listed: list[list[Any]] = []
+    begin = end = owner = size = 0
+    for piece, tensor in held:
+        storage = tensor.untyped_storage()
+        first = tensor.data_ptr()
+        if storage.data_ptr() != owner or not end <= first <= end + GAP:
+            size += -size % 64
+            begin, owner = first, storage.data_ptr()
+            runs.append(Run(tensor, size))
+        end, to = first + tensor.numel() * tensor.element_size(), runs[-1].to
+        listed.append([*piece, to + first - begin])
+        size = to + end - begin
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        runs[-1] = Run(whole.set_(storage, begin - owner, (end - begin,)), to)  # type: ignore[call-overload]
+    places = []
+    for name, tensor in local.items():
+        size += -size % 64
+        piece = Piece(f"rank/{rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel())
+        listed.append([*piece, size])
+        places.append(size)
+        size += tensor.numel() * tensor.element_size()
+    index = {"plan": plan.name, "digest": plan.digest, "world": plan.world, "pieces": listed}
+    return Layout(json.dumps(index, separators=(",", ":")).encode(), runs, places, size)
+
+
+class Memory:
+    """The copies of one rank, in the file at `path`."""
+
+    def __init__(self, path: str) -> None:
+        self.handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._open()
+
+    def _open(self) -> None:
+        size = os.fstat(self.handle).st_size
+        self._words = memoryview(bytearray(_HEAD)).cast("Q")
+        self._index = b""
+        if size < _HEAD:
+            return
+        self._map = mmap.mmap(self.handle, size)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._words = memoryview(self._map)[:_HEAD].cast("Q")
+        if self._words[_KIND] == _MAGIC and self._begin(SLOTS) <= size:
+            self._index = self._map[_HEAD : _HEAD + self._words[_INDEX]]
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            os.close(self.handle)
+
+    # --- writing --------------------------------------------------------------------------------------------------------------
+
+    def needs(self, layout: Layout) -> int:
+        """Bytes that `lay` takes from the system; none where the same layout is there."""
+        return 0 if layout.text == self._index else SLOTS * layout.size
+
+    def lay(self, layout: Layout) -> None:
+        """Room for copies of `layout`. What is there stays where it is of the same layout."""
+        if layout.text == self._index and self._words[_DATA] == layout.size:
+            return
+        os.ftruncate(self.handle, 0)
+        os.ftruncate(self.handle, _HEAD + _up(len(layout.text)) + SLOTS * (_up(layout.size) + STATE))
+        self._open()
+        self._map[_HEAD : _HEAD + len(layout.text)] = layout.text
+        self._words[_INDEX], self._words[_DATA] = len(layout.text), layout.size
+        self._words[_INDEX_DIGEST] = xxhash.xxh3_64_intdigest(layout.text)
+        self._words[_KIND] = _MAGIC
+        self._index = layout.text
+
+    def write(self, step: int, layout: Layout, local: Sequence[torch.Tensor], state: bytes) -> None:
+        """A copy of `step` in the slot whose step is oldest; one that is held is passed over."""
+        assert len(state) <= STATE, f"the state of the run takes {len(state)} bytes, {STATE} are kept for it"
+        free = [slot for slot in range(SLOTS) if not self._slot(slot)[_HELD]]
+        slot = min(free, key=lambda slot: self._slot(slot)[_STEP])
+        words = self._slot(slot)
+        words[_STEP] = 0
+        begin, digest, end = self._begin(slot), xxhash.xxh3_64(), 0
+        flat = [Run(tensor.reshape(-1).view(torch.uint8), to) for tensor, to in zip(local, layout.local, strict=True)]
+        for source, to in (*layout.runs, *flat):
+            digest.update(memoryview(self._map)[begin + end : begin + to])
+            end = to + source.numel()
+            self._copy(source, begin + to, digest)
+        place = self._begin(slot) + _up(layout.size)
+        self._map[place : place + len(state)] = state
+        digest.update(state)
+        words[_DIGEST], words[_LENGTH] = digest.intdigest(), len(state)
+        words[_STEP] = step
+
+    def _copy(self, source: torch.Tensor, to: int, digest: Any) -> None:
+        """`source` to byte `to` of the file; on the host in parts that are digested while they are in the cache. Other threads run meanwhile."""
+        size = source.numel()
+        target, view, here = self.bytes[to : to + size], memoryview(self._map)[to : to + size], source.device.type == "cpu"
+        if not here:
+            target.copy_(source)
+        for at in range(0, size, CHUNK):
+            part = min(CHUNK, size - at)
+            if here:
+                ctypes.memmove(target.data_ptr() + at, source.data_ptr() + at, part)
+            digest.update(view[at : at + part])
+
+    def hold(self, step: int) -> None:
+        """The copy of `step` stays until another one, or none (0), is held."""
+        for slot in range(SLOTS):
+            words = self._slot(slot)
+            words[_HELD] = int(words[_STEP] == step != 0)
+
+    # --- reading --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> set[int]:
+        """Steps with a whole copy."""
+        return {self._slot(slot)[_STEP] for slot in range(SLOTS)} - {0} if self._index else set()
+
+    def is_good(self, step: int) -> bool:
+        """Whether the copy of `step` and the list of its pieces have the digests that they were written with."""
+        digest = xxhash.xxh3_64(memoryview(self._map)[(begin := self._begin(self._at(step))) : begin + self._words[_DATA]])
+        digest.update(self.state(step))
+        return digest.intdigest() == self._slot(self._at(step))[_DIGEST] and (
+            xxhash.xxh3_64_intdigest(self._index) == self._words[_INDEX_DIGEST]
+        )
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """Name, digest and world of the plan, and each piece with its place."""
+        found: dict[str, Any] = json.loads(self._index)
+        return found
+
+    def state(self, step: int) -> bytes:
+        place = self._begin(self._at(step)) + _up(self._words[_DATA])
+        return self._map[place : place + self._slot(self._at(step))[_LENGTH]]
+
+    def data(self, step: int) -> torch.Tensor:
+        """The bytes of the copy of `step`, where they lie."""
+        begin = self._begin(self._at(step))
+        return self.bytes[begin : begin + self._words[_DATA]]
+
+    def _at(self, step: int) -> int:
+        return next(slot for slot in range(SLOTS) if self._slot(slot)[_STEP] == step)
+
+    def _slot(self, slot: int) -> memoryview:
+        return self._words[_SLOT + _EACH * slot : _SLOT + _EACH * (slot + 1)]
+
+    def _begin(self, slot: int) -> int:
+        return _HEAD + _up(self._words[_INDEX]) + slot * (_up(self._words[_DATA]) + STATE)
+
+
+def _up(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+class Kept:
+    """The copies of all ranks at one step, as a checkpoint: what `load` reads from. Whoever makes it has seen that they are good."""
+
+    def __init__(self, memories: Sequence[Memory], step: int) -> None:
+        self.path, self.step = Path(f"memory of step {step}"), step
+        self._data = [memory.data(step) for memory in memories]
+        indices = [memory.index for memory in memories]
+        parts: dict[tuple[str, tuple[int, ...], str, int | None], list[Part]] = defaultdict(list)
+        for rank, index in enumerate(indices):
+            for name, shape, dtype, split, intervals, start, stop, offset in index["pieces"]:
+                part = Part(intervals=intervals, start=start, stop=stop, file=str(rank), key="", offset=offset, xxh3="0" * 16)
+                parts[name, tuple(shape), dtype, split].append(part)
+        tensors = {key[0]: Entry(shape=key[1], dtype=key[2], split=key[3], pieces=tuple(listed)) for key, listed in parts.items()}
+        problem = contradictions_of(tensors)
+        if problem or len(tensors) < len(parts):
+            raise Damaged(f"{self.path}: {problem or 'ranks disagree about a tensor'}")
+        first = indices[0]
+        self.manifest = Manifest(
+            version=1, step=step, serial=0, id="0" * 8, world=first["world"], plan=first["plan"], plan_digest=first["digest"],
+            files={}, tensors=tensors, state=json.loads(memories[0].state(step)),
+        )  # fmt: skip
+
+    def read(self, name: str, part: Part, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The elements of `part` of tensor `name`, in `out` where given."""
+        entry = self.manifest.tensors[name]
+        found = self._data[int(part.file)][part.offset : part.offset + entry.bytes_of(part)].view(DTYPES[entry.dtype])
+        return found if out is None else out.copy_(found)

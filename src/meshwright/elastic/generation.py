@@ -1,0 +1,111 @@
+"""One set of ranks that share a store prefix: started together, heard, and ended together. What an older generation says is not heard."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.base.errors import Interrupted
+from meshwright.base.lines import Message
+from meshwright.elastic.failure import Failure
+from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.nursery import Nursery
+
+STOPPED = Interrupted.exit_code
+SCRIBE = -1
+"""In the place of a rank: the process that writes a checkpoint from the copies in memory."""
+BURIAL = 5.0  # seconds that killed ranks get to be gone
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every rank does: `target` is `module:function` of the running wing, called with its channel and `payload`."""
+
+    target: str
+    world: int
+    payload: Message
+    folder: Path
+    warm: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    plan: str = ""
+    scribe: str = ""
+    """What writes a checkpoint beside training, `module:function`."""
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / (f"rank-{rank}.log" if rank >= 0 else "scribe.log")
+
+
+@dataclass
+class Generation:
+    """`living` gives the process of each rank, `failures` how each that failed did, `stopped` those that ended as they were asked to."""
+
+    work: Work
+    number: int
+    hear: Callable[[int, Message], None]
+    living: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    stopped: set[int] = field(default_factory=set)
+    begun: bool = False
+
+    def start(self, nursery: Nursery, holdings: Holdings, sources: list[str]) -> None:
+        for rank in range(self.work.world):
+            self.living[rank] = 0
+            self._command(nursery, rank, self.work.target, self.work.payload, holdings.places(rank, sources))
+
+    def _command(self, nursery: Nursery, rank: int, target: str, payload: Message, memory: Message) -> None:
+        log = str(self.work.log(rank))
+        here = {"world": self.work.world, "generation": self.number, "log": log, "memory": memory}
+        nursery.command("start", rank, target=target, payload=payload, **here)
+
+    def write(self, nursery: Nursery, holdings: Holdings, step: int) -> None:
+        """Starts the process that writes a checkpoint of `step`."""
+        assert self.work.scribe, "nobody writes for this work"
+        payload = {"launch": self.work.payload, "step": step}
+        self._command(nursery, SCRIBE, self.work.scribe, payload, {"sources": holdings.sources})
+
+    def heed(self, event: Message) -> None:
+        if event.get("generation") != self.number or event["rank"] == SCRIBE:
+            return
+        rank, now = event["rank"], time.monotonic()
+        if event["event"] == "started":
+            self.living[rank] = event["pid"]
+        elif event["event"] == "said" and event["message"]["kind"] == "failed":
+            said = event["message"]
+            failure = Failure(rank, now, said["code"], said["error"], said["message"], said["place"], said["known"])
+            self.failures.setdefault(rank, failure)
+        elif event["event"] == "said":
+            self.begun = self.begun or event["message"]["kind"] == "begin"
+            self.hear(rank, event["message"])
+        elif event["event"] == "ended":
+            del self.living[rank]
+            if event["status"] == STOPPED and rank not in self.failures:
+                self.stopped.add(rank)
+            elif event["status"] != 0:
+                self.failures.setdefault(rank, Failure(rank, now, event["status"]))
+
+    def tell(self, nursery: Nursery, message: Message) -> None:
+        for rank in self.living:
+            nursery.command("tell", rank, message=message)
+
+    def end(self, nursery: Nursery, other: Callable[[Message], None]) -> None:
+        """Kills what is left of it and waits until it is gone, so that nothing of it writes any more. Events of others go to `other`."""
+        for rank in self.living:
+            nursery.command("signal", rank, signal=int(signal.SIGKILL))
+        end = time.monotonic() + BURIAL
+        while self.living and not nursery.ended and time.monotonic() < end:
+            for event in nursery.events(0.05):
+                other(event)
+                if event["event"] in ("started", "ended"):
+                    self.heed(event)
+
+    @property
+    def guilty(self) -> bool:
+        """Whether a failure is there that no other one explains."""
+        return any(not failure.innocent for failure in self.failures.values())

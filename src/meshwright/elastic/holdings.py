@@ -1,0 +1,66 @@
+"""Memory of the ranks that this process holds open, so that no death of a rank loses it: their copies, and their rows of signs of life.
+
+An anonymous file lives as long as anyone has it open; ranks open it by the path of this process's handle. When this process ends it is gone:
+then the checkpoint on disk is what is left. Where the system has no anonymous files there are no copies.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from meshwright.base.pulse import ROW, Pulse, Word, opened
+
+
+class Holdings:
+    """Of the ranks of one plan."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        here = hasattr(os, "memfd_create")
+        self._files = [os.memfd_create(f"meshwright-copies-{rank}") for rank in range(world)] if here else []
+        self._pulse = os.memfd_create("meshwright-pulse") if here else -1
+        if here:
+            os.ftruncate(self._pulse, world * ROW * 8)
+        self.memory = opened(_path(self._pulse), world)
+
+    @property
+    def sources(self) -> list[str]:
+        """Where the copies lie, in order of rank."""
+        return [_path(file) for file in self._files]
+
+    def places(self, rank: int, sources: list[str]) -> dict[str, Any]:
+        """What a rank is told."""
+        return {"pulse": _path(self._pulse), "own": self.sources[rank] if self._files else "", "sources": sources}
+
+    def pulse(self, rank: int) -> Pulse:
+        return Pulse(self.memory, rank)
+
+    @property
+    def kept(self) -> int:
+        """The newest step that every rank has said to hold a copy of."""
+        return min(self.pulse(rank).read(Word.kept) for rank in range(self.world)) if self._files else 0
+
+    def begin(self) -> None:
+        """Before a new generation: no signs of life yet. What copies hold stays."""
+        for rank in range(self.world):
+            row = self.pulse(rank).row
+            for word in (Word.step, Word.phase, Word.waits):
+                row[word] = 0
+            row[Word.beat] += 1
+
+    def written(self, seconds: float) -> None:
+        """The checkpoint that was written beside training is done, or has failed."""
+        for rank in range(self.world):
+            row = self.pulse(rank).row
+            row[Word.saved] = round(seconds * 1e6) or row[Word.saved]
+            row[Word.busy] = 0
+
+    def close(self) -> None:
+        for file in (*self._files, *([self._pulse] if self._pulse >= 0 else [])):
+            os.close(file)
+        self._files, self._pulse = [], -1
+
+
+def _path(file: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{file}" if file >= 0 else ""

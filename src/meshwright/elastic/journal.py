@@ -1,0 +1,102 @@
+"""The event log of a run: RUN/events.jsonl, a line for each fault and each recovery, and the same in words for who is watching.
+
+Kept by the supervisor. A full disk costs events, not the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.lines import Message
+from meshwright.base.units import show_seconds
+from meshwright.spec.event import Event
+
+EVENTS = "events.jsonl"
+
+
+@dataclass
+class Journal:
+    """Writes and says. `last` is the newest step that was heard of; a recovery is over when a step behind it ends."""
+
+    folder: Path
+    note: Callable[[str], None]
+    last: int = 0
+    _decided: float | None = None
+    _begun: float = 0.0
+    _parts: dict[str, float] = field(default_factory=dict)
+    _source: str = ""
+    _from: int = 0
+    _generation: int = 0
+
+    def write(self, **fields: Any) -> Event:
+        event = Event(at=time.time(), **fields)
+        line = json.dumps(event.model_dump(exclude_defaults=True), separators=(",", ":")) + "\n"
+        with contextlib.suppress(OSError):
+            handle = os.open(self.folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(handle, line.encode())
+            finally:
+                os.close(handle)
+        return event
+
+    def fault(self, **fields: Any) -> None:
+        """A fault from which the run is to recover. One within a recovery makes that one longer."""
+        event = self.write(kind="fault", **fields)
+        where = f" in step {event.step}, {event.phase}" if event.step else f" while it was in {event.phase}" if event.phase else ""
+        who = "" if event.rank is None else f"rank {event.rank} "
+        self.note(f"{who}{event.cause}{where}: {event.decision}")
+        self._decided = self._decided or time.monotonic()
+
+    def resize(self, before: int, after: int, plan: str, generation: int) -> None:
+        """Another number of ranks, which is a recovery without a fault."""
+        self.write(kind="resize", generation=generation, step=self.last, cause=f"{before} to {after} ranks", plan=plan)
+        self.note(f"goes on with {after} instead of {before} ranks{f', plan {plan}' if plan else ''}")
+        self._decided = self._decided or time.monotonic()
+
+    def part(self, name: str, seconds: float) -> None:
+        if self._decided is not None:
+            self._parts[name] = self._parts.get(name, 0.0) + seconds
+
+    def hear(self, message: Message, generation: int) -> None:
+        """What rank 0 says."""
+        now = time.monotonic()
+        if message["kind"] == "begin" and self._decided is not None:
+            for name, seconds in message.get("spent", {}).items():
+                self.part(name, seconds)
+            self._begun, self._source, self._from, self._generation = now, message.get("source", ""), message["step"], generation
+        if message["kind"] == "record":
+            step = message["record"]["step"]
+            if self._decided is not None and step > self._from and step > self.last:
+                self._recovered(now)
+            self.last = max(self.last, step)
+        if message["kind"] == "saved" and not message.get("beside"):
+            self.write(kind="save", step=message["step"], seconds=message.get("seconds", 0.0), generation=generation)
+        if message["kind"] == "done" and self._decided is not None:
+            self._recovered(now)
+
+    def _recovered(self, now: float) -> None:
+        assert self._decided is not None
+        seconds = now - self._decided
+        parts = {**self._parts, "step": now - self._begun}
+        parts["start"] = max(0.0, seconds - sum(parts.values()))
+        lost = max(0, self.last - self._from)
+        event = self.write(
+            kind="recovery",
+            generation=self._generation,
+            step=self._from,
+            source=self._source,
+            lost=lost,
+            seconds=seconds,
+            parts={name: round(value, 6) for name, value in parts.items()},
+        )
+        source = {"memory": "its copies in memory", "disk": "the checkpoint on disk", "": "the beginning"}[event.source]
+        steps = "no step lost" if not lost else f"{lost} step{'s' if lost > 1 else ''} run again"
+        self.note(f"recovered in {show_seconds(seconds)} from {source}: {steps}")
+        self._decided, self._parts = None, {}

@@ -1,0 +1,45 @@
+"""Another number of ranks: the plan for what is there, and the number that someone asks for.
+
+Rule: the search that chose the first plan chooses again, among plans that run, for the same job on so many devices; no pins, which were made
+for another number. Where nothing fits or divides, the next smaller number is tried. Batch, order of samples and learning rate are the
+workload's and do not change. RUN/ranks holds the number that someone asks for: `echo 3 > RUN/ranks` while it trains.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.base.errors import InputError, NothingFits
+from meshwright.search.rank import search
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+
+RANKS = "ranks"
+
+
+def plan_for(job: Job | None, batch: int, devices: int) -> Plan:
+    """The best plan for at most `devices` devices of the job's first node. Without a `job`, which only a model that cannot be priced lacks,
+    data parallelism. Raises NothingFits when there is none."""
+    for count in range(devices, 0, -1):
+        if job is None:
+            if batch % count == 0:
+                return Plan(dp_replicate=count)
+            continue
+        group = job.cluster.groups[0]
+        fewer = job.cluster.but(name=f"{job.cluster.name.partition(':')[0]}:{count}", groups=(group.but(nodes=1, devices=count),))
+        try:
+            return search(job.but(cluster=fewer, pins={}), 1, runnable=True).chosen.plan
+        except (NothingFits, InputError):
+            continue
+    raise NothingFits(f"no plan runs on {devices} or fewer ranks: the run cannot go on with them")
+
+
+def asked(folder: Path) -> int | None:
+    """The number of ranks that RUN/ranks asks for, once: the file is gone then. None where nobody asks."""
+    try:
+        text = (folder / RANKS).read_text().strip()
+        if text:
+            (folder / RANKS).unlink()
+    except OSError:
+        return None
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 and int(text) > 0 else None

@@ -1,0 +1,56 @@
+"""Whether a run that has failed is tried again: what has failed so far, and what it says.
+
+[Note: giving up] The same error in the same step twice is deterministic: no more tries. Otherwise `retries` failures in a row without a step
+between them end the run; from the second on each try waits twice as long as the one before, with jitter.
+
+[Note: lemons] A rank that was the culprit of LEMON faults running has something wrong with it that starting again does not mend: its memory,
+its core, its device. Where a run may go on with fewer ranks it goes on without one.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from meshwright.elastic.failure import Failure, cause
+
+PAUSE = 0.1
+"""Seconds before the second try without a step between."""
+
+LEMON = 3
+
+
+@dataclass
+class Trials:
+    """`in_row`: failures since the last step that ended."""
+
+    retries: int
+    in_row: int = 0
+    _step: int = -1
+    _cause: str = ""
+    _culprits: list[int] = field(default_factory=list)
+
+    def count(self, failure: Failure, step: int) -> str:
+        """Takes note of `failure` after `step` had ended. Why it is hopeless, in words; empty while it is not."""
+        same = step == self._step and cause(failure) == self._cause and failure.status >= 0
+        self.in_row = self.in_row + 1 if step == self._step else 1
+        self._step, self._cause = step, cause(failure)
+        self._culprits.append(failure.rank)
+        if same or self.in_row > self.retries:
+            again = "the same error in the same step again" if same else f"{self.in_row} failures without a step between them"
+            return f"gave up after {again}: going on would not help; the last checkpoint stays"
+        return ""
+
+    @property
+    def lemon(self) -> int | None:
+        """The rank that was to blame for all of the last faults."""
+        last = self._culprits[-LEMON:]
+        return last[0] if len(last) == LEMON and len(set(last)) == 1 and last[0] >= 0 else None
+
+    def forget_culprits(self) -> None:
+        """Ranks have other numbers from here on."""
+        self._culprits.clear()
+
+    def pause(self) -> float:
+        """Seconds to wait before the next try."""
+        return PAUSE * 2.0 ** (self.in_row - 2) * random.uniform(0.5, 1.5) if self.in_row > 1 else 0.0

@@ -1,0 +1,147 @@
+"""Finds the rank that hangs: the one that gives no sign of life, not those that wait for it.
+
+Three things are looked at from outside, none of which needs the rank to answer: its row of signs of life (base/pulse.py), the state of its
+process, and how long it stood in line for a core.
+
+Rule: a rank that waits for another says for whom; so whoever is silent for longer than its limit and waits for nobody is the culprit. Are
+several, then the one that is behind the others in (step, phase). When all that are silent wait for each other in a circle, they are not in
+the same collective: the circle is named. The limit is max(patience, 5 median steps) while a rank trains, longer while it starts, saves or
+evaluates; a process stopped by a signal needs no patience beyond a second. Time that a rank stood in line for a core is not silence of
+its own: a machine under load kills nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from meshwright.base.pulse import Phase, Word
+from meshwright.base.units import show_seconds
+from meshwright.elastic.holdings import Holdings
+
+STEPS = 5
+"""Median steps of silence while training."""
+
+FEW = 3
+"""Steps of a generation that are not judged by: they warm up."""
+
+OTHERWISE = 60.0
+"""Least seconds of silence outside of training: starting, saving, evaluating have no measure yet."""
+
+STOPPED = 1.0
+"""Seconds for a process that a signal has stopped."""
+
+
+@dataclass(frozen=True)
+class Hung:
+    """`silent`: seconds since the culprit's last sign of life."""
+
+    rank: int
+    silent: float
+    words: str
+
+
+@dataclass
+class _Seen:
+    beat: int
+    at: float
+    in_line: float
+
+
+@dataclass
+class Watch:
+    """Of one generation. `look` is called several times a second."""
+
+    holdings: Holdings
+    patience: float
+    clock: Callable[[], float] = time.monotonic
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _first: dict[int, int] = field(default_factory=dict)
+    _step: tuple[int, float] = (0, 0.0)
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+    _warm: int = 0
+
+    def look(self, living: Mapping[int, int]) -> Hung | None:
+        """`living`: the process of each rank."""
+        if not self.patience:
+            return None
+        now = self.clock()
+        self._count_steps(now)
+        silent: dict[int, float] = {}
+        for rank, process in living.items():
+            beat = self.holdings.pulse(rank).read(Word.beat)
+            seen = self._seen.get(rank)
+            if seen is None or seen.beat != beat:
+                self._first.setdefault(rank, beat)
+                self._seen[rank] = _Seen(beat, now, in_line(process))
+            elif process and beat != self._first[rank]:
+                silent[rank] = now - seen.at
+        late = {rank: seconds for rank, seconds in silent.items() if seconds > self._limit(rank, living[rank])}
+        late = {
+            rank: own
+            for rank in late
+            if (own := late[rank] - (in_line(living[rank]) - self._seen[rank].in_line)) > self._limit(rank, living[rank])
+        }
+        return self._judge(late, silent, living) if late else None
+
+    def _count_steps(self, now: float) -> None:
+        step = max((self.holdings.pulse(rank).read(Word.step) for rank in range(self.holdings.world)), default=0)
+        if step > self._step[0]:
+            if self._step[0]:
+                self._warm += 1
+                self._steps.append((now - self._step[1]) / (step - self._step[0]))
+            self._step = (step, now)
+
+    def _limit(self, rank: int, process: int) -> float:
+        phase = self.holdings.pulse(rank).read(Word.phase)
+        typical = STEPS * median(self._steps) if self._steps else 0.0
+        if state_of(process) == "T":
+            return max(STOPPED, typical)
+        if Phase.data <= phase <= Phase.update and self._warm >= FEW:
+            return max(self.patience, typical)
+        return max(OTHERWISE, 10 * self.patience, typical)
+
+    def _judge(self, late: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]) -> Hung | None:
+        waits = {rank: self.holdings.pulse(rank).read(Word.waits) - 1 for rank in living}
+        guilty = [rank for rank in late if waits[rank] < 0 or state_of(living[rank]) == "T"]
+        if guilty:
+            rank = min(guilty, key=lambda rank: (self._place(rank), -late[rank]))
+            return Hung(rank, silent[rank], f"hung: {self._why(rank, living[rank])}no sign of life for {show_seconds(silent[rank])}")
+        for start in late:
+            path = [start]
+            while (following := waits.get(path[-1], -1)) >= 0 and following not in path:
+                path.append(following)
+            circle = path[path.index(following) :] if following in path else []
+            if circle and all(rank in late for rank in circle):
+                words = " waits for ".join(f"rank {rank}" for rank in (*circle, circle[0]))
+                return Hung(circle[0], silent[circle[0]], f"hung: {words}: they are not in the same collective")
+        return None
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        pulse = self.holdings.pulse(rank)
+        return pulse.read(Word.step), pulse.read(Word.phase)
+
+    def _why(self, rank: int, process: int) -> str:
+        if state_of(process) == "T":
+            return "stopped by a signal, "
+        return "reading its data, " if self.holdings.pulse(rank).read(Word.phase) == Phase.data else ""
+
+
+def state_of(process: int) -> str:
+    """The letter of a process's state; empty when there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def in_line(process: int) -> float:
+    """Seconds that the main thread of a process has been ready to run and had no core; 0 where the system does not say."""
+    try:
+        return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0

@@ -1,0 +1,30 @@
+"""What went wrong in a run and what was done about it: RUN/events.jsonl holds an `Event` a line, a fault first and then its recovery."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.base.codec import Noun
+
+
+class Event(Noun):
+    """Times are seconds. A generation is one set of ranks, counted from 0; a recovery begins the next one."""
+
+    kind: Literal["fault", "recovery", "verdict", "resize", "save", "spike", "divergence"]
+    at: float = Field(description="when it was noticed, since 1970")
+    generation: int = 0
+    rank: int | None = Field(default=None, description="the culprit")
+    cause: str = ""
+    phase: str = Field(default="", description="what the culprit was doing")
+    step: int = Field(default=0, description="the step in progress; of a recovery: the last step that was not lost")
+    detection: float = Field(default=0.0, description="seconds between the culprit's last sign of life and the decision")
+    decision: str = ""
+    source: str = Field(default="", description="of a recovery: memory, disk, or empty for the beginning")
+    lost: int = Field(default=0, description="steps that had ended and were run again")
+    seconds: float = Field(
+        default=0.0, description="of a recovery: from the decision to the end of the next new step; of a save: for which training waited"
+    )
+    parts: dict[str, float] = Field(default_factory=dict, description="of `seconds`: end, start, join, build, restore, step")
+    plan: str = ""

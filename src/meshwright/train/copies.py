@@ -1,0 +1,112 @@
+"""Copies of every step in memory that outlives this rank; and going on from them.
+
+Promise: whenever ranks die, all of them have a whole and undamaged copy of the last step that was reported, and going on from it is
+bit-identical to never having stopped. On a CPU, where copying beside the next step would take the same cores, a copy is made when the step
+ends, before the ranks agree on its record: what is reported is kept. Beside an accelerator it is made while the next step runs and waited
+for before that step's last reduction: until then nothing writes what it reads, and after it every rank knows that every rank's copy is
+whole ([Note: two slots] in checkpoint/memory.py); then the last step that was reported may have to be run again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from meshwright.base.pulse import Pulse, Word
+from meshwright.base.units import show_bytes
+from meshwright.checkpoint.memory import Kept, Layout, Memory, lay_out
+from meshwright.checkpoint.save import Ranks
+from meshwright.train.keep import pieces_of, random_of, state_of
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+SHARE = 0.5
+"""Of the memory that the machine has left, which the copies of all ranks may take."""
+
+
+class Copies:
+    """This rank's copies, in the file at `path`."""
+
+    def __init__(self, path: str, trainer: Trainer, pulse: Pulse, extra: dict[str, Any]) -> None:
+        self.memory, self.trainer, self.pulse, self.extra = Memory(path), trainer, pulse, extra
+        self.refused = ""
+        self.seconds = 0.0
+        self._layout: Layout | None = None
+        self._places: list[int] = []
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    def begin(self, record: dict[str, Any]) -> None:
+        """Copy the step that has just ended, with its record."""
+        self.finish()
+        layout = self._lay()
+        if layout is None:
+            return
+        local = list(random_of(self.trainer).values())
+        state = json.dumps(state_of(self.trainer, {**self.extra, "record": record})).encode()
+        if self.trainer.mesh.device.type == "cpu":
+            self._copy(self.trainer.steps, layout, local, state)
+            self.finish()
+            return
+        self._thread = threading.Thread(target=self._copy, args=(self.trainer.steps, layout, local, state), name="copy", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the copy under way. Raises what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failed is not None:
+            raise self._failed
+
+    def _copy(self, step: int, layout: Layout, local: Sequence[torch.Tensor], state: bytes) -> None:
+        began = time.thread_time()
+        try:
+            self.memory.write(step, layout, local, state)
+            self.pulse.write(Word.kept, step)
+        except BaseException as error:  # handed to `finish`: the run must not go on without its copies unseen
+            self._failed = error
+        self.seconds = time.thread_time() - began
+
+    def _lay(self) -> Layout | None:
+        """What is copied. It is found out once, and again when a buffer has moved."""
+        engine = self.trainer.engine
+        held = [tensor for unit in engine.zero.units for tensor in (unit.master.flat, *unit.master.states(self.trainer.optimizer).values())]
+        places = [tensor.data_ptr() for tensor in (*held, *engine.model.buffers())]
+        if self._layout is None or places != self._places:
+            self._places = places
+            self._layout = lay_out(pieces_of(self.trainer), random_of(self.trainer), self.trainer.mesh.plan, self.trainer.mesh.rank)
+            self.refused = self._refusal(self._layout)
+            if not self.refused:
+                self.memory.lay(self._layout)
+        return None if self.refused else self._layout
+
+    def _refusal(self, layout: Layout) -> str:
+        needs, free = self.memory.needs(layout) * self.trainer.plan.world, psutil.virtual_memory().available
+        if needs <= SHARE * free:
+            return ""
+        return (
+            f"no copies in memory: they would take {show_bytes(needs)} of the {show_bytes(free)} that this machine has left; "
+            "a rank that fails costs the steps since the last checkpoint"
+        )
+
+
+def newest(paths: Sequence[str], ranks: Ranks) -> Kept | None:
+    """The newest step that every file of `paths` has a good copy of, or None. Every rank calls it and reads its part of the copies."""
+    if not paths:
+        return None
+    memories = [Memory(path) for path in paths]
+    steps = set.intersection(*(memory.steps for memory in memories))
+    mine = memories[ranks.rank :: ranks.world]
+    for step in sorted(steps, reverse=True):
+        good = all(memory.is_good(step) for memory in mine)
+        if all(answer == "good" for answer in ranks.share("good" if good else "bad")):
+            return Kept(memories, step)
+    return None

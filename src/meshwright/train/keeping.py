@@ -1,0 +1,174 @@
+"""What a run keeps so that nothing is lost, and what it goes on from: copies in memory, then checkpoints on disk, newest and verified first.
+
+The ladder: the newest step that all ranks have a good copy of in memory; the newest valid checkpoint of the run folder; the model's own
+weights. A run whose folder says that it had begun never starts anew in silence: the checkpoints would be damaged, which is an error.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.errors import InputError
+from meshwright.base.pulse import Phase, Pulse, Word
+from meshwright.checkpoint.folder import checkpoints, newest, prune
+from meshwright.checkpoint.manifest import step_of
+from meshwright.checkpoint.memory import Kept
+from meshwright.checkpoint.save import SaveFailed
+from meshwright.spec.launch import Launch
+from meshwright.spec.record import StepRecord
+from meshwright.train import copies
+from meshwright.train.keep import ranks_of
+from meshwright.train.rank import Channel
+from meshwright.train.trainer import Trainer
+
+FIRST = 10
+"""The step after which `checkpoint_every: auto` saves first: a save must have been measured."""
+
+AT_MOST = 0.1
+"""Share of the time in which a checkpoint may be under way."""
+
+
+class Keeping:
+    """One rank's part of it. `identity` is what a checkpoint of this run must say of data and model."""
+
+    def __init__(self, launch: Launch, channel: Channel, trainer: Trainer, pulse: Pulse, identity: dict[str, Any]) -> None:
+        self.launch, self.channel, self.trainer, self.pulse, self.identity = launch, channel, trainer, pulse, identity
+        self.folder = Path(launch.run.folder) / "checkpoints"
+        self.source = ""
+        self.saved = -1
+        self.record: dict[str, Any] | None = None
+        """Of the step that this rank went on from, where it is from memory."""
+        self._said = self._busy = False
+        self._since = self._save_seconds = 0.0
+        self.copies = copies.Copies(channel.memory.own, trainer, pulse, identity) if channel.memory.own and launch.run.copies else None
+
+    # --- going on -------------------------------------------------------------------------------------------------------------
+
+    def resume(self) -> int:
+        """The steps done. `source` says where they come from: memory, disk, or nowhere."""
+        kept = copies.newest(self.channel.memory.sources, ranks_of(self.trainer.mesh))
+        if kept is not None:
+            self.source = "memory"
+            self._fill(kept)
+            return self.trainer.steps
+        chosen = newest(self.folder, say=self._note) if self.channel.rank == 0 else None
+        path = ranks_of(self.trainer.mesh).share(str(chosen or ""))[0]
+        if self.trainer.engine.unfilled and self.launch.model.folder:
+            self.trainer.load_weights(self.launch.model.folder)
+        if path:
+            self.source = "disk"
+            self._fill(Path(path))
+            self.saved = self.trainer.steps
+        return self.trainer.steps
+
+    def _fill(self, source: Path | Kept) -> None:
+        extra = self.trainer.load(source)
+        data, self.record = extra["data"], extra.get("record")
+        if data != self.identity["data"]:
+            raise InputError(
+                f"run {self.launch.run.folder!r} was trained on other data ({data[:8]}, now {self.identity['data'][:8]}): "
+                "restore the files, or choose another --run"
+            )
+
+    def unreported(self, reported: int) -> StepRecord | None:
+        """The record of the step that this rank has just gone on from, if a fault came before it was reported. All ranks call it; rank 0's
+        `reported`, the last step that was, counts."""
+        if self.record is None:
+            return None
+        last = int(ranks_of(self.trainer.mesh).share(str(reported))[0])
+        return StepRecord(**self.record) if last < self.trainer.steps else None
+
+    def catch_up(self) -> None:
+        """A save that was due at the step that this rank has just gone on from, and that a fault cut short. All ranks call it."""
+        if self.source == "memory" and self.due(self.trainer.steps):
+            there = str(bool(self.pulse.read(Word.busy)) or self.trainer.steps in map(step_of, checkpoints(self.folder)))
+            if ranks_of(self.trainer.mesh).share(there)[0] == "False":
+                self.save(must=self.trainer.steps == self.launch.workload.steps)
+
+    # --- keeping --------------------------------------------------------------------------------------------------------------
+
+    def copy(self, record: StepRecord) -> None:
+        """After each step."""
+        if self.copies is not None:
+            self.copies.begin(record.model_dump(exclude_none=True))
+            if self.copies.refused and not self._said and self.channel.rank == 0:
+                self._said = True
+                self._note(self.copies.refused)
+
+    def finish(self) -> None:
+        """Before the last reduction of the next step, and before the end."""
+        if self.copies is not None:
+            self.copies.finish()
+
+    @property
+    def flags(self) -> tuple[float, float]:
+        """What the ranks must know of each other: whether a checkpoint is being written, and how long the last one took."""
+        return float(self.pulse.read(Word.busy)), self.pulse.read(Word.saved) / 1e6
+
+    def agreed(self, record: StepRecord, flags: Sequence[float]) -> None:
+        """The largest flags of all ranks, with the record of the step that has ended."""
+        busy, self._save_seconds = flags
+        self._since += record.seconds
+        if self.copies is not None and self._busy and not busy:
+            self.copies.memory.hold(0)
+        self._busy = busy > 0
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step`. What it is decided by is the same on every rank."""
+        every = self.launch.run.checkpoint_every
+        if every == "auto":
+            wanted = daly(self._save_seconds, 3600.0 * self.launch.run.failure_hours)
+            return step in (FIRST, self.launch.workload.steps) or (step > FIRST and self._since >= wanted)
+        return step == self.launch.workload.steps or (every > 0 and step % every == 0)
+
+    def save(self, must: bool) -> None:
+        """A checkpoint that fails costs the run only when it was the last chance. One that may fail is written beside training
+        (scribe.py) where there are copies in memory."""
+        step = self.trainer.steps
+        if self.saved == step:
+            return
+        if self.copies is not None and not self.copies.refused and not must:
+            if self._busy:
+                return  # the one before takes longer than the steps between them: this one is left out
+            self.saved, self._since, self._busy = step, 0.0, True
+            self.finish()
+            self.copies.memory.hold(step)
+            self.pulse.write(Word.busy, 1)
+            if self.channel.rank == 0:
+                self.channel.say("write", step=step)
+            return
+        self.pulse.at(Phase.save)
+        while self.pulse.read(Word.busy):  # one save at a time
+            time.sleep(0.005)
+        self.saved, self._since, began = step, 0.0, time.perf_counter()
+        try:
+            path = self.trainer.save(self.folder, self.identity)
+        except SaveFailed as error:
+            if must:
+                raise
+            self._note(f"no checkpoint at step {step}: {error}; training goes on")
+            return
+        if self.channel.rank == 0:
+            prune(self.folder, self.launch.run.keep, verified=path)
+            self.pulse.write(Word.saved, round((time.perf_counter() - began) * 1e6))
+            self.channel.say("saved", step=step, path=str(path), seconds=time.perf_counter() - began)
+
+    def _note(self, line: str) -> None:
+        self.channel.say("note", line=line)
+
+
+def daly(save: float, failures: float) -> float:
+    """Seconds between checkpoints that lose the least time, when one takes `save` seconds and the mean time between failures is `failures`;
+    no more often than a save is under way AT_MOST of the time. Source: Daly, A higher order estimate of the optimum checkpoint interval, FGCS 2006.
+
+    >>> round(daly(60.0, 3.09 * 3600)), round(daly(1.0, 100.0), 1)
+    (1116, 13.4)
+    """
+    if save >= 2 * failures:
+        return failures
+    ratio = save / (2 * failures)
+    return max(math.sqrt(2 * save * failures) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save, save / AT_MOST)

@@ -1,0 +1,71 @@
+"""Ranks that fail as they are told to: `train` is the loop of `meshwright train`, with faults at given places. Each happens once in a folder.
+
+payload = {"launch": ..., "faults": [{"rank": 1, "step": 7, "phase": "backward", "how": "SIGKILL", "delay": 0.01}], "folder": ...}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import meshwright.train.loop as loop
+import meshwright.train.scribe as scribe
+from meshwright.base.pulse import Phase, Pulse, Word
+from meshwright.train.rank import Channel
+
+FAULTS: list[dict[str, Any]] = []
+
+
+class Doomed(Pulse):
+    """A row of signs of life whose rank fails when it comes to the place of a fault."""
+
+    def at(self, phase: Phase, step: int | None = None) -> None:
+        super().at(phase, step)
+        for fault in FAULTS:
+            place = (fault["rank"], fault["step"], fault["phase"])
+            if place == (self.rank, self.read(Word.step), phase.name) and first_time(fault):
+                begin(fault)
+
+
+def first_time(fault: dict[str, Any]) -> bool:
+    if fault.get("always"):
+        return True
+    try:
+        os.close(os.open(fault["mark"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def begin(fault: dict[str, Any]) -> None:
+    if fault.get("delay"):
+        threading.Timer(fault["delay"], happen, (fault["how"],)).start()
+    else:
+        happen(fault["how"])
+
+
+def happen(how: str) -> None:
+    if how == "raise":
+        raise ValueError("hidden 100 is not divisible by 3 heads")
+    if how == "exit":
+        os._exit(1)
+    if how == "livelock":
+        while True:
+            time.sleep(0.01)
+    if how == "lock":
+        ctypes.PyDLL(None).sleep(1000)  # the interpreter's lock is held all the while
+    os.kill(os.getpid(), signal.Signals[how])
+
+
+def train(channel: Channel, payload: dict[str, Any]) -> int:
+    FAULTS[:] = [{**fault, "mark": f"{payload['folder']}/fault-{number}"} for number, fault in enumerate(payload["faults"])]
+    loop.Pulse = Doomed  # type: ignore[misc]
+    return loop.train(channel, payload["launch"])
+
+
+def write(channel: Channel, payload: dict[str, Any]) -> int:
+    return scribe.write(channel, {**payload, "launch": payload["launch"]["launch"]})
