@@ -6,18 +6,23 @@ payload = {"launch": ..., "faults": [{"rank": 1, "step": 7, "phase": "backward",
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import threading
 import time
 from typing import Any
 
+import torch
+
 import meshwright.train.loop as loop
 import meshwright.train.scribe as scribe
 from meshwright.base.pulse import Phase, Pulse, Word
 from meshwright.train.rank import Channel
+from meshwright.train.trainer import Trainer
 
 FAULTS: list[dict[str, Any]] = []
+PAUSE: list[float] = []
 
 
 class Doomed(Pulse):
@@ -25,6 +30,8 @@ class Doomed(Pulse):
 
     def at(self, phase: Phase, step: int | None = None) -> None:
         super().at(phase, step)
+        if phase is Phase.data and PAUSE:
+            time.sleep(PAUSE[0])
         for fault in FAULTS:
             place = (fault["rank"], fault["step"], fault["phase"])
             if place == (self.rank, self.read(Word.step), phase.name) and first_time(fault):
@@ -53,6 +60,9 @@ def happen(how: str) -> None:
         raise ValueError("hidden 100 is not divisible by 3 heads")
     if how == "exit":
         os._exit(1)
+    if how == "flip":
+        flip()
+        return
     if how == "livelock":
         while True:
             time.sleep(0.01)
@@ -61,8 +71,16 @@ def happen(how: str) -> None:
     os.kill(os.getpid(), signal.Signals[how])
 
 
+def flip() -> None:
+    """One bit of one weight of this rank's states, in the middle of a number."""
+    [trainer] = [each for each in gc.get_objects() if type(each) is Trainer]
+    data = max((unit.master.flat for unit in trainer.engine.zero.units), key=torch.numel).view(torch.int32)
+    data[data.numel() // 3] ^= 1 << 20
+
+
 def train(channel: Channel, payload: dict[str, Any]) -> int:
     FAULTS[:] = [{**fault, "mark": f"{payload['folder']}/fault-{number}"} for number, fault in enumerate(payload["faults"])]
+    PAUSE[:] = [payload["pause"]] if payload["pause"] else []
     loop.Pulse = Doomed  # type: ignore[misc]
     return loop.train(channel, payload["launch"])
 

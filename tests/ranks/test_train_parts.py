@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 

@@ -34,7 +34,7 @@ class Word(IntEnum):
 
 
 class Phase(IntEnum):
-    """What a rank is doing. Up to `restore` it starts, from `data` to `update` it trains."""
+    """What a rank is doing. Up to `restore` it starts, from `data` to `compare` it trains."""
 
     start = 0
     join = 1
@@ -45,10 +45,11 @@ class Phase(IntEnum):
     reduce = 6
     agree = 7
     update = 8
-    evaluate = 9
-    save = 10
-    sample = 11
-    end = 12
+    compare = 9
+    evaluate = 10
+    save = 11
+    sample = 12
+    end = 13
 
 
 class Pulse:

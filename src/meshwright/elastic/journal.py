@@ -16,9 +16,7 @@ from typing import Any
 
 from meshwright.base.lines import Message
 from meshwright.base.units import show_seconds
-from meshwright.spec.event import Event
-
-EVENTS = "events.jsonl"
+from meshwright.spec.event import EVENTS, Event
 
 
 @dataclass
@@ -78,6 +76,8 @@ class Journal:
             self.last = max(self.last, step)
         if message["kind"] == "saved" and not message.get("beside"):
             self.write(kind="save", step=message["step"], seconds=message.get("seconds", 0.0), generation=generation)
+        if message["kind"] == "divergence":
+            self.write(kind="divergence", generation=generation, rank=message["rank"], step=message["step"], cause=message["line"])
         if message["kind"] == "done" and self._decided is not None:
             self._recovered(now)
 

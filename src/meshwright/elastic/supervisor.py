@@ -38,7 +38,7 @@ from meshwright.elastic.watch import Watch
 __all__ = ["Supervisor", "Work"]
 
 TICK = 0.1  # seconds between looks at the clock
-LOOK = 1.0  # seconds between looks at RUN/ranks
+LOOK = 0.2  # seconds between looks at RUN/ranks
 SETTLE = 1.0  # seconds that ranks get to tell what they know once one has failed
 
 

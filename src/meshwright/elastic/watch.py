@@ -101,7 +101,7 @@ class Watch:
         typical = STEPS * median(self._steps) if self._steps else 0.0
         if state_of(process) == "T":
             return max(STOPPED, typical)
-        if Phase.data <= phase <= Phase.update and self._warm >= FEW:
+        if Phase.data <= phase <= Phase.compare and self._warm >= FEW:
             return max(self.patience, typical)
         return max(OTHERWISE, 10 * self.patience, typical)
 

@@ -97,7 +97,7 @@ def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dic
     for unit in engine.zero.trained:
         kinds |= {key: str(value.dtype).removeprefix("torch.") for key, value in unit.master.states(optimizer).items()}
         scalars |= dict(unit.master.scalars(optimizer))
-    options = [{key: value for key, value in group.items() if _is_plain(value)} for group in optimizer.param_groups]
+    options = [{key: value for key, value in group.items() if key != "params" and _is_plain(value)} for group in optimizer.param_groups]
     return {"kinds": kinds, "scalars": scalars, "groups": options}
 
 

@@ -19,7 +19,9 @@ from pydantic import Field
 
 from meshwright.base.codec import Noun, NounType, build, read, read_text
 from meshwright.base.errors import InputError, did_you_mean
+from meshwright.report.faults import Goodput, goodput, read_events
 from meshwright.spec.estimate import Estimate, Memory, Time
+from meshwright.spec.event import EVENTS, Event
 from meshwright.spec.job import Job
 from meshwright.spec.launch import Launch
 from meshwright.spec.plan import Plan
@@ -39,6 +41,9 @@ class Run:
     checkpoints: tuple[int, ...]
     repeated: int
     cut: int
+    events: tuple[Event, ...] = ()
+    again: float = 0.0
+    """Seconds of the records that were run again."""
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -107,6 +112,8 @@ class Summary(Noun):
     memory: tuple[Pair, ...] = Field(description="bytes of the fullest rank")
     skipped: tuple[int, ...] = Field(description="steps at which no rank updated")
     checkpoints: tuple[int, ...]
+    goodput: Goodput | None = None
+    events: tuple[Event, ...] = Field(default=(), description="what broke and how the run went on")
 
     def pair(self, kind: str, name: str) -> Pair:
         """The row `name` of `time` or `memory`; empty where the run has none."""
@@ -136,6 +143,8 @@ def read_run(folder: Path | str) -> Run:
         checkpoints=_checkpoints(path / "checkpoints"),
         repeated=len(records) - len(by_step),
         cut=cut,
+        events=read_events(path / EVENTS),
+        again=sum(record.seconds for record in records) - sum(record.seconds for record in by_step.values()),
     )
 
 
@@ -199,6 +208,8 @@ def summarise(run: Run) -> Summary:
         memory=_memory(run.estimate.memory if run.estimate else None, steps),
         skipped=tuple(record.step for record in steps if record.skipped),
         checkpoints=run.checkpoints,
+        goodput=goodput(run.records, run.again, run.events),
+        events=run.events,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshwright.base.units import show_bytes, show_count, show_seconds
+from meshwright.report.faults import faults_text, goodput_text
 from meshwright.report.run import Curve, Pair, Run, Summary, summarise
 from meshwright.report.text import columns, lines, sparkline
 
@@ -21,7 +22,12 @@ def run_text(run: Run) -> str:
         facts.append(("held out", f"{_curve(summary.held_out)}{share}  {sparkline(curve)}"))
     facts.append(("skipped", f"{_steps(summary.skipped)}: a gradient was not finite" if summary.skipped else "none"))
     facts.append(("checkpoints", _steps(summary.checkpoints) if summary.checkpoints else "none"))
+    if summary.goodput and run.events:
+        facts.append(("goodput", goodput_text(summary.goodput)))
     parts = [f"run {summary.run}", lines(facts, "  ")]
+    broken = faults_text(run.events)
+    if broken:
+        parts.append("\n" + broken)
     for title, rows, show in (
         ("time per step", summary.time, show_seconds),
         ("memory of the fullest rank", summary.memory, show_bytes),

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from meshwright.base.codec import Noun
 
+EVENTS = "events.jsonl"
+
 
 class Event(Noun):
     """Times are seconds. A generation is one set of ranks, counted from 0; a recovery begins the next one."""

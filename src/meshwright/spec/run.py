@@ -22,7 +22,9 @@ class Run(Noun):
     keep: int = Field(default=3, ge=1, description="checkpoints that stay; older ones are removed")
     evaluate_every: int = Field(default=50, ge=0, description="steps between losses on held-out data; 0: only at the end")
     tensorboard: bool = Field(default=True, description="events beside the records, where tensorboard is installed")
-    balance: bool = Field(default=False, description="shares follow the speeds of the replicas while it runs; not repeated bit for bit then")
+    balance: bool = Field(
+        default=False, description="shares follow the speeds of the replicas while it runs; not repeated bit for bit then"
+    )
     grace: float = Field(default=25.0, gt=0, description="seconds that a run that is told to stop gets to end its step and save")
     patience: float = Field(
         default=2.0, ge=0, description="seconds of silence after which a rank counts as hung, if that is more than 5 steps; 0: never"
@@ -33,6 +35,7 @@ class Run(Noun):
     retries: int = Field(
         default=5, ge=0, description="failures in a row, without a step between them, after which the run gives up; 0: the first"
     )
+    compare_every: int = Field(default=50, ge=0, description="steps between comparisons of what several ranks hold alike; 0: never")
     least: int = Field(
         default=0, ge=0, description="ranks to go on with, at the least, when one fails again and again; 0: as many as it began with"
     )

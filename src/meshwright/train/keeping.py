@@ -137,8 +137,8 @@ class Keeping:
             self.saved, self._since, self._busy = step, 0.0, True
             self.finish()
             self.copies.memory.hold(step)
-            self.pulse.write(Word.busy, 1)
             if self.channel.rank == 0:
+                self.pulse.write(Word.busy, 1)
                 self.channel.say("write", step=step)
             return
         self.pulse.at(Phase.save)

@@ -33,6 +33,7 @@ from meshwright.train.metrics import Records, agree
 from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
 from meshwright.train.optimizer import learning_rate, optimizer_of
 from meshwright.train.rank import Channel, Connection, connect
+from meshwright.train.replicas import compare
 from meshwright.train.sample import why_no_sample, write_text
 from meshwright.train.straggler import Phases, Watch
 from meshwright.train.trainer import Share, parallelize
@@ -181,12 +182,23 @@ class Loop:
                     memory |= cuda_memory(self.device)
                 seconds = time.perf_counter() - start
                 record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds})
+                if self.trainer.mesh.world is not None and self._due(step + 1, self.launch.run.compare_every):
+                    self._compare()
                 self.keeping.copy(record)
                 asked = (float(bool(self.channel.stop)), *self.keeping.flags)
                 record, (stop, *flags), phases = agree(record, asked, self.control)
                 self.stopping = stop > 0
                 self.keeping.agreed(record, flags)
                 yield record, phases
+
+    def _compare(self) -> None:
+        """Copies of the same state on several ranks are the same, or are mended."""
+        self.pulse.at(Phase.compare)
+        for what, wrong in compare(self.trainer):
+            line = (
+                f"step {self.trainer.steps}: the {what} differed; rank {', '.join(map(str, wrong))} held wrong ones and has right ones now"
+            )
+            self._say("divergence", line=line, rank=wrong[0], step=self.trainer.steps)
 
     def _awaited(self, batches: Iterator[list[Batch]], began: int) -> Iterator[list[Batch]]:
         """The batches, with a sign of life before each wait."""

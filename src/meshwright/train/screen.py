@@ -41,6 +41,9 @@ class Screen:
         if not self.quiet:
             self.console.print(line, markup=False)
 
+    def _divergence(self, message: Message) -> None:
+        self.note(message["line"])
+
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()

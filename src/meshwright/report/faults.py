@@ -1,0 +1,106 @@
+"""What broke in a run and what it cost: RUN/events.jsonl read back, and goodput with every term of its loss.
+
+Rule: goodput = useful seconds / all seconds that are accounted for. Useful are the steps that count, each once as it was run last, without
+its waiting for data. Lost are: waiting for data, skipped steps, steps run again, saves that training waited for, silence before a hang was
+noticed, and recoveries (from the decision to the end of the next new step, less that step).
+Source: Jiang et al., MegaScale, NSDI 2024, and ByteRobust (effective training time ratio) for the notion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from meshwright.base.codec import Noun
+from meshwright.base.units import show_seconds
+from meshwright.report.text import columns
+from meshwright.spec.event import Event
+from meshwright.spec.record import StepRecord
+
+MOST = 12
+"""Faults that are listed; of more the last ones."""
+
+
+class Goodput(Noun):
+    """Seconds by what they went into. `share` is the useful part of all."""
+
+    share: float
+    useful: float
+    data: float = 0.0
+    skipped: float = 0.0
+    again: float = 0.0
+    saves: float = 0.0
+    detection: float = 0.0
+    recovery: float = 0.0
+
+
+def read_events(path: Path) -> tuple[Event, ...]:
+    """The events of `path`; none where there is no such file. A line that a kill cut off is left out."""
+    if not path.exists():
+        return ()
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            events.append(Event.model_validate(json.loads(line)))
+        except (ValueError, ValidationError):
+            continue
+    return tuple(events)
+
+
+def goodput(records: Sequence[StepRecord], repeated: float, events: Sequence[Event]) -> Goodput | None:
+    """`records`: each step once; `repeated`: seconds of records of steps that were run again. None without a step."""
+    steps = [record for record in records if record.tokens or record.skipped]
+    if not steps:
+        return None
+    terms = {
+        "data": sum(record.data_seconds for record in steps if not record.skipped),
+        "skipped": sum(record.seconds for record in steps if record.skipped),
+        "again": repeated,
+        "saves": sum(event.seconds for event in events if event.kind == "save"),
+        "detection": sum(event.detection for event in events if event.kind == "fault"),
+        "recovery": sum(event.seconds - _step(event, steps) for event in events if event.kind == "recovery"),
+    }
+    useful = sum(record.seconds for record in steps if not record.skipped) - terms["data"]
+    whole = useful + sum(terms.values())
+    return Goodput(share=useful / whole if whole > 0 else 1.0, useful=useful, **terms)
+
+
+def _step(event: Event, steps: Sequence[StepRecord]) -> float:
+    """Seconds of the step that ended a recovery, which is useful."""
+    return min(event.seconds, next((record.seconds for record in steps if record.step == event.step + event.lost + 1), 0.0))
+
+
+def goodput_text(found: Goodput) -> str:
+    """One line: the share, then every term that is there.
+
+    >>> goodput_text(Goodput(share=0.9, useful=90, saves=4, recovery=6))
+    '90.0% useful; saves 4.00 s, recovery 6.00 s'
+    """
+    names = {"data": "waiting for data", "skipped": "skipped steps", "again": "steps run again", "detection": "noticing hangs"}
+    terms = [
+        f"{names.get(name, name)} {show_seconds(getattr(found, name))}"
+        for name in Goodput.model_fields
+        if name not in ("share", "useful") and getattr(found, name) > 0
+    ]
+    return f"{found.share:.1%} useful" + (f"; {', '.join(terms)}" if terms else "")
+
+
+def faults_text(events: Sequence[Event]) -> str:
+    """A table of what broke and how the run went on; empty when nothing did."""
+    rows: list[tuple[str, ...]] = []
+    for event in events:
+        if event.kind in ("fault", "verdict", "spike", "divergence"):
+            noticed = show_seconds(event.detection) if event.detection else ""
+            who = "" if event.rank is None else str(event.rank)
+            rows.append((str(event.step), who, event.phase, event.cause.partition(":")[0] or event.kind, noticed, "", ""))
+        elif event.kind == "resize":
+            rows.append((str(event.step), "", "", event.cause, "", "", ""))
+        elif event.kind == "recovery" and rows:
+            rows[-1] = (*rows[-1][:5], f"{show_seconds(event.seconds)} from {event.source or 'the beginning'}", str(event.lost))
+    if not rows:
+        return ""
+    more = [(f"... {len(rows) - MOST} before", *[""] * 6)] if len(rows) > MOST else []
+    return columns([("step", "rank", "in", "what broke", "noticed after", "recovered in", "steps again"), *more, *rows[-MOST:]], "  ")

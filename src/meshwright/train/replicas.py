@@ -1,0 +1,107 @@
+"""Copies of the same state on several ranks, compared by digest: a bit that flipped in one of them is found, voted out, and mended in place.
+
+Rule: ranks that hold the same states (and at ZeRO 1 and 2 the same whole weights) tell each other one digest each. Where they differ the most
+frequent one is right, if more than half have it; the others take the tensors from its first holder, byte for byte. Without a majority
+nobody can say which is right: the run ends, and the last checkpoint that was saved while they agreed is what to go on from. What is held
+once (the shards of ZeRO with one replica) has nothing to be compared with.
+Source: the loss of silent data corruption in Dixit et al., Silent Data Corruptions at Scale, 2021, for the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from meshwright.base.errors import MeshwrightError
+from meshwright.checkpoint.shard import raw
+from meshwright.parallel.exchange import all_reduce
+from meshwright.parallel.group import Group
+from meshwright.train.keep import ranks_of
+from meshwright.train.trainer import Trainer
+
+
+class Diverged(MeshwrightError):
+    """Copies of one state differ and there is no majority."""
+
+
+class Mended(NamedTuple):
+    """`ranks` held a wrong copy of `what` and have a right one now."""
+
+    what: str
+    ranks: tuple[int, ...]
+
+
+class _Held(NamedTuple):
+    what: str
+    group: Group
+    tensors: list[torch.Tensor]
+
+    @property
+    def key(self) -> str:
+        return f"{self.what} of ranks {', '.join(map(str, self.group.ranks))}"
+
+
+def compare(trainer: Trainer) -> list[Mended]:
+    """Between two steps, on every rank. Raises Diverged on all of them."""
+    trainer.engine.zero.settle()
+    held = list(_held(trainer))
+    ranks = ranks_of(trainer.mesh)
+    answers = [json.loads(text) for text in ranks.share(json.dumps({each.key: _digest(each.tensors) for each in held}))]
+    votes: dict[str, dict[int, str]] = defaultdict(dict)
+    for rank, answer in enumerate(answers):
+        for key, digest in answer.items():
+            votes[key][rank] = digest
+    mended = []
+    for key, by_rank in sorted(votes.items()):
+        (right, count), *_ = Counter(by_rank.values()).most_common(1)
+        wrong = tuple(rank for rank, digest in by_rank.items() if digest != right)
+        if not wrong:
+            continue
+        if 2 * count <= len(by_rank):
+            raise Diverged(
+                f"the {key} differ after step {trainer.steps} and there is no majority to say which is right: "
+                "a bit has flipped; the same command goes on from the last checkpoint"
+            )
+        mended.append(Mended(key, wrong))
+        mine = next((each for each in held if each.key == key), None)
+        if mine is not None:
+            source = next(rank for rank, digest in by_rank.items() if digest == right)
+            _mend(mine, trainer.mesh.rank in wrong, trainer.mesh.rank == source)
+    if mended:
+        for unit in trainer.engine.zero.units:
+            unit.write_back()
+    return mended
+
+
+def _held(trainer: Trainer) -> Iterator[_Held]:
+    """What this rank has alike with others: masters and states by who holds the same, and whole weights that shards were gathered into."""
+    units = trainer.engine.zero.units
+    for sharing in {id(unit.sharing): unit.sharing for unit in units}.values():
+        own = [unit for unit in units if unit.sharing is sharing]
+        if sharing.copy_group is not None:
+            states = [tensor for unit in own for tensor in (unit.master.flat, *unit.master.states(trainer.optimizer).values())]
+            yield _Held("states", sharing.copy_group, states)
+        if sharing.shard_group is not None and trainer.plan.zero < 3:
+            yield _Held("weights", sharing.shard_group, [unit.weights for unit in own])
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(raw(tensor))
+    return digest.hexdigest()
+
+
+def _mend(held: _Held, wrong: bool, source: bool) -> None:
+    """Every rank of the group takes part; the bytes of all but the source count as zero."""
+    for tensor in held.tensors:
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        bytes_ = flat.clone() if source else torch.zeros_like(flat)
+        all_reduce(bytes_, held.group).wait()
+        if wrong:
+            flat.copy_(bytes_)
