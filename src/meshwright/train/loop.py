@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from meshwright.base.codec import build
-from meshwright.base.errors import Interrupted
+from meshwright.base.errors import InputError, Interrupted
 from meshwright.base.lines import Message
 from meshwright.base.pulse import Phase, Pulse, Word, opened
 from meshwright.base.units import show_count
@@ -105,7 +105,9 @@ class Loop:
 
     def run(self) -> int:
         self.pulse.at(Phase.restore)
-        began = self._resume()
+        start = time.perf_counter()
+        began = self.keeping.resume()
+        self.spent["restore"] = time.perf_counter() - start
         self._check()
         self._say(
             "begin", step=began, steps=self.steps, data=self.dataset.describe(), parameters=self.parameters,
@@ -139,12 +141,6 @@ class Loop:
         self._say("done", step=self.steps)
         return 0
 
-    def _resume(self) -> int:
-        began = time.perf_counter()
-        step = self.keeping.resume()
-        self.spent["restore"] = time.perf_counter() - began
-        return step
-
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
@@ -172,6 +168,7 @@ class Loop:
                 start = time.perf_counter() - batches.waited
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
                 watched = self.device.type == "cpu" and step - launched == min(WATCHED, self.steps - launched - 1)
+                watched = watched and self.keeping.source != "memory"  # once a run: it takes time
                 with watching() if watched else nullcontext() as watch:
                     record = self.trainer.step(Share(batch, self.loader.labels_per_step))
                 held = sum(value for kind, value in record.memory.items())
@@ -183,22 +180,15 @@ class Loop:
                 seconds = time.perf_counter() - start
                 record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds})
                 if self.trainer.mesh.world is not None and self._due(step + 1, self.launch.run.compare_every):
-                    self._compare()
+                    self.pulse.at(Phase.compare)
+                    for mended in compare(self.trainer):
+                        self._say("divergence", line=mended.line, rank=mended.ranks[0], step=self.trainer.steps)
                 self.keeping.copy(record)
                 asked = (float(bool(self.channel.stop)), *self.keeping.flags)
                 record, (stop, *flags), phases = agree(record, asked, self.control)
                 self.stopping = stop > 0
                 self.keeping.agreed(record, flags)
                 yield record, phases
-
-    def _compare(self) -> None:
-        """Copies of the same state on several ranks are the same, or are mended."""
-        self.pulse.at(Phase.compare)
-        for what, wrong in compare(self.trainer):
-            line = (
-                f"step {self.trainer.steps}: the {what} differed; rank {', '.join(map(str, wrong))} held wrong ones and has right ones now"
-            )
-            self._say("divergence", line=line, rank=wrong[0], step=self.trainer.steps)
 
     def _awaited(self, batches: Iterator[list[Batch]], began: int) -> Iterator[list[Batch]]:
         """The batches, with a sign of life before each wait."""

@@ -34,6 +34,12 @@ class Mended(NamedTuple):
 
     what: str
     ranks: tuple[int, ...]
+    step: int
+
+    @property
+    def line(self) -> str:
+        who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        return f"step {self.step}: the {self.what} differed: {who} held wrong ones and has right ones now"
 
 
 class _Held(NamedTuple):
@@ -67,7 +73,7 @@ def compare(trainer: Trainer) -> list[Mended]:
                 f"the {key} differ after step {trainer.steps} and there is no majority to say which is right: "
                 "a bit has flipped; the same command goes on from the last checkpoint"
             )
-        mended.append(Mended(key, wrong))
+        mended.append(Mended(key, wrong, trainer.steps))
         mine = next((each for each in held if each.key == key), None)
         if mine is not None:
             source = next(rank for rank, digest in by_rank.items() if digest == right)
