@@ -15,6 +15,7 @@ from mixtures import MIXTURES
 from test_cost_states import held
 
 from meshwright.base.errors import InputError
+from meshwright.models.registry import build
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.rules import world_faults
 from meshwright.spec.runs import missing
@@ -227,4 +228,44 @@ def frozen_gradients(plan: str, part: str) -> dict[str, torch.Tensor] | None:
     """On every rank: the first full gradients (rank 0)."""
     trainer = parallelize(frozen_model(part), make_optimizer, plan, precision="fp64", anatomy=anatomy_of("gpt-oss"))
     gradients: dict[str, torch.Tensor] | None = trainer.gradients(make_batch("gpt-oss", 0))[2]
+    return gradients
+
+
+SIX = {
+    "kind": "decoder",
+    "layers": 2,
+    "hidden": 24,
+    "heads": 6,
+    "kv_heads": 6,
+    "ffn": 12,
+    "vocab": 96,
+    "seq": 32,
+    "experts": 6,
+    "top_k": 2,
+    "moe_ffn": 12,
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["dp3.ep3.z2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("tp3.ep3", "dp3.tp2.ep6.z3", "pp2.dp3.ep3.z1", "dp6.ep3.z3"))],
+)
+def test_three_and_six_ranks_share_six_experts(ranks: Any, plan: str) -> None:
+    model, batch = six_model().double(), make_batch("mixture", 0, rows=12)
+    loss_of(model, "mixture", batch)[0].backward()
+    gradients = ranks.run(parse_plan(plan).world, six_gradients, plan)[0]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and difference(gradients[name], parameter.grad) < 1e-10, name
+
+
+def six_model() -> Any:
+    torch.manual_seed(0)
+    return build(SIX)
+
+
+def six_gradients(plan: str) -> dict[str, torch.Tensor] | None:
+    """On every rank: the first full gradients (rank 0)."""
+    gradients: dict[str, torch.Tensor] | None = parallelize(six_model(), make_optimizer, plan, precision="fp64").gradients(
+        make_batch("mixture", 0, rows=12)
+    )[2]
     return gradients
