@@ -4,6 +4,7 @@
 #   make train       train the default model on this machine (ARGS="--steps 50" hands options on)
 #   make test        checks and tests          make check   lint, format, types, architecture
 #   make soak        the long sweeps (hours)   make bench   speed against plain PyTorch
+#   make bench-cluster  regret on emulated clusters (Linux, root)
 #                    MESHWRIGHT_SOAK=2/8 runs the second of eight parts of its plans
 #   make docs        write the command pages   make gpu-check   one CUDA device: train, speed, memory against the estimate
 #   make lock        renew the lock file       make clean   remove what was built, .venv too
@@ -20,7 +21,7 @@ READY  := .venv/ready-$(shell { echo $(TORCH) "$(PYTHON)" "$(CURDIR)"; cat $(LOC
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test check soak bench docs gpu-check lock setup clean
+.PHONY: train test check soak bench bench-cluster docs gpu-check lock setup clean
 .SILENT:
 
 train: $(READY)
@@ -37,6 +38,9 @@ check: $(READY)
 
 soak: $(READY)
 	$(PYTEST) -m soak $(ARGS)
+
+bench-cluster: $(READY)
+	$(BIN)/python -m bench.cluster $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m bench $(ARGS)

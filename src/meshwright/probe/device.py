@@ -24,8 +24,8 @@ SLOW = 0.03
 """Seconds of one product above which no larger one is tried."""
 
 TRIES, BURST, WINDOW = 5, 0.01, 0.25
-CORE_STREAM, CARD_STREAM = 16 * 2**20, 2**30
-"""Bytes of one tensor of the stream: what a layer's element-wise work reads and writes between two uses of the same value."""
+CORE_STREAM, CARD_STREAM, ROW = 2**23, 2**30, 2**10
+"""Bytes of one tensor of element-wise work, and numbers in a row of it."""
 
 STORED = 16 * 2**20
 
@@ -85,11 +85,17 @@ def trained(device: torch.device) -> float:
 
 
 def stream(device: torch.device) -> float:
-    """Bytes/s that a sum of two tensors reads and writes."""
+    """Bytes/s of element-wise work: a sum, a SiLU and a softmax, read and written. On cores an exponential costs more than the memory."""
     size = CARD_STREAM if device.type == "cuda" else CORE_STREAM
-    first = torch.ones(size // 4, device=device)
-    second, out = torch.ones_like(first), torch.empty_like(first)
-    return 3.0 * size / best(lambda: torch.add(first, second, out=out), device)
+    first = torch.ones(size // 4 // ROW, ROW, device=device)
+    second = torch.ones_like(first)
+
+    def work() -> None:
+        torch.add(first, second)
+        torch.nn.functional.silu(first)
+        torch.softmax(first, -1)
+
+    return 7.0 * size / best(work, device)
 
 
 def attention(device: torch.device) -> float:
