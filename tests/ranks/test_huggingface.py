@@ -56,6 +56,14 @@ STARTS = [
 ]  # fmt: skip
 
 
+RARE = {("llama", "dp2"), ("llama", "dp2.tp2.z1"), ("gpt2", "dp2.z2"), ("llama", "dp2.z3.rc-layer"), ("llama", "tp2"), ("mixtral", "pp2")}
+"""What the others cover too: only the soak runs it."""
+
+
+def sample(pairs: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(*pair, marks=pytest.mark.soak) if pair in RARE else pair for pair in pairs]
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model of each family as `save_pretrained` leaves it, in several files with an index."""
@@ -136,7 +144,7 @@ def precision_of(name: str) -> str:
     return "fp32" if name == "mixtral" else "fp64"
 
 
-@pytest.mark.parametrize(("name", "plan"), STARTS)
+@pytest.mark.parametrize(("name", "plan"), sample(STARTS))
 def test_a_start_from_weights_that_no_rank_holds_whole_trains_what_one_device_trains(
     ranks: Any, folders: dict[str, Path], name: str, plan: str
 ) -> None:
@@ -300,7 +308,7 @@ def expected_adapters(name: str, folder: str) -> dict[str, Any]:
     return by_itself(adapted(type(FAMILIES[name]()).from_pretrained(folder, dtype=torch.float64)).train(), 2)
 
 
-@pytest.mark.parametrize(("name", "plan"), ADAPTED)
+@pytest.mark.parametrize(("name", "plan"), sample(ADAPTED))
 def test_adapters_train_as_on_one_device_and_nothing_else_does(ranks: Any, folders: dict[str, Path], name: str, plan: str) -> None:
     folder = str(folders[name])
     expected = expected_adapters(name, folder)
