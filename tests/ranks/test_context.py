@@ -46,7 +46,7 @@ def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float64(ranks:
     equality.check(alone(model, "fp64"), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp64", 2), "fp64")
 
 
-@pytest.mark.parametrize(("model", "plan"), [*SAMPLE[::5], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
+@pytest.mark.parametrize(("model", "plan"), [*SAMPLE[:1], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
 def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float32(ranks: Any, model: str, plan: str) -> None:
     equality.check(alone(model, "fp32"), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp32", 2), "fp32")
 
@@ -176,12 +176,12 @@ def compare(ranks: Any, name: str, plan: str, length: int, shared: bool = True) 
 # --- what only context ranks do -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plan", "length"), [("cp3", 24), ("cp3.z1", 12), ("cp4.ulysses", 16), ("tp2.cp2.ulysses", 16)])
+@pytest.mark.parametrize(("plan", "length"), [("cp3.z1", 12), ("cp4.ulysses", 16)])
 def test_three_ranks_and_key_value_heads_fewer_than_ranks_are_exact(ranks: Any, plan: str, length: int) -> None:
     compare(ranks, "grouped", plan, length)
 
 
-@pytest.mark.parametrize("plan", ["cp2.z1", "cp3", "cp2.ulysses"])
+@pytest.mark.parametrize("plan", ["cp3", "cp2.ulysses"])
 def test_messages_go_round_where_ranks_share_no_memory(ranks: Any, plan: str) -> None:
     compare(ranks, "grouped", plan, 24, shared=False)
 

@@ -25,6 +25,7 @@ PLANS = (
     "pp2.gpipe",
     "dp2.tp2.z3.rc-layer",
     "dp2.pp2.z2",
+    "dp2.cp2.z3.mb4",
 )
 
 
