@@ -84,7 +84,7 @@ class Survey:
             needs = f"{self.fastest.plan.name}: needs {show_bytes(self.fastest.reserved)} of the {limit} that a rank can take"
             self.space.refuse(DOES_NOT_FIT, self.unfit, needs)
         if self.ranking.best:
-            shown = f"than {self.ranking.best[-1].plan.name}, by a bound below their time"
+            shown = f"than {self.ranking.best[-1].plan.name}, by their time or a bound below it"
             self.space.refuse(SLOWER, legal - self.priced, shown)
 
     def _floor(self, box: Box) -> Array:

@@ -64,7 +64,6 @@ LINES = {
     "pins {} fix {} twice": "固定项 {0} 两次固定了 {1}",
     "{}: Plan has no field {}{}": "{0}：Plan 没有字段 {1}{2}",
     "{}: needs {} of the {} that a rank can take": "{0}：需要 {1}，而一个 rank 可用 {2}",
-    "than {}, by a bound below their time": "慢于 {0}，由低于其时间的下界得知",
     "than {}, by their time or a bound below it": "慢于 {0}，由其时间或低于它的下界得知",
     "unlike devices ({}): every rank is taken as the slowest ({}) with the smallest memory": "设备不同（{0}）：每个 rank 都按最慢的（{1}）和最小的显存计算",
     "the devices of {} are left out": "不使用 {0} 的设备",
