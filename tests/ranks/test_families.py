@@ -119,6 +119,17 @@ REFUSED = {
 """Family and part of the plan: what the refusal says."""
 
 
+IN_PART = {"stablelm-norm": 2, "olmo2": 2, "codegen": 2, "deberta": 2, "albert": 2, "mamba": 0, "t5": 10}
+"""Regions of two blocks where they are not the attention and the feed-forward of each; T5 has two stacks, one of them with two attentions."""
+
+
+def test_every_family_is_cut_at_attention_and_feed_forward_or_says_what_stays_whole() -> None:
+    for name in FAMILIES:
+        found = anatomy_of(name)
+        assert len(found.regions) == IN_PART.get(name, 4), (name, found.understood)
+        assert any("stay whole" in line for line in found.understood) == (name in IN_PART and name not in ("t5", "albert")), name
+
+
 def run_pair(ranks: Any, name: str, plan: str) -> tuple[float, float] | str:
     results = ranks.run(parse_plan(plan).world, under_plan, name, plan)
     if isinstance(results[0], str):

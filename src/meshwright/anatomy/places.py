@@ -90,7 +90,10 @@ def _reshaped(share: Share, before: torch.Tensor, after: torch.Tensor) -> Share:
     size = before.shape[share.dims[0]] // share.inner
     run = list(share.dims) == list(range(share.dims[0], share.dims[0] + len(share.dims)))
     length = math.prod(before.shape[dim] for dim in share.dims) // share.inner if run else size
-    first = next((dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead), None)
+    if after.shape == before.shape:
+        return share
+    begins = [dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead]
+    first = next((dim for dim in begins if dim or after.shape[0] > 1), None)  # one head has a dimension; a row of one is none
     if first is None:
         outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)
         inner, rest = divmod(ahead, math.prod(after.shape[:outer]))
