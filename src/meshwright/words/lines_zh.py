@@ -48,6 +48,11 @@ LINES = {
     "interleaved: {} micro-batches are not a multiple of pp({}); a batch of {} sequences or a multiple of it would be": "interleaved：{0} 个微批不是 pp({1}) 的倍数；批量取 {2} 个序列或它的倍数就可以",
     "dualpipev: {} micro-batches are fewer than 2 * pp({}) = {}; zbv takes any number": "dualpipev：{0} 个微批少于 2 * pp({1}) = {2}；zbv 接受任意数目",
     "its actions order {} micro-batches, batch {} / (dp({}) * micro_batch({})) is {}": "它的动作排了 {0} 个微批，而批量 {1} / (dp({2}) * micro_batch({3})) 是 {4}",
+    "ulysses: cp({}) * tp({}) = {} does not divide heads({})": "ulysses：cp({0}) * tp({1}) = {2} 除不尽 heads({3})",
+    "lora.target {} is no layer of {}; its blocks have {}": "lora.target {0} 不是 {1} 的层；它的块有 {2}",
+    "--lora {} is not one of rank=8, alpha=16, target=q_proj+v_proj{}": "--lora {0} 不是 rank=8、alpha=16、target=q_proj+v_proj 之一{1}",
+    "--lora {}={} is not a number": "--lora {0}={1} 不是数",
+    "{}: {} stages on {} pipeline ranks; every rank holds as many": "{0}：{2} 个流水线 rank 上有 {1} 级；每个 rank 的级数要一样多",
     # --- search
     "no plan is legal: {}": "没有合法的方案：{0}",
     "{} ({} plan)": "{0}（{1} 个方案）",
