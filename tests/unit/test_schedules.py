@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.errors import InputError
+from meshwright.intake.plans import parse_pins
 from meshwright.schedules import Action, Kind, Playback, check, in_flight, messages, names, orders, owners, play
 from meshwright.schedules.action import parse_action
 from meshwright.schedules.table import read_table, shape_of
-from meshwright.spec.plan import Schedule, lies_as_v, rank_of
+from meshwright.spec.plan import Plan, Schedule, lies_as_v, parse_plan, rank_of
 
 
 def actions(text: str) -> list[Action]:
@@ -303,3 +306,18 @@ def test_a_table_of_four_thousand_actions_keeps_the_formula_of_the_bubble() -> N
     table = orders("1f1b", 16, 1, 128)
     assert sum(len(order) for order in table) == 2 * 16 * 128
     assert play(table, [1.0] * 16, [2.0] * 16).bubble == pytest.approx(15 / 143)
+
+
+def test_a_file_of_actions_is_a_pin_of_schedule_ranks_and_stages_and_a_wrong_one_is_one_line(tmp_path: Path) -> None:
+    right, wrong = tmp_path / "right.csv", tmp_path / "wrong.csv"
+    right.write_text("\n".join(",".join(map(str, order)) for order in orders("zbv", 2, 2, 4)))
+    wrong.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0")
+    pins = parse_pins(f"schedule={right}")
+    assert (pins["schedule"], pins["pp"], pins["virtual_stages"]) == (Schedule.actions, 2, 2)
+    plan = Plan(**pins)
+    assert plan.name.startswith("pp2.actions-")
+    assert [plan.rank_of(stage) for stage in range(4)] == [0, 1, 1, 0]
+    with pytest.raises(InputError, match=r"wrong.csv: pipeline action 1B1 is missing on pipeline rank 1"):
+        parse_pins(f"schedule={wrong}")
+    with pytest.raises(InputError, match="the actions behind 'actions-1a2b3c4d' stand in a plan's file"):
+        parse_plan("pp2.actions-1a2b3c4d")
