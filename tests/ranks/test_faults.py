@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -49,10 +50,10 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
         yield made
 
 
-def launch(text: Path, folder: Path, plan: str, **run: Any) -> Launch:
+def launch(text: Path, folder: Path, plan: str, steps: int = STEPS, **run: Any) -> Launch:
     return Launch(
         model={"name": "llama-tiny", "sizes": SIZES},
-        workload={"sequence": 32, "batch": 8, "steps": STEPS, "precision": "fp32", "optimizer": {"lr": 1e-2, "warmup": 5}},
+        workload={"sequence": 32, "batch": 8, "steps": steps, "precision": "fp32", "optimizer": {"lr": 1e-2, "warmup": 5}},
         data={"source": str(text), "tokenizer": "bytes", "held_out": 0.1},
         plan=parse_plan(plan),
         run={"folder": str(folder), "checkpoint_every": 0, "evaluate_every": 0, "tensorboard": False, **run},
@@ -82,10 +83,10 @@ def train(
     Supervisor(work_of(work, faults, pause), hear, said.append, generation=next(FIRST), care=care, lent=nursery).run()
 
 
-def state(folder: Path) -> dict[str, bytes]:
+def state(folder: Path, step: int = STEPS) -> dict[str, bytes]:
     """Every byte that the ranks saved at the end: weights, optimizer, random states."""
     saved: dict[str, bytes] = {}
-    for file in sorted((folder / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors")):
+    for file in sorted((folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")):
         with safe_open(file, "numpy") as tensors:
             saved |= {f"{file.name}: {name}": tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
     return saved
@@ -100,9 +101,9 @@ def events(folder: Path, saves: bool = False) -> list[Event]:
     return [event for event in found if (event.kind == "save") == saves]
 
 
-def random_faults(count: int, world: int, how: list[str], seed: int) -> list[dict[str, Any]]:
+def random_faults(count: int, world: int, how: list[str], seed: int, last: int = STEPS) -> list[dict[str, Any]]:
     chance = random.Random(seed)
-    steps = sorted(chance.sample(range(2, STEPS), count))
+    steps = sorted(chance.sample(range(2, last), count))
     phases = ["data", "backward", "reduce", "agree", "update"]
     return [
         {"rank": chance.randrange(world), "step": step, "phase": chance.choice(phases), "how": chance.choice(how), "delay": delay}
@@ -127,6 +128,14 @@ def test_ranks_killed_anywhere_cost_no_step_and_no_bit(nursery: Nursery, tmp_pat
     assert state(tmp_path / "broken") == state(tmp_path / "whole") != {}
 
 
+def test_all_ranks_killed_at_once_lose_nothing_either(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    work = launch(text, tmp_path / "run", "dp4.z3")
+    train(nursery, work, [{"rank": rank, "step": 6, "phase": "backward", "how": "SIGKILL"} for rank in range(4)])
+    *_, recovery = events(tmp_path / "run")
+    assert recovery.source == "memory" and recovery.lost == 0
+    assert sorted(losses(tmp_path / "run")) == list(range(STEPS + 1))
+
+
 def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(nursery: Nursery, tmp_path: Path, text: Path) -> None:
     work = launch(text, tmp_path / "run", "dp2.z1")
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .*ValueError: hidden 100 is not divisible") as caught:
@@ -135,7 +144,7 @@ def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(nur
     assert [event.kind for event in events(tmp_path / "run")] == ["fault", "verdict"]
 
 
-@pytest.mark.parametrize("how", ["SIGSTOP", "livelock", "lock"])
+@pytest.mark.parametrize("how", ["SIGSTOP", "livelock", pytest.param("lock", marks=pytest.mark.soak)])
 def test_who_hangs_is_named_not_who_waits_and_the_run_goes_on(nursery: Nursery, tmp_path: Path, text: Path, how: str) -> None:
     work = launch(text, tmp_path / "run", "dp2.tp2.z1")
     phase = {"SIGSTOP": "backward", "livelock": "data", "lock": "update"}[how]
@@ -206,3 +215,42 @@ def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_righ
     work = launch(text, tmp_path / "run", "dp2.mb4", compare_every=4)
     with pytest.raises(MeshwrightError, match="the states of ranks 0, 1 differ after step 8 and there is no majority"):
         train(nursery, work, [{"rank": 1, "step": 7, "phase": "backward", "how": "flip"}])
+
+
+TABLE = Path(__file__).parents[2] / "bench" / "results" / "faults.md"
+KINDS = {"killed": ["SIGKILL"], "crashed": ["SIGSEGV", "SIGABRT", "exit"], "frozen": ["SIGSTOP"], "hung": ["livelock", "lock"]}
+FAULTS, LONG = 20, 80
+
+
+@pytest.mark.soak
+def test_twenty_faults_of_each_kind_under_every_kind_of_plan_lose_nothing(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    rows = []
+    for plan in PLANS:
+        world = parse_plan(plan).world
+        whole = launch(text, tmp_path / f"{plan}-whole", plan, LONG)
+        train(nursery, whole, [])
+        for kind, how in KINDS.items():
+            folder = tmp_path / f"{plan}-{kind}"
+            faults = random_faults(FAULTS, world, how, seed=len(rows), last=LONG)
+            train(nursery, launch(text, folder, plan, LONG), faults)
+            found = events(folder)
+            broken = [event for event in found if event.kind == "fault"]
+            healed = [event for event in found if event.kind == "recovery"]
+            named = sum(
+                any(event.step in (fault["step"], fault["step"] + 1) and event.rank == fault["rank"] for event in broken)
+                for fault in faults
+            )
+            same = state(folder, LONG) == state(tmp_path / f"{plan}-whole", LONG) != {} and losses(folder) == losses(
+                tmp_path / f"{plan}-whole"
+            )
+            silence, seconds = ([getattr(event, name) for event in held] for held, name in ((broken, "detection"), (healed, "seconds")))
+            rows.append(
+                f"| {plan} | {kind} | {len(faults)} | {named} | {sum(event.lost for event in healed)} | {'equal' if same else 'DIFFERENT'} "
+                f"| {median(silence):.2f} | {median(seconds):.2f} | {max(seconds):.2f} |"
+            )
+            TABLE.write_text(
+                "# Faults in real runs\n\nSeconds on the machine that ran this, whatever else ran on it: silence before a hang was noticed, and from the decision "
+                "to the end of the next new step.\n\n| plan | fault | injected | culprit named | steps lost | final state | silence (median) | recovery "
+                "(median) | (largest) |\n|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+            )
+            assert same and len(healed) == len(broken) and not any(event.lost for event in healed), rows[-1]
