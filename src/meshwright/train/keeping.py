@@ -166,7 +166,7 @@ def daly(save: float, failures: float) -> float:
     no more often than a save is under way AT_MOST of the time. Source: Daly, A higher order estimate of the optimum checkpoint interval, FGCS 2006.
 
     >>> round(daly(60.0, 3.09 * 3600)), round(daly(1.0, 100.0), 1)
-    (1116, 13.4)
+    (1116, 13.5)
     """
     if save >= 2 * failures:
         return failures
