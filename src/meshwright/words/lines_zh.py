@@ -30,7 +30,6 @@ LINES = {
     "ep({}) does not divide dp_shard({}) * cp({}) * tp({}) = {}": "ep({0}) 除不尽 dp_shard({1}) * cp({2}) * tp({3}) = {4}",
     "tp({}): no rule shards the layers of this model; use tp 1": "tp({0})：没有规则能切分这个模型的层；用 tp 1",
     "ep({}): the model has no experts; use ep 1": "ep({0})：模型没有专家；用 ep 1",
-    "ulysses: cp({}) * tp({}) = {} does not divide {}({})": "ulysses：cp({0}) * tp({1}) = {2} 除不尽 {3}({4})",
     "off-{}: the cluster names no host_bandwidth between its devices and their hosts": "off-{0}：集群没有写出设备与主机之间的 host_bandwidth",
     "layers_per_stage {} sums to {}, the model has {} blocks": "layers_per_stage {0} 之和是 {1}，而模型有 {2} 个块",
     "shares: {} but the batch is {}": "shares：{0}，而批量是 {1}",
