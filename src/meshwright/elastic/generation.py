@@ -102,8 +102,8 @@ class Generation:
         while self.living and not nursery.ended and time.monotonic() < end:
             for event in nursery.events(0.05):
                 other(event)
-                if event["event"] in ("started", "ended"):
-                    self.heed(event)
+                if event["event"] == "ended" and event["generation"] == self.number:
+                    self.living.pop(event["rank"], None)  # we killed it: no failure of its own
 
     @property
     def guilty(self) -> bool:
