@@ -63,7 +63,9 @@ def main() -> None:
             os.kill(victim, signal.SIGKILL)
             kills += 1
     same = digest(whole) == digest(killed)
-    print(f"{kills} ranks killed; weights and optimizer of both runs: {digest(whole)} and {digest(killed)}, {'equal' if same else 'DIFFERENT'}")
+    print(
+        f"{kills} ranks killed; weights and optimizer of both runs: {digest(whole)} and {digest(killed)}, {'equal' if same else 'DIFFERENT'}"
+    )
     sys.exit(training.returncode or not same)
 
 

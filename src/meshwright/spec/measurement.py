@@ -26,7 +26,9 @@ class Measured(Noun):
     host: str = Field(description="ranks of equal name read each other's memory, or are devices of one machine")
     name: str
     products: tuple[Product, ...]
-    trained: FlopsPerSecond = Field(default=0.0, description="rate of a layer's products forward and backward, fp32 on cores; 0: not measured")
+    trained: FlopsPerSecond = Field(
+        default=0.0, description="rate of a layer's products forward and backward, fp32 on cores; 0: not measured"
+    )
     bandwidth: BytesPerSecond = Field(description="of its memory, read and written by element-wise work")
     attention: FlopsPerSecond = Field(default=0.0, description="rate of fused attention in fp32; 0: not measured")
     share: float = Field(default=1.0, gt=0)
