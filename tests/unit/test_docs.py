@@ -196,11 +196,12 @@ def test_the_training_that_the_pages_show_runs(language: str, text: str, code: i
 @pytest.mark.parametrize("example", EXAMPLES, ids=names)
 def test_an_example_compiles_and_says_how_it_is_started(example: Path) -> None:
     tree = ast.parse(example.read_text(encoding="utf-8"), example.name)
-    assert f"torchrun --nproc-per-node 2 examples/{example.name}" in (ast.get_docstring(tree) or "")
+    said = ast.get_docstring(tree) or ""
+    assert any(f"    {start} examples/{example.name}" in said for start in ("torchrun --nproc-per-node 2", "python"))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("example", EXAMPLES, ids=names)
+@pytest.mark.parametrize("example", [each for each in EXAMPLES if "torchrun" in each.read_text(encoding="utf-8")], ids=names)
 def test_an_example_trains_under_torchrun_as_its_text_says(example: Path) -> None:
     lines = re.findall(r"^    (torchrun .*)$", ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or "", re.MULTILINE)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
