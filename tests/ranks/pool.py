@@ -121,6 +121,7 @@ def _serve(rank: int, pipe: Connection, inherited: list[Connection]) -> None:
     for other in inherited:  # else a rank would keep its sisters' pipes open and none would see the end
         other.close()
     torch.set_num_threads(1)
+    gc.freeze()  # what was there at the fork stays: a collection after every test looks only at what the test made
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
         try:

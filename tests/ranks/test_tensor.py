@@ -173,9 +173,16 @@ def compare(name: str, dtype: torch.dtype, sequence_parallel: bool) -> tuple[flo
     return abs(loss.item() / reference.item() - 1), differences[worst], worst
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+WAYS = [(2, False), (2, True), (4, False), (4, True)]
+EVERY = [
+    pytest.param(name, *way, marks=() if place == at % len(WAYS) else pytest.mark.soak)
+    for at, name in enumerate(MODELS)
+    for place, way in enumerate(WAYS)
+]
+"""Every model in one way each time, in turn; in all of them in the soak."""
+
+
+@pytest.mark.parametrize(("name", "world", "sequence_parallel"), EVERY)
 def test_loss_and_every_gradient_are_those_of_one_device(ranks: Pool, name: str, world: int, sequence_parallel: bool) -> None:
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         for loss, gradient, worst in ranks.run(world, compare, name, dtype, sequence_parallel):
@@ -393,7 +400,7 @@ def vocabulary_loss(width: int, dtype: torch.dtype, spread: float) -> tuple[floa
     return abs(loss.item() / wanted.item() - 1), gradient.item()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("width", "spread"), [(32, 1.0), (67, 1.0), (67, 300.0), (5, 1.0)])
 def test_the_vocabulary_parallel_loss_is_cross_entropy_also_for_uneven_shares_and_huge_logits(
     ranks: Pool, world: int, width: int, spread: float
