@@ -1,6 +1,7 @@
 """Text from a trained model, under any plan: the whole weights meet on rank 0, which runs the plain model. Token by token, no cache.
 
-Rule: temperature 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature) over the `top` likeliest.
+Rule: temperature 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature) over the `top` likeliest, after those
+of the last RECENT tokens were made less likely by PENALTY: small models else repeat themselves (Keskar et al., CTRL, arXiv 1909.05858).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from meshwright.base.units import show_bytes
 from meshwright.data.tokens import Tokenizer
 from meshwright.parallel.objective import logits_of
 
+PENALTY = 1.1
+RECENT = 64
 LARGEST = 4 * 2**30  # bytes of weights that one host is asked to hold for a sample
 
 
@@ -30,6 +33,8 @@ def generate(
         if temperature == 0:
             ids.append(int(last.argmax()))
             continue
+        recent = torch.tensor(ids[-RECENT:]).unique()
+        last[recent] = torch.where(last[recent] > 0, last[recent] / PENALTY, last[recent] * PENALTY)
         values, places = last.topk(min(top, last.numel()))
         chosen = torch.multinomial(torch.softmax(values / temperature, -1), 1, generator=random)
         ids.append(int(places[chosen]))
