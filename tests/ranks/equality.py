@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from meshwright.anatomy import Anatomy, read
 from meshwright.models.registry import build
-from meshwright.train.trainer import parallelize
+from meshwright.train.trainer import Trainer, parallelize
 
 ROWS, SEQUENCE, VOCABULARY = 8, 16, 96
 SIZES = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": VOCABULARY, "seq": 32}
@@ -83,9 +83,17 @@ def anatomy_of(name: str) -> Anatomy:
 
 def train(name: str, plan: str, precision: str, steps: int, clip: float | None = 1.0) -> dict[str, Any]:
     """On every rank: losses and norms of `steps` steps, the first full gradients and the last weights (rank 0)."""
-    trainer = parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=clip, anatomy=anatomy_of(name))
+    return measured(
+        parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=clip, anatomy=anatomy_of(name)), name, steps
+    )
+
+
+def measured(trainer: Trainer, name: str, steps: int, save: str = "") -> dict[str, Any]:
+    """What `train` returns, of a trainer that is there; saved after the steps where `save` names a folder."""
     loss, tokens, gradients = trainer.gradients(make_batch(name, 0))
     records = [trainer.step(make_batch(name, step)) for step in range(steps)]
+    if save:
+        trainer.save(save)
     return {
         "first": loss,
         "tokens": tokens,

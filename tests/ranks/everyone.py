@@ -1,10 +1,13 @@
-"""The group of all ranks of a test, as a mesh makes it: through shared memory, or over gloo where MESHWRIGHT_SHARED is 0."""
+"""The group of all ranks of a test, as a mesh makes it: through shared memory, or over gloo where MESHWRIGHT_SHARED is 0; and who counts its
+collectives there."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import make_mesh
@@ -25,3 +28,15 @@ def everyone(shared: bool = True) -> Group:
             os.environ[SWITCH] = before
     assert group is not None
     return group
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes to the process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.namespace == "c10d"
+        return function(*args, **(kwargs or {}))

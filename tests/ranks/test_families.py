@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from equality import check
-from everyone import everyone
+from everyone import Collectives, everyone
 from families import FAMILIES, batch_of, build_family, objective_of
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.anatomy import Anatomy, read
 from meshwright.base.errors import InputError
@@ -281,18 +280,6 @@ def test_batch_norm_over_parts_of_a_batch_is_refused_with_the_exact_way(ranks: A
         assert "bn1 is a batch norm" in said
         assert "use dp1 with the batch as one micro-batch" in said
         assert "\n" not in said
-
-
-class Collectives(TorchDispatchMode):
-    """Counts what goes to the process group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function.namespace == "c10d"
-        return function(*args, **(kwargs or {}))
 
 
 def count_collectives(name: str) -> tuple[int, int]:

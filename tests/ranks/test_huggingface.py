@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import check, make_batch, make_optimizer
+from equality import check, make_batch, make_optimizer, measured
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
@@ -86,23 +86,7 @@ def train(folder: str, plan: str, precision: str, steps: int, save: str = "") ->
     assert all(tensor.is_meta for tensor in model.parameters()) and not any(tensor.is_meta for tensor in model.buffers())
     trainer = parallelize(model, make_optimizer, plan, precision=precision, clip=1.0)
     trainer.load_weights(folder)
-    return measured(trainer, steps, save)
-
-
-def measured(trainer: Any, steps: int, save: str = "") -> dict[str, Any]:
-    loss, tokens, gradients = trainer.gradients(make_batch("model", 0))
-    records = [trainer.step(make_batch("model", step)) for step in range(steps)]
-    if save:
-        trainer.save(save)
-    return {
-        "first": loss,
-        "tokens": tokens,
-        "gradients": gradients,
-        "losses": [record.loss for record in records],
-        "norms": [record.gradient_norm for record in records],
-        "weights": trainer.full_state_dict(),
-        "evaluated": trainer.evaluate(make_batch("model", 99)),
-    }
+    return measured(trainer, "model", steps, save)
 
 
 def by_itself(model: nn.Module, steps: int) -> dict[str, Any]:
@@ -299,7 +283,7 @@ def adapted(model: nn.Module) -> nn.Module:
 def train_adapters(folder: str, plan: str, steps: int, save: str = "") -> dict[str, Any]:
     trainer = parallelize(adapted(start(folder)), make_optimizer, plan, precision="fp64", clip=1.0)
     trainer.load_weights(folder)
-    result = measured(trainer, steps, save)
+    result = measured(trainer, "model", steps, save)
     return {**result, "bytes": trainer.bytes()}
 
 

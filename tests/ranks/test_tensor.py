@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everyone import everyone
+from everyone import Collectives, everyone
 from pool import Pool
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import anatomy
@@ -188,18 +187,6 @@ def test_loss_and_every_gradient_are_those_of_one_device(ranks: Pool, name: str,
         for loss, gradient, worst in ranks.run(world, compare, name, dtype, sequence_parallel):
             assert loss < min(tolerance, 1e-6)
             assert gradient < tolerance, worst
-
-
-class Collectives(TorchDispatchMode):
-    """Counts what goes to the process group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function.namespace == "c10d"
-        return function(*args, **(kwargs or {}))
 
 
 def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int]]:

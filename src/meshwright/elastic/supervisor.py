@@ -16,23 +16,22 @@ generation reads the copies of the last one whatever their layout. The old copie
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.base.errors import Interrupted, MeshwrightError
 from meshwright.base.lines import Message
 from meshwright.base.pulse import Phase, Word
+from meshwright.base.signals import hearing
 from meshwright.elastic.failure import Failure, RankFailed, cause, culprit, last_lines, verdict
 from meshwright.elastic.generation import SCRIBE, Generation, Work
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.journal import Journal
 from meshwright.elastic.nursery import Nursery
 from meshwright.elastic.replan import asked
-from meshwright.elastic.trials import LEMON, Trials
+from meshwright.elastic.retries import LEMON, Retries
 from meshwright.elastic.watch import Watch
 
 __all__ = ["Supervisor", "Work"]
@@ -83,11 +82,11 @@ class Supervisor:
         """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
         self.work.logs.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self.work.folder, self.note)
-        self._trials = Trials(self.care.retries)
+        self._retries = Retries(self.care.retries)
         self._holdings = Holdings(self.work.world)
         self._nursery = self.lent or self._open_nursery()
         try:
-            with _signals(self._on_signal):
+            with hearing(self._on_signal):
                 if self.lent is None:
                     self._await_ready()
                 while True:
@@ -126,7 +125,7 @@ class Supervisor:
         """A generation from its start until it is done, fails, or is to be ended."""
         now = self._now = Generation(self.work, self.generation, self._hear)
         self._holdings.begin()
-        watch = Watch(self._holdings, self.care.patience * 2 ** max(0, self._trials.in_row - 1))
+        watch = Watch(self._holdings, self.care.patience * 2 ** max(0, self._retries.in_row - 1))
         now.start(self._nursery, self._holdings, (self._old or self._holdings).sources)
         while now.living and not self._killed:
             for event in self._nursery.events(TICK):
@@ -217,8 +216,8 @@ class Supervisor:
             first = culprit(list(now.failures.values()))
         if first.known or not self._begun or not self.care.retries:
             return False
-        self._why = self._trials.count(first, self._journal.last)
-        lemon = self._trials.lemon
+        self._why = self._retries.count(first, self._journal.last)
+        lemon = self._retries.lemon
         if lemon is not None and self.care.replan is not None and self.care.least and self.work.world > self.care.least:
             self._world, self._why = self.work.world - 1, ""
         place = {**self._place(first), "generation": self.generation, "cause": cause(first), "detection": self._silent}
@@ -246,7 +245,7 @@ class Supervisor:
             self._nursery = self._open_nursery()
             self._await_ready()
         self._journal.part("end", time.monotonic() - began)
-        pause = self._trials.pause()
+        pause = self._retries.pause()
         if pause:
             time.sleep(pause)
             self._journal.part("pause", pause)
@@ -266,7 +265,7 @@ class Supervisor:
         self._journal.resize(self.work.world, work.world, work.plan, self.generation)
         self._journal.part("plan", time.monotonic() - began)
         self.work = work
-        self._trials.forget_culprits()
+        self._retries.forget_culprits()
         if self._old is None:
             self._old = self._holdings
         else:
@@ -289,17 +288,3 @@ class Supervisor:
             saved = len(now.stopped) == self.work.world
             how = "everything is saved" if saved else "the step in progress was given up" if self._begun else "no step had begun"
             raise Interrupted(f"stopped by {self._asked[0]}: {how}; the same command goes on where this one stopped")
-
-
-@contextmanager
-def _signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to `handler` meanwhile. Outside the main thread nothing can be heard and nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

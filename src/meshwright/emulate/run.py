@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.base.signals import hearing
 from meshwright.emulate.network import DEVICE, INSTEAD, PR_SET_PDEATHSIG, Wires, address
 from meshwright.emulate.scale import Scaled
 from meshwright.emulate.shares import Shares
@@ -65,7 +66,12 @@ def emulated(scaled: Scaled) -> Iterator[Emulated]:
 def run(cluster: Emulated, command: Sequence[str], environment: Mapping[str, str]) -> int:
     """`command` on every rank; the exit status of the first that failed, after which the others are ended."""
     ranks: list[subprocess.Popen[bytes]] = []
-    with _passing_on(ranks):
+
+    def pass_on(number: int, _: object) -> None:
+        for rank in ranks:  # which end as they see fit
+            rank.send_signal(number)
+
+    with hearing(pass_on):
         try:
             for rank in range(cluster.world):
                 ranks.append(_start(cluster, rank, command, environment))
@@ -95,19 +101,3 @@ def _watch(ranks: list[subprocess.Popen[bytes]]) -> int:
             failed, end = next(filter(None, codes)), time.monotonic() + GRACE
         time.sleep(TICK)
     return failed or next(filter(None, (rank.poll() for rank in ranks)), 0)
-
-
-@contextmanager
-def _passing_on(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to the ranks, which end as they see fit."""
-
-    def send(number: int, _: object) -> None:
-        for rank in ranks:
-            rank.send_signal(number)
-
-    before = {number: signal.signal(number, send) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

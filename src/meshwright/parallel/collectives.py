@@ -14,75 +14,60 @@ Sources: Shoeybi et al., Megatron-LM (2019), section 3 (g is `leave`); Korthikan
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from meshwright.parallel import exchange
 from meshwright.parallel.group import Group
 
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def linear(x: torch.Tensor, there: Map, back: Map) -> torch.Tensor:
+    """`there(x)`, whose gradient goes `back`: a linear map between ranks and its transpose."""
+    return _Linear.apply(x, there, back)
+
 
 def leave(x: torch.Tensor, group: Group | None) -> torch.Tensor:
     """Out of a region whose weights are cut by rows: the sum over ranks. `x` is overwritten: nothing else may hold it."""
-    return x if group is None else _Leave.apply(x, group)
+    if group is None:
+        return x
+    return linear(x, lambda x: sum_over(x, group).data, _alike)  # not a view for autograd: what follows may add to it in place
 
 
 def leave_scattered(x: torch.Tensor, group: Group | None, dim: int = 1) -> torch.Tensor:
     """`leave` under sequence parallelism: this rank's slice along `dim` of the sum."""
-    return x if group is None else _LeaveScattered.apply(x, group, dim)
+    return x if group is None else linear(x, partial(sum_and_cut, group=group, dim=dim), partial(join, group=group, dim=dim))
 
 
 def scatter_sequence(x: torch.Tensor, group: Group | None, dim: int = 1) -> torch.Tensor:
     """This rank's slice along `dim` of an `x` that every rank has."""
-    return x if group is None else _ScatterSequence.apply(x, group, dim)
+    return x if group is None else linear(x, partial(own_slice, group=group, dim=dim), partial(join, group=group, dim=dim))
 
 
 def gather_whole(x: torch.Tensor, group: Group | None, dim: int = 1) -> torch.Tensor:
     """All slices along `dim`, for something that every rank then computes alike (so its gradient is the same everywhere)."""
-    return x if group is None else _GatherWhole.apply(x, group, dim)
+    return x if group is None else linear(x, partial(join, group=group, dim=dim), partial(own_slice, group=group, dim=dim))
 
 
-class _Leave(torch.autograd.Function):
+def _alike(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return sum_over(x, group).data  # not a view for autograd: what follows may add to it in place
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _LeaveScattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return sum_and_cut(x, group, dim)
+    def forward(ctx: Any, x: torch.Tensor, there: Map, back: Map) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return join(gradient, ctx.group, ctx.dim), None, None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return own_slice(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return join(gradient, ctx.group, ctx.dim), None, None
-
-
-class _GatherWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return join(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return own_slice(gradient, ctx.group, ctx.dim), None, None
+        return ctx.back(gradient), None, None
 
 
 def sum_over(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -202,14 +202,14 @@ class Mixture:
     def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, int]) -> list[torch.Tensor]:
         """This rank's tokens: of those that tensor ranks have alike its part; those of all ranks that share an expert."""
         if self.sequence_parallel:
-            return given if self.shared is None else [_Gather.apply(tensor, self.shared) for tensor in given]
+            return given if self.shared is None else [_gathered(tensor, self.shared) for tensor in given]
         joined = self.ranks.joined
         if joined is not None:
             missing = -given[0].shape[0] % joined.size
             given = [collectives.scatter_sequence(F.pad(tensor, (0, 0, 0, missing)), joined, 0) for tensor in given]
         if self.shared is None:
             return given
-        return [_Enter.apply(tensor, self.shared) if at in differentiable else tensor for at, tensor in enumerate(given)]
+        return [_entered(tensor, self.shared) if at in differentiable else tensor for at, tensor in enumerate(given)]
 
     def _leave(self, output: torch.Tensor, tokens: int) -> torch.Tensor:
         if self.sequence_parallel:
@@ -232,7 +232,7 @@ class Mixture:
         order = chosen.argsort(stable=True)
         counts = _all_counts(torch.bincount(chosen, minlength=self.experts.count), group)
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
-        received = _Exchange.apply(hidden[order // index.shape[1]], rows, group)
+        received = _exchanged(hidden[order // index.shape[1]], rows, group)
         mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()
         local = torch.arange(self.each, device=index.device).repeat(group.size).repeat_interleave(mine.to(index.device))
         if len(local):
@@ -240,7 +240,7 @@ class Mixture:
             computed = self._compute([received, local.unsqueeze(1), ones], {}).reshape(received.shape)
         else:
             computed = _Touch.apply(received, *self.module.parameters())
-        back = _Exchange.apply(computed, tuple(zip(*rows, strict=True)), group)
+        back = _exchanged(computed, tuple(zip(*rows, strict=True)), group)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         pairs = back[place].view(*index.shape, hidden.shape[1])
@@ -254,18 +254,24 @@ def _all_counts(counts: torch.Tensor, group: Group) -> torch.Tensor:
     return table.cpu()
 
 
-class _Exchange(torch.autograd.Function):
+def _exchanged(sent: torch.Tensor, rows: Rows, group: Group) -> torch.Tensor:
     """Rows (P, C), those for rank 0 first, to the rows that all ranks sent here, those of rank 0 first. Backward the other way round."""
+    again = tuple(zip(*rows, strict=True))
+    return collectives.linear(sent, lambda x: _exchange(x, rows, group), lambda gradient: _exchange(gradient, again, group))
 
-    @staticmethod
-    def forward(ctx: Any, sent: torch.Tensor, rows: Rows, group: Group) -> torch.Tensor:
-        ctx.rows, ctx.group = rows, group
-        return _exchange(sent, rows, group)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _exchange(gradient, tuple(zip(*ctx.rows, strict=True)), ctx.group), None, None
+def _entered(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The same tensor on all ranks, whose gradients are parts of a sum."""
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        return collectives.sum_over(gradient.clone(memory_format=torch.contiguous_format), group)
+
+    return collectives.linear(x, lambda x: x.view_as(x), summed)
+
+
+def _gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The tokens of all ranks, whose gradients are parts of a sum."""
+    return collectives.linear(x, lambda x: collectives.join(x, group, 0), lambda gradient: collectives.sum_and_cut(gradient, group, 0))
 
 
 def _exchange(sent: torch.Tensor, rows: Rows, group: Group) -> torch.Tensor:
@@ -287,33 +293,3 @@ class _Touch(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:]
         return gradient, *(torch.zeros_like(tensor) if asked else None for tensor, asked in zip(ctx.saved_tensors, wanted, strict=True))
-
-
-class _Enter(torch.autograd.Function):
-    """The same tensor on all ranks, whose gradients are parts of a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        exchange.all_reduce(total, ctx.group).wait()
-        return total, None
-
-
-class _Gather(torch.autograd.Function):
-    """The tokens of all ranks, whose gradients are parts of a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return collectives.join(x, group, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return collectives.sum_and_cut(gradient, ctx.group, 0), None

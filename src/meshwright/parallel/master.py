@@ -59,6 +59,11 @@ class Master:
 
     # --- states ---------------------------------------------------------------------------------------------------------------
 
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a step: states that the optimizer made in its first one are laid together."""
+        if not self._states:
+            self.states(optimizer)
+
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """By name, each as long as `flat`. The optimizer's own become views of them, where they are not yet."""
         for key, first in sorted(optimizer.state.get(self.runs[0], {}).items()):

@@ -187,13 +187,13 @@ class Zero:
             optimizer.step()
         for unit in plain:
             unit.master.take_back()
-            unit.master.states(optimizer)
+            unit.master.adopt(optimizer)
         for unit in self.trained:
             if unit.has_master:
                 unit.master.give(unit.own_gradients.to(torch.float32).mul_(scale))
                 optimizer.step()
                 unit.master.take_back()
-                unit.master.states(optimizer)
+                unit.master.adopt(optimizer)
                 unit.write_back()
         for pending in [unit.share() for unit in self.trained]:
             self._wait(pending)

@@ -27,12 +27,12 @@ from meshwright.models.output import IGNORED
 from meshwright.parallel.group import of_process
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
-from meshwright.train.keeping import Keeping
 from meshwright.train.memory import cuda_memory, resident, watching
 from meshwright.train.metrics import Records, agree
 from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
 from meshwright.train.optimizer import learning_rate, optimizer_of
 from meshwright.train.rank import Channel, Connection, connect
+from meshwright.train.recovery import Recovery
 from meshwright.train.replicas import compare
 from meshwright.train.sample import why_no_sample, write_text
 from meshwright.train.straggler import Phases, Watch
@@ -85,7 +85,7 @@ class Loop:
         self.control = self.trainer.mesh.world if self.device.type == "cpu" else of_process(self.connection.control)
         self.stopping = False
         identity = {"data": dataset.digest, "parameters": self.parameters}
-        self.keeping = Keeping(launch, channel, self.trainer, self.pulse, identity)
+        self.recovery = Recovery(launch, channel, self.trainer, self.pulse, identity)
         self.trainer.on_phase = self._phase
         if self.trainer.mesh.host is not None:
             self.trainer.mesh.host.waiting = self.pulse.row[Word.waits : Word.waits + 1]
@@ -101,17 +101,17 @@ class Loop:
     def _phase(self, phase: Phase) -> None:
         self.pulse.at(phase)
         if phase is Phase.agree:
-            self.keeping.finish()
+            self.recovery.finish()
 
     def run(self) -> int:
         self.pulse.at(Phase.restore)
         start = time.perf_counter()
-        began = self.keeping.resume()
+        began = self.recovery.resume()
         self.spent["restore"] = time.perf_counter() - start
         self._check()
         self._say(
             "begin", step=began, steps=self.steps, data=self.dataset.describe(), parameters=self.parameters,
-            source=self.keeping.source, spent=self.spent,
+            source=self.recovery.source, spent=self.spent,
         )  # fmt: skip
         records = Records(self.folder, self.launch.run.tensorboard, self._note) if self.channel.rank == 0 else None
         if self.channel.rank == 0 and self.dataset.tokenizer is not None:
@@ -121,18 +121,18 @@ class Loop:
         if began == 0 and held_out:
             loss = self._evaluate(held_out)
             self._report(records, StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss))
-        self.keeping.catch_up()
-        late = self.keeping.unreported(records.last if records is not None else 0)
+        self.recovery.catch_up()
+        late = self.recovery.unreported(records.last if records is not None else 0)
         for record in chain([late] if late is not None else [], self._steps(began)):
             if held_out and self._due(record.step, self.launch.run.evaluate_every):
                 record = record.model_copy(update={"held_out_loss": self._evaluate(held_out)})
             self._report(records, record)
-            if self.stopping or self.keeping.due(record.step):
-                self.keeping.save(must=self.stopping or record.step == self.steps)
+            if self.stopping or self.recovery.due(record.step):
+                self.recovery.save(must=self.stopping or record.step == self.steps)
             if self.stopping and record.step < self.steps:
                 self._say("stopped", step=record.step)
                 return Interrupted.exit_code
-        self.keeping.finish()
+        self.recovery.finish()
         if records is not None:
             records.close()
         self.pulse.at(Phase.sample)
@@ -168,7 +168,7 @@ class Loop:
                 start = time.perf_counter() - batches.waited
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
                 watched = self.device.type == "cpu" and step - launched == min(WATCHED, self.steps - launched - 1)
-                watched = watched and self.keeping.source != "memory"  # once a run: it takes time
+                watched = watched and self.recovery.source != "memory"  # once a run: it takes time
                 with watching() if watched else nullcontext() as watch:
                     record = self.trainer.step(Share(batch, self.loader.labels_per_step))
                 held = sum(value for kind, value in record.memory.items())
@@ -183,11 +183,11 @@ class Loop:
                     self.pulse.at(Phase.compare)
                     for mended in compare(self.trainer):
                         self._say("divergence", line=mended.line, rank=mended.ranks[0], step=self.trainer.steps)
-                self.keeping.copy(record)
-                asked = (float(bool(self.channel.stop)), *self.keeping.flags)
+                self.recovery.copy(record)
+                asked = (float(bool(self.channel.stop)), *self.recovery.flags)
                 record, (stop, *flags), phases = agree(record, asked, self.control)
                 self.stopping = stop > 0
-                self.keeping.agreed(record, flags)
+                self.recovery.agreed(record, flags)
                 yield record, phases
 
     def _awaited(self, batches: Iterator[list[Batch]], began: int) -> Iterator[list[Batch]]:

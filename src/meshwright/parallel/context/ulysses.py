@@ -7,13 +7,13 @@ do it does here, dropout included: each rank draws for its own heads. Source: Ja
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from meshwright.base.errors import InputError
-from meshwright.parallel import exchange
+from meshwright.parallel import collectives, exchange
 from meshwright.parallel.context.call import Call, attend_plainly
 from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.context.waiting import Waiting
@@ -36,13 +36,13 @@ def attend(call: Call, pieces: Pieces, way: Way) -> torch.Tensor:
         raise InputError(f"ulysses: cp({ranks}) does not divide the {heads} heads of a tensor rank: choose another cp, or the ring")
     times = ranks // math.gcd(ranks, call.key.shape[1])
     key, value = (x.repeat_interleave(times, 1) if times > 1 else x for x in (call.key, call.value))
-    query, key, value = (_ToHeads.apply(x, pieces, way) for x in (call.query, key, value))
+    there, back = partial(to_heads, pieces=pieces, way=way), partial(to_pieces, pieces=pieces, way=way)
+    query, key, value = (collectives.linear(x, there, back) for x in (call.query, key, value))
     mask = call.mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
         mask = mask.narrow(-3, pieces.index * heads // ranks, heads // ranks)
     output = attend_plainly(Call(query, key, value, mask, call.dropout, call.causal, call.scale))
-    result: torch.Tensor = _ToPieces.apply(output, pieces, way)
-    return result
+    return collectives.linear(output, back, there)
 
 
 def to_heads(x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
@@ -59,27 +59,3 @@ def to_pieces(x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
     received = torch.empty_like(sent)
     way.waiting.wait([exchange.all_to_all(received.view(-1), sent.view(-1), way.group)])
     return received.movedim(0, 1).flatten(1, 2)
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
-        ctx.pieces, ctx.way = pieces, way
-        return to_heads(x, pieces, way)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return to_pieces(gradient, ctx.pieces, ctx.way), None, None
-
-
-class _ToPieces(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
-        ctx.pieces, ctx.way = pieces, way
-        return to_pieces(x, pieces, way)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return to_heads(gradient, ctx.pieces, ctx.way), None, None

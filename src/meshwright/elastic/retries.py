@@ -21,7 +21,7 @@ LEMON = 3
 
 
 @dataclass
-class Trials:
+class Retries:
     """`in_row`: failures since the last step that ended."""
 
     retries: int

@@ -32,7 +32,7 @@ AT_MOST = 0.1
 """Share of the time in which a checkpoint may be under way."""
 
 
-class Keeping:
+class Recovery:
     """One rank's part of it. `identity` is what a checkpoint of this run must say of data and model."""
 
     def __init__(self, launch: Launch, channel: Channel, trainer: Trainer, pulse: Pulse, identity: dict[str, Any]) -> None:
@@ -132,8 +132,8 @@ class Keeping:
         if self.saved == step:
             return
         if self.copies is not None and not self.copies.refused and not must:
-            if self._busy:
-                return  # the one before takes longer than the steps between them: this one is left out
+            if self._busy:  # the one before takes longer than the steps between them: what was asked for is not left out
+                self._await_writer()
             self.saved, self._since, self._busy = step, 0.0, True
             self.finish()
             self.copies.memory.hold(step)
@@ -141,9 +141,7 @@ class Keeping:
                 self.pulse.write(Word.busy, 1)
                 self.channel.say("write", step=step)
             return
-        self.pulse.at(Phase.save)
-        while self.pulse.read(Word.busy):  # one save at a time
-            time.sleep(0.005)
+        self._await_writer()
         self.saved, self._since, began = step, 0.0, time.perf_counter()
         try:
             path = self.trainer.save(self.folder, self.identity)
@@ -156,6 +154,13 @@ class Keeping:
             prune(self.folder, self.launch.run.keep, verified=path)
             self.pulse.write(Word.saved, round((time.perf_counter() - began) * 1e6))
             self.channel.say("saved", step=step, path=str(path), seconds=time.perf_counter() - began)
+
+    def _await_writer(self) -> None:
+        """One save at a time: until the one beside training has ended, of which rank 0 hears. All ranks call it."""
+        self.pulse.at(Phase.save)
+        while self.pulse.read(Word.busy):
+            time.sleep(0.005)
+        ranks_of(self.trainer.mesh).share("")
 
     def _note(self, line: str) -> None:
         self.channel.say("note", line=line)
