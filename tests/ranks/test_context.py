@@ -23,6 +23,7 @@ from meshwright.train.trainer import parallelize
 SAMPLE = [
     ("llama", "cp2"), ("llama", "dp2.cp2.z1"), ("llama", "dp2.cp2.z2.mb2"), ("llama", "dp2x1.cp2.z3.rc-layer"), ("llama", "tp2.sp.cp2.ulysses.mb2"),
     ("llama-tied", "pp2.cp2.z3"), ("gpt2", "tp2.cp2.rc-selective.mb2"), ("bert", "cp4.z3"), ("hf-gpt2", "tp2.cp2.mb2"),
+    ("llama", "cp4.ulysses2.z2"),
 ]  # fmt: skip
 """Each way to attend, each ZeRO stage, each other axis, each kind of model."""
 
@@ -33,6 +34,7 @@ WIDE = [
     ("llama", "dp2.pp2.cp2.z2"), ("llama", "tp2.sp.pp2.cp2.mb2"), ("llama", "dp2.tp2.cp2.z3.rc-layer"), ("llama", "cp2.rc-selective.ulysses"), ("gpt2", "cp2"), ("gpt2", "pp2.cp2.zb1"),
     ("gpt2", "tp2.sp.pp2.cp2.mb2"), ("gpt2", "dp2.cp2.z3.ulysses"), ("bert", "cp2"), ("bert", "cp4.ulysses"), ("bert", "dp2.cp2.z2.ulysses"), ("bert", "tp2.sp.cp2.z1"),
     ("llama-tied", "tp2.pp2.cp2"), ("hf-llama", "cp2.z3.rc-layer"), ("hf-llama", "cp4.ulysses"), ("hf-gpt2", "cp2"), ("hf-gpt2", "tp2.cp2.ulysses.mb4"), ("hf-gpt2", "pp2.cp2.z3"),
+    ("llama", "cp8.ulysses2.z3"), ("llama", "cp8.ulysses4"), ("gpt2", "pp2.cp4.ulysses2.z1"), ("llama-tied", "tp2.sp.cp4.ulysses2"), ("bert", "dp2.cp4.ulysses2.z2"),
 ]  # fmt: skip
 
 
@@ -176,19 +178,20 @@ def compare(ranks: Any, name: str, plan: str, length: int, shared: bool = True) 
 # --- what only context ranks do -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plan", "length"), [("cp3.z1", 12), ("cp4.ulysses", 16)])
+@pytest.mark.parametrize(("plan", "length"), [("cp3.z1", 12), ("cp4.ulysses", 16), ("cp4.ulysses2", 16), ("cp6.ulysses2", 24)])
 def test_three_ranks_and_key_value_heads_fewer_than_ranks_are_exact(ranks: Any, plan: str, length: int) -> None:
     compare(ranks, "grouped", plan, length)
 
 
-@pytest.mark.parametrize("plan", ["cp3", "cp2.ulysses"])
+@pytest.mark.parametrize("plan", ["cp3", "cp2.ulysses", "cp4.ulysses2"])
 def test_messages_go_round_where_ranks_share_no_memory(ranks: Any, plan: str) -> None:
     compare(ranks, "grouped", plan, 24, shared=False)
 
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("packed", "cp2"), ("packed-gpt2", "cp2.ulysses"), ("hf-llama+packed", "cp2.z3"), ("hf-mistral", "cp2"), ("hf-llama+padded", "cp2"), ("hf-gemma3+padded", "tp2.cp2.ulysses")],
+    [("packed", "cp2"), ("packed-gpt2", "cp2.ulysses"), ("hf-llama+packed", "cp2.z3"), ("hf-mistral", "cp2"), ("hf-llama+padded", "cp2"), ("hf-gemma3+padded", "tp2.cp2.ulysses"),
+     ("packed", "cp4.ulysses2"), ("hf-llama+packed", "cp4.ulysses2.rc-selective"), ("hf-mistral", "tp2.cp4.ulysses2")],
 )  # fmt: skip
 def test_windows_documents_and_padding_are_seen_across_pieces(ranks: Any, name: str, plan: str) -> None:
     if name.startswith("hf-"):

@@ -82,12 +82,14 @@ class Order(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """What a replica takes at a time: how many sequences, how many such micro-batches a step has, context ranks that cut each, how they attend."""
+    """What a replica takes at a time: how many sequences, how many such micro-batches a step has, context ranks that cut each, how they attend
+    (`ulysses` as in a plan)."""
 
     size: int
     number: int
     cp: int = 1
     context: Context = Context.ring
+    ulysses: int = 0
 
 
 class Again(NamedTuple):
@@ -223,9 +225,9 @@ class Box:
         return np.array([each.cp for each in self.micro_batches])
 
     @cached_property
-    def ulysses(self) -> Array:
-        """Whether these attend by exchanging heads (b)."""
-        return np.array([each.context == Context.ulysses for each in self.micro_batches])
+    def head_ranks(self) -> Array:
+        """Of these, how many exchange heads (b)."""
+        return np.array([1 if each.context == Context.ring else each.ulysses or each.cp for each in self.micro_batches])
 
     @cached_property
     def zero(self) -> Array:
@@ -295,6 +297,7 @@ class Box:
             offload=offload,
             bucket=self.bucket,
             context=micro_batch.context,
+            ulysses=micro_batch.ulysses,
             axes=self.layout.axes,
         )
 
@@ -306,7 +309,7 @@ def box_of(plan: Plan, batch: int, blocks: int) -> Box:
         layout=Layout(plan.tp, plan.pp, plan.ep, plan.expert_tensor, plan.axes),
         bucket=plan.bucket,
         orders=(Order(plan.schedule, plan.virtual_stages, plan.stage_layers(max(blocks, 1)), bool(plan.layers_per_stage), plan.actions),),
-        micro_batches=(MicroBatch(plan.micro_batch, plan.micro_batches(batch), cp, plan.context),),
+        micro_batches=(MicroBatch(plan.micro_batch, plan.micro_batches(batch), cp, plan.context, plan.ulysses),),
         sequence_parallel=(plan.sequence_parallel,),
         recompute=(Again(plan.recompute, plan.recompute_layers),),
         shards=(Shards(plan.zero, plan.dp_replicate, plan.dp_shard * cp) if plan.zero else Shards(0, dp * cp, 1),),

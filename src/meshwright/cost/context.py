@@ -2,10 +2,11 @@
 
     ring      c - 1 times the next piece of keys and values, beside the attention over the last one; backward twice the bytes, for their gradients
     ulysses   queries, keys and values exchanged for whole heads, outputs back: an all-to-all each, not hidden; backward the same
+    both      u neighbours exchange heads, then c / u - 1 turns of rings over ranks u apart, in which as many bytes travel as in a ring of all
 
 Each rank holds a piece of the front and one of the back of a sequence, so that a causal mask leaves all of them the same work.
 Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3.2; the two pieces: Llama 3,
-arXiv 2407.21783, section 3.3.2.
+arXiv 2407.21783, section 3.3.2; both: Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 """
 
 from __future__ import annotations
@@ -33,21 +34,23 @@ def traffic(setting: Setting, box: Box, tokens: Array, one: Work) -> tuple[Array
 
 def _waits(setting: Setting, box: Box, layer: Layer, tokens: Array, cut: Array, attention: Array) -> tuple[Array, Array]:
     """Of the micro-batches `cut`, over (cut, s)."""
-    size, stride, ranks = setting.recipe.size / box.tp, box.strides["dp"], box.contexts[cut]
-    turns = ranks - 1
-    passed = (turns * send(setting.fabric, tokens * (layer.key_value_width * size), ranks, stride))[:, None]
-    room = attention * (0.0 if setting.on_host else (turns / ranks)[:, None])
+    size, stride, heads = setting.recipe.size / box.tp, box.strides["dp"], box.head_ranks[cut]
+    rings = box.contexts[cut] // heads
+    turns = rings - 1
+    passed = (turns * send(setting.fabric, tokens * (layer.key_value_width * size), rings * heads, stride))[:, None]
+    room = attention * (0.0 if setting.on_host else (turns / rings)[:, None])
     ring = beside(passed, room), beside(2.0 * passed, constants.ATTENTION_BACKWARD * room)
-    whole = box.ulysses[cut, None]
-    if not whole.any():
+    if (heads == 1).all():
         return ring
-    exchanged = exchange(setting.fabric, ranks, stride, tokens * ((2.0 * layer.query_width + layer.key_value_width) * size), calls=4.0)
-    return np.where(whole, exchanged[:, None], ring[0]), np.where(whole, exchanged[:, None], ring[1])
+    exchanged = exchange(setting.fabric, heads, stride, tokens * ((2.0 * layer.query_width + layer.key_value_width) * size), calls=4.0)
+    exchanged = np.where(heads > 1, exchanged, 0.0)[:, None]
+    return ring[0] + exchanged, ring[1] + exchanged
 
 
 def on_the_way(setting: Setting, box: Box, layer: Layer) -> Array:
     """Elements per token of a rank that attention across ranks holds besides, divided by tp (b). On a host, where ranks read each other's
     memory, all pieces and all of their gradients are there at once."""
-    blocks = constants.CONTEXT_BLOCKS * (box.contexts if setting.on_host else 1)
+    rings = box.contexts // box.head_ranks
+    blocks = constants.CONTEXT_BLOCKS * (rings if setting.on_host else 1)
     ring, whole = blocks * layer.key_value_width, layer.query_width + layer.key_value_width
-    return np.where(box.contexts > 1, np.where(box.ulysses, whole, ring), 0.0)
+    return np.where(rings > 1, ring, 0.0) + np.where(box.head_ranks > 1, whole, 0.0)

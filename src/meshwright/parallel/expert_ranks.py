@@ -15,11 +15,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.anatomy import Anatomy, Experts
-from meshwright.parallel.group import Group, Sharing, of_lanes, of_process
+from meshwright.parallel.among import among
+from meshwright.parallel.group import Group, Sharing
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.grid import Grid
 
@@ -90,7 +90,7 @@ def expert_ranks(mesh: Mesh, anatomy: Anatomy) -> ExpertRanks:
         return ExpertRanks(place, 1, plan.tp, None, mesh.tp, None, mesh.sharing, {})
 
     def group(name: str, key: Callable[[ExpertPlace], Hashable]) -> Group | None:
-        return _group(mesh, name, key)
+        return among(mesh, name, lambda rank: key(expert_place(grid, rank)))
 
     experts = group("experts", lambda at: (at.pp, at.replicate, at.rest, at.share))
     tensor = group("expert_tensor", lambda at: (at.pp, at.replicate, at.data, at.joined))
@@ -105,19 +105,3 @@ def expert_ranks(mesh: Mesh, anatomy: Anatomy) -> ExpertRanks:
         sharing = Sharing(1, 0, rests * plan.dp_replicate, place.replicate * rests + place.rest, None, copies, tensor)
     dealt = {f"{each.path}.{name}": each for each in anatomy.experts for name in each.names}
     return ExpertRanks(place, plan.ep, plan.expert_tensor, experts, tensor, joined, sharing, dealt)
-
-
-def _group(mesh: Mesh, name: str, key: Callable[[ExpertPlace], Hashable]) -> Group | None:
-    """This rank's among the groups of ranks whose places have the same `key`. All ranks make all of them, in the same order."""
-    parts: dict[Hashable, list[int]] = {}
-    for rank in range(mesh.plan.world):
-        parts.setdefault(key(expert_place(mesh.grid, rank)), []).append(rank)
-    mine: Group | None = None
-    together = all(map(mesh.shares_memory, parts.values()))
-    for ranks in parts.values() if len(next(iter(parts.values()))) > 1 else ():
-        process = None if together else dist.new_group(ranks)
-        if mesh.rank in ranks:
-            mine = of_lanes(mesh.lanes(name, ranks)) if mesh.shares_memory(ranks) else of_process(process)
-    if mine is not None:
-        mesh.groups[name] = mine
-    return mine

@@ -22,7 +22,7 @@ from meshwright.spec.grid import Grid, Place
 from meshwright.spec.plan import Plan
 
 EXPERTS = ("experts", "expert_tensor", "expert_joined", "expert_shards", "expert_copies")
-NAMES = ("world", "pp", "cp", "tp", "shards", "copies", "tie", *EXPERTS)
+NAMES = ("world", "pp", "cp", "tp", "shards", "copies", "tie", "heads", "rings", *EXPERTS)
 """Groups that a rank can be in; each has its lanes."""
 
 WIRES = len(NAMES) * LANE_WORDS

@@ -7,7 +7,7 @@ The space is the product
     recompute none, selective, layer, or layer in eighths of each stage's blocks,  sequence parallelism where tp > 1,
     offload of any of optimizer, parameters and activations where devices have a link to their host;
 
-    a ring or ulysses where cp > 1,
+    where cp > 1 a ring, ulysses, or both with as many ranks exchanging heads as heads allow,
 
 and, all blocks alike and nothing offloaded, with data ranks outermost where that changes a link. Tensor ranks stay innermost: nothing hides their traffic.
 
@@ -228,7 +228,7 @@ class Space:
         """What is legal of one layout and number of context ranks; what is not is counted."""
         job, data = self.job, shards[0].replicas * shards[0].holders
         dp, batch, recompute = data // cp, job.workload.batch, self._whole()
-        contexts = self._choices("context", [Context.ring, Context.ulysses] if cp > 1 else [Context.ring])
+        contexts = self._contexts(cp, layout.tp)
         parallel = self._choices("sequence_parallel", [False, True] if layout.tp > 1 else [False])
         sizes = [self.pins["micro_batch"]] if "micro_batch" in self.pins else divisors(batch)
         axes, offloads = self._axes(layout, data), self._offloads() or [()]
@@ -241,8 +241,8 @@ class Space:
         if not size:
             return None
 
-        def micro_batches(sizes: list[int], contexts: list[Context]) -> tuple[MicroBatch, ...]:
-            return tuple(MicroBatch(size, batch // (dp * size), cp, context) for context in contexts for size in sizes)
+        def micro_batches(sizes: list[int], contexts: list[tuple[Context, int]]) -> tuple[MicroBatch, ...]:
+            return tuple(MicroBatch(size, batch // (dp * size), cp, *context) for context in contexts for size in sizes)
 
         layout = layout._replace(axes=axes[0])
         example = self._box(Cell(layout, axes, (False,), micro_batches(sizes[:1], contexts[:1]), shards[:1]), orders[:1])
@@ -258,13 +258,22 @@ class Space:
         if len(fit) < len(sizes):
             odd = first.but(micro_batch=next(micro_batch for micro_batch in sizes if micro_batch not in fit))
             self._take(next(batch_faults(odd, batch)), odd, each * len(parallel) * len(contexts) * (len(sizes) - len(fit)))
-        ulysses = first.but(context=Context.ulysses) if Context.ulysses in contexts else None
-        if ulysses is not None and (fault := next(context_faults(ulysses, job.model.divisible), None)):
-            self._take(fault, ulysses, each * len(parallel) * len(fit))
-            contexts = [context for context in contexts if context != Context.ulysses]
+        for way in contexts:
+            headed = first.but(context=way[0], ulysses=way[1])
+            if (fault := next(context_faults(headed, job.model.divisible), None)) is not None:
+                self._take(fault, headed, each * len(parallel) * len(fit))
+                contexts = [other for other in contexts if other != way]
         if not fit or not parallel or not contexts:
             return None
         return Cell(layout, axes[1:], tuple(parallel), micro_batches(fit, contexts), shards)
+
+    def _contexts(self, cp: int, tp: int) -> list[tuple[Context, int]]:
+        """How so many context ranks may attend, as in a plan: by a ring, by heads, or by both, with as many exchanging heads as heads allow."""
+        heads = self.job.model.divisible.get("heads", 0)
+        part = self.pins.get("ulysses") or max((part for part in divisors(cp)[:-1] if heads % (part * tp) == 0), default=1)
+        ways = [(Context.ring, 0), (Context.ulysses, 0)][: 1 + (cp > 1)]
+        ways += [(Context.ulysses, part)] if 1 < part < cp and cp % part == 0 else []
+        return [way for way in ways if way[0] in self._choices("context", [way[0]]) and way[1] in self._choices("ulysses", [way[1]])]
 
     def _region(self, cells: list[Cell], orders: list[Order]) -> Region:
         """The region of cells that differ in their context ranks."""

@@ -5,7 +5,7 @@ Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (Z
 micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage),
 `rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `ulysses` (how context ranks attend; else
-by a ring), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `ax-dp-pp-tp` (another order of axes).
+by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `ax-dp-pp-tp` (another order of axes).
 
 World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies inside of dp.
 """
@@ -106,6 +106,7 @@ class Plan(Degrees):
     recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
     offload: tuple[Offload, ...] = ()
     context: Context = Field(default=Context.ring, description="how context ranks exchange keys and values")
+    ulysses: int = Field(default=0, ge=0, description="context ranks that exchange heads, with rings over the others; 0: all of them")
     placement: tuple[int, ...] = Field(
         default=(), description="of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order"
     )
@@ -130,6 +131,8 @@ class Plan(Degrees):
             raise ValueError(f"recompute_layers {self.recompute_layers} counts blocks that recompute as a whole: write recompute layer")
         if self.context == Context.ulysses and self.cp == 1:
             raise ValueError("ulysses says how context ranks attend and needs cp > 1")
+        if self.ulysses and (self.context == Context.ring or self.ulysses < 2 or self.cp % self.ulysses or self.ulysses == self.cp):
+            raise ValueError(f"ulysses{self.ulysses}: ranks that exchange heads are a part of cp({self.cp}), 2 or more that divide it")
         if self.placement and (len(self.placement) != self.pp or self.schedule not in (Schedule.gpipe, Schedule.one_f_one_b)):
             raise ValueError(f"placement names {len(self.placement)} ranks of pp({self.pp}); each has its group, in 1f1b or gpipe")
         if sorted(self.axes) != sorted(AXES):
@@ -181,6 +184,11 @@ class Plan(Degrees):
                 found[part] = inside
                 inside *= getattr(self, part)
         return found
+
+    @property
+    def head_ranks(self) -> int:
+        """Context ranks that exchange heads; a ring goes over cp divided by these."""
+        return 1 if self.context == Context.ring else self.ulysses or self.cp
 
     @property
     def stages(self) -> int:
@@ -279,7 +287,7 @@ def plan_name(plan: Plan) -> str:
     parts += ["ls" + "-".join(map(str, plan.layers_per_stage))] if plan.layers_per_stage else []
     parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}"] if plan.recompute != Recompute.none else []
     parts += [f"off-{what}" for what in plan.offload]
-    parts += [str(plan.context)] if plan.context != Context.ring else []
+    parts += [f"{plan.context}{plan.ulysses or ''}"] if plan.context != Context.ring else []
     parts += ["on" + "-".join(map(str, plan.placement))] if plan.placement else []
     parts += ["sh" + "-".join(map(str, plan.shares))] if plan.shares else []
     parts += ["ax-" + "-".join(plan.axes)] if plan.axes != AXES else []
@@ -326,6 +334,9 @@ def parse_plan(name: str) -> Plan:
             raise InputError(f"plan {name!r}: the actions behind {part!r} stand in a plan's file, not in its name: give the file")
         elif part in _WORDS:
             put(*_WORDS[part], part)
+        elif re.fullmatch(r"ulysses\d+", part):
+            put("context", "ulysses", part)
+            fields["ulysses"] = int(part[7:])
         elif (again := re.fullmatch(r"rc-(none|selective|layer)(\d*)", part)) is not None:
             put("recompute", again[1], part)
             fields["recompute_layers"] = int(again[2] or 0)

@@ -74,9 +74,9 @@ def expert_faults(plan: Plan, experts: int) -> Iterator[Fault]:
 
 def context_faults(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Fault]:
     """Ulysses gives each context rank whole heads of its tensor rank; key-value heads that are too few are repeated."""
-    heads, ranks = divisible.get("heads", 0), plan.cp * plan.tp
+    heads, ranks = divisible.get("heads", 0), plan.head_ranks * plan.tp
     if plan.context == Context.ulysses and heads % ranks:
-        yield Fault("ulysses does not divide heads", f"ulysses: cp({plan.cp}) * tp({plan.tp}) = {ranks} does not divide heads({heads})")
+        yield Fault("ulysses does not divide heads", f"ulysses({plan.head_ranks}) * tp({plan.tp}) = {ranks} does not divide heads({heads})")
 
 
 def offload_faults(plan: Plan, host_bandwidth: float) -> Iterator[Fault]:

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
+from meshwright.parallel.among import among
 from meshwright.parallel.context import ring, ulysses
 from meshwright.parallel.context.blocks import Context
-from meshwright.parallel.context.call import Call
+from meshwright.parallel.context.call import Call, attend_plainly
 from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.context.proof import Objection, prove
 from meshwright.parallel.context.travel import travel_of
@@ -36,14 +37,27 @@ def context_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> Context | None
         way = prove(model, anatomy, plan.cp)
     except Objection as error:
         raise InputError(f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1") from None
-    pieces, waiting = Pieces(group.size, group.index), Waiting()
-    if plan.context == plans.Context.ulysses:
-        attend: Callable[[Call], torch.Tensor] = partial(ulysses.attend, pieces=pieces, way=ulysses.Way(group, waiting))
-    else:
-        attend = partial(ring.attend, pieces=pieces, travel=travel_of(group, waiting))
+    waiting = Waiting()
+    attend = attending(mesh, waiting)
     if plan.recompute == plans.Recompute.selective:
         attend = partial(checkpoint, attend, use_reentrant=False)
-    return Context(pieces, attend, way, plan.tp if plan.sequence_parallel else 1, waiting)
+    return Context(Pieces(group.size, group.index), attend, way, plan.tp if plan.sequence_parallel else 1, waiting)
+
+
+def attending(mesh: Mesh, waiting: Waiting) -> Callable[[Call], torch.Tensor]:
+    """How this rank attends: neighbours exchange heads (all context ranks, some of them, or none), the others go round in rings."""
+    grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.head_ranks
+    turn, place = divmod(mesh.place.cp, heads)
+    column = lambda rank: grid.place(rank)._replace(cp=0)
+    attend: Callable[[Call], torch.Tensor] = attend_plainly
+    rings = mesh.group("cp") if heads == 1 else among(mesh, "rings", lambda rank: (column(rank), grid.place(rank).cp % heads))
+    if rings is not None:
+        attend = partial(ring.attend, pieces=Pieces(cp // heads, turn), travel=travel_of(rings, waiting))
+    if heads == 1:
+        return attend
+    together = mesh.group("cp") if heads == cp else among(mesh, "heads", lambda rank: (column(rank), grid.place(rank).cp // heads))
+    assert together is not None
+    return partial(ulysses.attend, pieces=Pieces(heads, place), way=ulysses.Way(together, waiting, cp, attend))
 
 
 def by_torch(model: nn.Module) -> None:

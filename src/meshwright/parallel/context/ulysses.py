@@ -1,12 +1,16 @@
 """Heads for positions: an all-to-all gives each context rank the whole sequence of some heads, torch attends, another one goes back.
 
+[Note: both] Where only u neighbours of c context ranks exchange heads, each then holds a longer piece of some heads: their u front chunks lie one
+behind the other, and so do their back chunks. That is rank c div u's piece of c / u, over which a ring attends (`attending`).
 Key-value heads fewer than ranks are repeated until ranks divide them, which adds no more than one head a rank. Whatever torch's attention can
-do it does here, dropout included: each rank draws for its own heads. Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3.
+do it does here, dropout included: each rank draws for its own heads. Sources: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3;
+Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -21,19 +25,21 @@ from meshwright.parallel.group import Group
 
 
 class Way(NamedTuple):
-    """Over which ranks heads and positions are exchanged."""
+    """Over which ranks heads and positions are exchanged, into how many pieces all of them cut the sequence, and what attends in between."""
 
     group: Group
     waiting: Waiting
+    cuts: int
+    attending: Callable[[Call], torch.Tensor] = attend_plainly
 
 
 def attend(call: Call, pieces: Pieces, way: Way) -> torch.Tensor:
-    """(B, H, T / c, Dv): this rank's rows of the attention over the whole sequence."""
+    """(B, H, T / c, Dv): this rank's rows of the attention over the whole sequence. `pieces`: among the ranks that exchange heads."""
     ranks, heads = pieces.ranks, call.query.shape[1]
-    length = call.query.shape[-2] * ranks
-    call.check(length)
+    call.check(call.query.shape[-2] * way.cuts)
     if heads % ranks:
-        raise InputError(f"ulysses: cp({ranks}) does not divide the {heads} heads of a tensor rank: choose another cp, or the ring")
+        part = f"ulysses({ranks})" if way.cuts > ranks else f"cp({ranks})"
+        raise InputError(f"ulysses: {part} does not divide the {heads} heads of a tensor rank: choose another, or the ring")
     times = ranks // math.gcd(ranks, call.key.shape[1])
     key, value = (x.repeat_interleave(times, 1) if times > 1 else x for x in (call.key, call.value))
     there, back = partial(to_heads, pieces=pieces, way=way), partial(to_pieces, pieces=pieces, way=way)
@@ -41,7 +47,7 @@ def attend(call: Call, pieces: Pieces, way: Way) -> torch.Tensor:
     mask = call.mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
         mask = mask.narrow(-3, pieces.index * heads // ranks, heads // ranks)
-    output = attend_plainly(Call(query, key, value, mask, call.dropout, call.causal, call.scale))
+    output = way.attending(Call(query, key, value, mask, call.dropout, call.causal, call.scale))
     return collectives.linear(output, back, there)
 
 
