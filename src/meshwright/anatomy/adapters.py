@@ -86,5 +86,8 @@ def with_adapters(model: nn.Module, found: Anatomy, layers: dict[str, nn.Module]
 
 def _region(region: Region, inside: Callable[[str], str], behind: tuple[str, ...]) -> Region:
     columns = tuple(map(inside, region.columns))
-    entries = region.columns if columns != region.columns and not region.module else ()
-    return replace(region, columns=columns, rows=(*map(inside, region.rows), *behind), entries=entries)
+    entered = tuple(path for path in region.columns if path not in region.inner)
+    entries = entered if columns != region.columns and not region.module else ()
+    return replace(
+        region, inner=tuple(map(inside, region.inner)), columns=columns, rows=(*map(inside, region.rows), *behind), entries=entries
+    )

@@ -54,7 +54,8 @@ class Region:
     """A part of a block between a column layer and the row layer behind it. Paths are full.
 
     The input of `module` is what every tensor rank enters with, once; '' means that no module has exactly the column layers as readers
-    of its input, so that the column layers themselves are entered, or `entries` instead of them.
+    of its input, so that the column layers themselves are entered, or `entries` instead of them. `inflows` are layers that stay whole and whose
+    output is entered: nothing but this region uses it ([Note: inflow]); `inner` are the columns behind them, which need no entry.
     """
 
     module: str
@@ -65,6 +66,8 @@ class Region:
     counts: tuple[Count, ...] = ()
     slices: tuple[Slice, ...] = ()
     entries: tuple[str, ...] = ()
+    inflows: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
 
     def local(self, count: Count, value: int, ranks: int) -> int:
         """What `count`, now `value`, is on each of `ranks` ranks."""

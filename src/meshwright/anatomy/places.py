@@ -62,6 +62,17 @@ class Share:
         return self.dims[0] if self.dims else None
 
 
+def along(call: Call, tensor: torch.Tensor, share: torch.Tensor, held: Share) -> int | None:
+    """The dimension of `tensor` that lies along the divided features."""
+    if not held.dims:
+        return None
+    size, dim = share.shape[held.dims[0]], held.dims[0]
+    if call.name in ("batch_norm", "group_norm") or call.name.startswith("conv"):
+        return 0 if tensor.shape[0] == size else None
+    place = tensor.ndim - (share.ndim - dim)
+    return place if place >= 0 and tensor.shape[place] == size else None
+
+
 def moved(call: Call, share: Share, before: torch.Tensor, outputs: list[torch.Tensor]) -> list[Share]:
     """What each of `outputs`, computed from `before`, holds of the share. Raises Lost."""
     if not share.dims or not outputs:

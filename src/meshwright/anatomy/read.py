@@ -26,7 +26,7 @@ from meshwright.anatomy.regions import Found, guesses, regions_of_block
 from meshwright.anatomy.seen import Trace
 from meshwright.anatomy.trace import trace
 
-PASSES = 12
+PASSES = 24
 """Runs at most: in each block each takes the first columns that must be as whole."""
 
 

@@ -40,20 +40,25 @@ def regions_of_block(model: nn.Module, block: str, seen: Trace) -> tuple[list[Fo
     products = seen.products.get(block, [])
     used = Counter(product.weight for product in products)
     found: list[Found] = []
-    left: dict[str, str] = {}
+    left: list[tuple[int, dict[str, str]]] = []
     for columns, rows in _groups(products):
         weights = frozenset(product.weight for product in columns).union(*(row.columns for row in rows))
-        why = next((seen.problems[weight] for weight in sorted(weights) if weight in seen.problems), None)
+        why = next((seen.problems[weight] for weight in sorted(weights & seen.times.keys(), key=seen.times.__getitem__)), None)
         if any(used[product.weight] > 1 for product in [*columns, *rows]):
             why = "a weight is used twice"
+        inflows = {layer: inflow for layer, inflow in seen.inflows.items() if inflow.into & weights}
+        astray = next((layer for layer, inflow in inflows.items() if not inflow.into <= weights), None)
+        why = f"what {astray} gives goes elsewhere too" if astray and not why else why
         odd = next((row.owner for row in rows if row.bias and not _adds_last(model.get_submodule(row.owner))), None)
         why = f"{odd} has a forward of its own" if odd and not why else why
         if why or not rows or all(column.is_table for column in columns):
             why = (why or "no row layer follows").replace(block + ".", "").replace(block, "the block")
-            left = left or {product.weight: why for product in columns}
+            time = min((seen.times[weight] for weight in weights if weight in seen.times), default=len(seen.times) + 1)
+            first = [product.weight for product in columns if seen.times.get(product.weight) == time]
+            left.append((time, dict.fromkeys(first or [product.weight for product in columns], why)))
         else:
             found.append(_found(model, block, columns, rows, weights, seen))
-    return found, left
+    return found, min(left, key=lambda one: one[0])[1] if left else {}
 
 
 def _adds_last(module: nn.Module) -> bool:
@@ -79,17 +84,24 @@ def _found(model: nn.Module, block: str, columns: list[Product], rows: list[Prod
     sizes = {"heads": by_heads, "kv_heads": min(kv_heads, by_heads)} if by_heads else {"ffn": _least(columns)}
     groups = {key: count for key, (count, origin) in seen.grouped.items() if origin & weights}
     sizes |= {f"groups of {path.removeprefix(block + '.')}": count for (path, _), count in groups.items()}
+    inflows = {layer: inflow for layer, inflow in seen.inflows.items() if inflow.into & weights}
+    inner = tuple(product.owner for product in columns if product.comes_of & inflows.keys())
     region = Region(
-        _entry(block, columns, seen) or "",
+        _entry(block, [product for product in columns if product.owner not in inner], seen) or "",
         tuple(product.owner for product in columns),
         tuple(product.owner for product in rows),
         by_heads,
         sizes.get("kv_heads", 0),
         tuple(Count(path, name, "share") for path, name in groups),
         tuple(Slice(given.path, given.argument, given.dim, given.size) for given, origin in seen.slices.items() if origin & weights),
+        inflows=tuple(inflows),
+        inner=inner,
     )
-    partial = tuple(name for name, origin in seen.mixed.items() if origin & weights and name not in splits)
-    return Found(region, splits, sizes, partial, all(p.keeps_sequence for p in [*columns, *rows] if not p.is_table), weights)
+    partial = dict.fromkeys(name for name, origin in seen.mixed.items() if origin & weights)
+    for inflow in inflows.values():
+        partial |= inflow.parameters
+    partial = {name: None for name in partial if name not in splits}
+    return Found(region, splits, sizes, tuple(partial), all(p.keeps_sequence for p in [*columns, *rows] if not p.is_table), weights)
 
 
 def _following(model: nn.Module, name: str, dim: int, share: Share, columns: list[Product], splits: dict[str, Split]) -> Split:

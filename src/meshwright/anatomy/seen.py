@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from meshwright.anatomy.inflow import Inflow
 from meshwright.anatomy.places import Share
 
 
@@ -29,6 +30,8 @@ class Product:
     is_table: bool = False
     keeps_sequence: bool = False
     """Its input is (batch, sequence, features), so that sequence parallelism can cut it."""
+    comes_of: frozenset[str] = frozenset()
+    """Layers that stay whole, of whose output alone its input is computed."""
     cuts: set[int] = field(default_factory=set)
     grains: dict[tuple[int, int], int] = field(default_factory=dict)
     """Of each part (start, stop): the fewest shares that it was seen laid out in."""
@@ -78,6 +81,8 @@ class Trace:
     products: dict[str, list[Product]] = field(default_factory=lambda: defaultdict(list))
     attentions: dict[str, list[Attention]] = field(default_factory=lambda: defaultdict(list))
     problems: dict[str, str] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=dict)
+    """When each problem was met; several may be met at once."""
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     """What each module inside the blocks was given first."""
     uses: dict[int, list[tuple[tuple[str, ...], str]]] = field(default_factory=lambda: defaultdict(list))
@@ -97,6 +102,8 @@ class Trace:
     """Of each block: arguments that are shares already."""
     beside: dict[str, str] = field(default_factory=dict)
     """Arguments of blocks, other than the hidden state and what blocks return, that have gradients: of the first block that is given each."""
+    inflows: dict[str, Inflow] = field(default_factory=dict)
+    """Layers that stay whole and whose output is entered."""
     repeats: str = ""
     """A block that runs more than once."""
     alive: list[Any] = field(default_factory=list)

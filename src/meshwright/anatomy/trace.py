@@ -28,8 +28,9 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.experts import standing_in
+from meshwright.anatomy.inflow import Inflows
 from meshwright.anatomy.inputs import BATCH, arguments
-from meshwright.anatomy.places import CUTS, MATMULS, RESHAPES, TURNS, Call, Lost, Share, moved
+from meshwright.anatomy.places import CUTS, MATMULS, RESHAPES, TURNS, Call, Lost, Share, along, moved
 from meshwright.anatomy.plain import is_convolution, is_plain
 from meshwright.anatomy.seen import Attention, Given, Product, Trace
 
@@ -70,6 +71,7 @@ def trace(
     finally:
         for handle in handles:
             handle.remove()
+    watch.settle()
     return watch.trace
 
 
@@ -83,17 +85,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from tensors_in(item)
-
-
-def along(call: Call, tensor: torch.Tensor, share: torch.Tensor, held: Share) -> int | None:
-    """The dimension of `tensor` that lies along the divided features."""
-    if not held.dims:
-        return None
-    size, dim = share.shape[held.dims[0]], held.dims[0]
-    if call.name in ("batch_norm", "group_norm") or call.name.startswith("conv"):
-        return 0 if tensor.shape[0] == size else None
-    place = tensor.ndim - (share.ndim - dim)
-    return place if place >= 0 and tensor.shape[place] == size else None
 
 
 class Watch(TorchFunctionMode):
@@ -114,6 +105,7 @@ class Watch(TorchFunctionMode):
         self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(list)  # of an argument: the modules it was given to, and where
         self.returned: set[int] = set()  # what blocks gave
         self.again = 0  # how deep in a block that has run before
+        self.inflows = Inflows()
         self.nothing = torch.empty(0)
         self.trace.alive.append(inputs)
 
@@ -164,6 +156,8 @@ class Watch(TorchFunctionMode):
         given = self.trace.inputs[name]
         if is_block:
             self.returned.update(id(tensor) for tensor in tensors_in(result))
+            for tensor in tensors_in(result):
+                self.inflows.spoil(self.inflows.sources(tensor), "it leaves the block")
         if is_block:  # beside the hidden state a block may return attention weights, which stay shares
             hidden = next(tensors_in(result), self.nothing)
             held = self.share.pop(id(hidden), None)
@@ -223,6 +217,16 @@ class Watch(TorchFunctionMode):
             for tensor in given:
                 self.trace.uses[id(tensor)].append((tuple(self.stack), ""))
             self.carry(call, given, weights, outputs)
+        shares = {id(tensor): self.share[id(tensor)].columns for tensor in outputs if id(tensor) in self.share}
+        self.inflows.follow(name, given, outputs or given[:1] * (name == "__setitem__"), shares, self.made)
+
+    def settle(self) -> None:
+        """After the run: layers whose output is entered; the columns of those whose output others use too stay whole."""
+        for layer, inflow in self.inflows.entered().items():
+            if inflow.spoiled:
+                self.refuse(inflow.needed, f"what {layer} gives meets them, and {inflow.spoiled}")
+            else:
+                self.trace.inflows[layer] = inflow
 
     def _is_called(self, name: str, given: list[torch.Tensor]) -> bool:
         """A layer that reads something computed from parameters, such as a table of positions."""
@@ -248,6 +252,8 @@ class Watch(TorchFunctionMode):
         if weight in self.whole:
             if held is not None:
                 self.refuse(held.columns, f"{owner} stays whole and reads it")
+            elif is_called and owner in self.plain:
+                self.inflows.begin(owner, result)
             return
         if not is_called:
             self.refuse((held.columns if held else frozenset()) | {weight}, f"{owner} is read without being called")
@@ -259,7 +265,7 @@ class Watch(TorchFunctionMode):
         columns = held.columns if held else frozenset()
         block = self.trace.inputs.get(self.block, self.nothing)
         keeps = source.ndim == 3 and not is_conv and block.ndim == 3
-        product = Product(weight, bias, owner, dim, size, source, columns, False, keeps)
+        product = Product(weight, bias, owner, dim, size, source, columns, False, keeps, self.inflows.sources(read))
         if held is None:
             self.column(product, result, 1 if is_conv else result.ndim - 1)
             return
@@ -276,8 +282,10 @@ class Watch(TorchFunctionMode):
         return self.stack[0]
 
     def refuse(self, columns: frozenset[str], why: str) -> None:
+        time = max(self.trace.times.values(), default=0) + 1
         for column in columns:
             self.trace.problems.setdefault(column, why)
+            self.trace.times.setdefault(column, time)
 
     # --- shares ---------------------------------------------------------------------------------------------------------------
 
@@ -350,7 +358,7 @@ class Watch(TorchFunctionMode):
             if dims:
                 self.trace.slices[Given(*place, dims[0], size)] = columns
                 return
-        if tensor.requires_grad:
+        if tensor.requires_grad and not self.inflows.serve(tensor, columns):
             self.refuse(columns, f"{self.stack[-1]} meets something there that every rank has whole ({call.name})")
 
     def _argument(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int | str] | None]:

@@ -123,6 +123,20 @@ class Entry:
         return self.crossing.entered
 
 
+class Inflow:
+    """A forward hook of a layer that stays whole: its output crosses into the region, which alone uses it."""
+
+    def __init__(self, group: Group, sequence_parallel: bool) -> None:
+        self.group, self.sequence_parallel = group, sequence_parallel
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        crossing = Crossing(output, self.group, self.sequence_parallel, 1)
+        entered = crossing.entered
+        assert entered is not None
+        crossing.read()
+        return entered
+
+
 class Column:
     """The forward of a column layer: its share of the product, and its share of the bias."""
 

@@ -34,7 +34,7 @@ from meshwright.base.errors import InputError
 from meshwright.parallel import collectives
 from meshwright.parallel.backlog import product
 from meshwright.parallel.chance import draw_apart
-from meshwright.parallel.columns import Column, Entry
+from meshwright.parallel.columns import Column, Entry, Inflow
 from meshwright.parallel.group import Group
 
 
@@ -144,14 +144,17 @@ def _resize(module: nn.Module) -> None:
 
 def _enter_region(model: nn.Module, region: Region, anatomy: Anatomy, group: Group, sequence_parallel: bool) -> None:
     columns = {path: layer for path in region.columns if not isinstance(layer := model.get_submodule(path), nn.Embedding)}
-    entry = Entry(group, sequence_parallel, len(columns))
-    for path in (region.module,) if region.module else region.entries or columns:
+    readers = [path for path in columns if path not in region.inner]
+    entry = Entry(group, sequence_parallel, len(readers))
+    for path in (region.module,) if region.module else region.entries or readers:
         model.get_submodule(path).register_forward_pre_hook(entry, with_kwargs=True)
+    for path in region.inflows:
+        model.get_submodule(path).register_forward_hook(Inflow(group, sequence_parallel))
     for path, layer in columns.items():
         name = f"{path}.weight"
         if name in anatomy.used:
-            _by_part(layer, entry, anatomy.used[name], group)
-        else:
+            _by_part(layer, entry if path in readers else None, anatomy.used[name], group)
+        elif path in readers:  # one behind an inflow computes as ever
             _by_columns(layer, entry, anatomy.splits[name])
 
 

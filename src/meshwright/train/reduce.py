@@ -54,7 +54,8 @@ def reduce_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+        with suppress(AttributeError):
+            config.layer_types = config.layer_types[:layers]
     _reduce_experts(config, layers, sizes)
 
 
