@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-import torch.distributed as dist
-
-from meshwright.parallel.group import Group, of_lanes, of_process
+from meshwright.parallel.group import Group
+from meshwright.parallel.join import joined
 from meshwright.parallel.mesh import Mesh
 
 
@@ -18,12 +17,7 @@ def among(mesh: Mesh, name: str, key: Callable[[int], Hashable]) -> Group | None
     parts: dict[Hashable, list[int]] = {}
     for rank in range(mesh.plan.world):
         parts.setdefault(key(rank), []).append(rank)
-    mine: Group | None = None
-    together = all(map(mesh.shares_memory, parts.values()))
-    for ranks in parts.values() if len(next(iter(parts.values()))) > 1 else ():
-        process = None if together else dist.new_group(ranks)
-        if mesh.rank in ranks:
-            mine = of_lanes(mesh.lanes(name, ranks)) if mesh.shares_memory(ranks) else of_process(process)
+    mine = joined(mesh, name, list(parts.values()))
     if mine is not None:
         mesh.groups[name] = mine
     return mine

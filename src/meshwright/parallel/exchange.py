@@ -2,7 +2,7 @@
 
 On gloo (16 MiB, 2 ranks) an all-reduce took 14 ms, its reduce-scatter 40 ms and its all-gather 77 ms, but one all-to-all 8 ms: both are
 written as an all-to-all there, the reduction with a sum in fixed order (bench/exchange.py). NCCL has good ones of its own. Ranks of one
-host without accelerators read each other's memory (lanes.py).
+host without accelerators read each other's memory (lanes.py); on several hosts each host sends a sum once (tiers.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.group import Group
+from meshwright.parallel.lanes import Across
 
 
 class Pending:
@@ -20,6 +21,11 @@ class Pending:
 
     def __init__(self, work: dist.Work | None, then: Callable[[], None] | None = None) -> None:
         self._work, self._then = work, then
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait for others."""
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         work, then = self._work, self._then
@@ -33,22 +39,26 @@ class Pending:
 DONE = Pending(None)
 
 
-def all_reduce(flat: torch.Tensor, group: Group | None, largest: bool = False) -> Pending:
-    """Sum the contiguous `flat` over `group`, in place; with `largest` the largest of each element."""
+def all_reduce(flat: torch.Tensor, group: Group | None, largest: bool = False, across: Across | None = None) -> Pending:
+    """Sum the contiguous `flat` over `group`, in place; with `largest` the largest of each element. `across`: how it goes between hosts."""
     if group is None:
         return DONE
     if group.lanes is not None:
-        return Pending(None, group.lanes.all_reduce(flat.view(-1), largest))
+        return Pending(None, group.lanes.all_reduce(flat.view(-1), largest, across))
+    if across is not None:
+        return Pending(None, across.all_reduce(flat.view(-1), group).wait)
     operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     return Pending(dist.all_reduce(flat, operation, group=group.process, async_op=True))
 
 
-def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group | None) -> Pending:
+def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group | None, across: Across | None = None) -> Pending:
     """`out` (n / ranks elements; it may lie inside `full`) becomes this rank's slice of the sum of `full` (n) over `group`."""
     if group is None:
         return Pending(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
     if group.lanes is not None:
-        return Pending(None, group.lanes.reduce_scatter(full, out))
+        return Pending(None, group.lanes.reduce_scatter(full, out, across))
+    if across is not None:
+        return Pending(None, across.reduce_scatter(full, out, group).wait)
     if group.native:
         return Pending(_native("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group.process, async_op=True))
     received = torch.empty_like(full)
@@ -87,7 +97,7 @@ def all_to_all(out: torch.Tensor, full: torch.Tensor, group: Group | None) -> Pe
 
 def all_to_all_rows(out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: Group) -> Pending:
     """Uneven: rank i sends `rows[i][j]` rows of its `sent` to rank j, in order of rank; `out` becomes what comes here."""
-    if group.lanes is not None:
+    if group.lanes is not None and group.process is None:
         return Pending(None, group.lanes.all_to_all_rows(out, sent, rows))
     incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])
     work = dist.all_to_all_single(out, sent, incoming, outgoing, group=group.process, async_op=True)

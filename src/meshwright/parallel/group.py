@@ -1,6 +1,7 @@
 """A group: the ranks along one axis of the mesh, and how they exchange tensors. An axis of one rank has none: `group is None`.
 
-Ranks of one host without accelerators go through shared memory (lanes.py), all others through a process group of torch.
+Ranks of one host without accelerators go through shared memory (lanes.py), equally many ranks of several hosts through memory inside of each
+and a process group between (tiers.py), all others through a process group of torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from meshwright.parallel.lanes import Lanes
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """`ranks` are global numbers, this rank's place among them is `index`. One of `process` and `lanes` is there."""
+    """`ranks` are global numbers, this rank's place among them is `index`. `process`: unless they share memory; `lanes`: those of
+    this host, where they share it or every host has several."""
 
     ranks: tuple[int, ...]
     index: int
@@ -25,6 +27,12 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def processes(self) -> list[dist.ProcessGroup]:
+        """All process groups that it goes through."""
+        between = self.lanes.between if self.lanes is not None else ()
+        return [each.process for each in (self, *between) if each.process is not None]
 
     @property
     def native(self) -> bool:

@@ -23,17 +23,21 @@ as this one has finished, so that nobody waits in a circle.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from meshwright.parallel.shared import PAGE, Host, Segment
+from meshwright.parallel.underway import Crossing, UnderWay
+
+if TYPE_CHECKING:
+    from meshwright.parallel.group import Group
 
 LANES = 16
 UNDER_WAY = 2
-_POSTED, _HALFWAY, _DONE, _NUMBER, _FILE, _OFFSET, _SLOT, _SIZE = range(8)
+POSTED, HALFWAY, DONE, _NUMBER, _FILE, _OFFSET, _SLOT, _SIZE = range(8)
 LANE_WORDS = LANES * _SIZE
 """`_SLOT`: 1 + the number of the slot that the part lies in, whose memory another one follows when it grows; 0 for other memory."""
 
@@ -46,6 +50,14 @@ TILE = 1 << 16
 _LOW = (torch.bfloat16, torch.float16)
 
 
+class Across(Protocol):
+    """How sums go between hosts, where not plainly. Ranks of one host send nothing."""
+
+    def all_reduce(self, flat: torch.Tensor, group: Group) -> Crossing: ...
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, group: Group) -> Crossing: ...
+
+
 @dataclass
 class _Slot:
     """`number` of the collective that reads it, None while it is being filled."""
@@ -54,86 +66,81 @@ class _Slot:
     number: int | None = None
 
 
-@dataclass
-class _Open:
-    """A collective under way: what it still does, each once every other rank has said the word."""
-
-    number: int
-    steps: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
-
-
 class Lanes:
     """The collectives of the ranks `ranks` (this one among them), who speak through their words from `first` on."""
 
     def __init__(self, host: Host, ranks: Sequence[int], first: int) -> None:
         self.host, self.ranks, self.first = host, tuple(ranks), first
         self.index = self.ranks.index(host.rank)
+        self.between: tuple[Group, ...] = ()
         self.others = [rank for rank in self.ranks if rank != host.rank]
         self._slots: list[_Slot] = []
         self._read_slots: dict[tuple[int, int], int] = {}
         self._number = 0
-        self._finished = [0]
-        self._open: deque[_Open] = deque()
-        self.close = weakref.finalize(self, _part, host, self.others, first, self._finished)
+        own = weakref.ref(self)  # no cycle: memory goes when the last one lets go
+        self.under_way = UnderWay(
+            lambda number, word: _alive(own)._is_there(number, word), lambda number, word: _alive(own)._everyone(number, word)
+        )
+        self.close = weakref.finalize(self, _part, host, self.others, first, self.under_way.finished)
 
     # --- collectives: each returns what finishes it -----------------------------------------------------------------------------
 
-    def all_reduce(self, flat: torch.Tensor, largest: bool = False) -> Callable[[], None]:
+    def all_reduce(self, flat: torch.Tensor, largest: bool = False, across: Across | None = None) -> Callable[[], None]:
         small = flat.numel() * flat.element_size() <= SMALL
-        number, memory = self._begin(flat, copy=small)
-        slices = [_slice(flat, rank, len(self.ranks)) for rank in range(len(self.ranks))]
+        number, memory = self.begin(flat, copy=small)
+        slices = [slice_of(flat, rank, len(self.ranks)) for rank in range(len(self.ranks))]
 
         def sum_all() -> None:
-            _reduce(self._parts(number, memory), slice(None), flat, largest)
-            self._done(number)
+            reduce_parts(self.parts(number, memory), slice(None), flat, largest)
+            self.read(number)
 
         def sum_own() -> None:
             own = slices[self.index]
-            _reduce(self._parts(number, memory), own, memory[own], largest)
-            self.host.say(self._at(number, _HALFWAY), number)
+            reduce_parts(self.parts(number, memory), own, memory[own], largest)
+            self.host.say(self.at(number, HALFWAY), number)
 
         def copy() -> None:
-            for rank, (part, taken) in enumerate(zip(self._parts(number, memory), slices, strict=True)):
+            for rank, (part, taken) in enumerate(zip(self.parts(number, memory), slices, strict=True)):
                 if rank != self.index or memory.data_ptr() != flat.data_ptr():
                     flat[taken].copy_(part[taken])
-            self._done(number)
+            self.read(number)
 
-        return self._started(number, (_POSTED, sum_all)) if small else self._started(number, (_POSTED, sum_own), (_HALFWAY, copy))
+        return self.under_way.add(number, (POSTED, sum_all)) if small else self.under_way.add(number, (POSTED, sum_own), (HALFWAY, copy))
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        number, memory = self._begin(full)
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, across: Across | None = None) -> Callable[[], None]:
+        number, memory = self.begin(full)
 
         def scatter() -> None:
-            _reduce(self._parts(number, memory), _slice(memory, self.index, len(self.ranks)), out)
-            self._done(number)
+            reduce_parts(self.parts(number, memory), slice_of(memory, self.index, len(self.ranks)), out)
+            self.read(number)
 
-        return self._started(number, (_POSTED, scatter))
+        return self.under_way.add(number, (POSTED, scatter))
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
-        number, memory = self._begin(shard)
+        number, memory = self.begin(shard)
 
         def gather() -> None:
-            for into, part in zip(full.view(len(self.ranks), -1), self._parts(number, memory), strict=True):
+            for into, part in zip(full.view(len(self.ranks), -1), self.parts(number, memory), strict=True):
                 if into.data_ptr() != part.data_ptr():
                     into.copy_(part)
-            self._done(number)
+            self.read(number)
 
-        return self._started(number, (_POSTED, gather))
+        return self.under_way.add(number, (POSTED, gather))
 
     def all_to_all_rows(self, out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]]) -> Callable[[], None]:
         """Uneven: rank i sends `rows[i][j]` rows to rank j."""
-        number, memory = self._begin(sent)
+        number, memory = self.begin(sent)
         width, numels = sent.shape[1], [sum(row) * sent.shape[1] for row in rows]
 
         def exchange() -> None:
             at = 0
-            for row, part in zip(rows, self._parts(number, memory, numels), strict=True):
+            for row, part in zip(rows, self.parts(number, memory, numels), strict=True):
                 start, numel = sum(row[: self.index]) * width, row[self.index] * width
                 out.view(-1)[at : at + numel].copy_(part[start : start + numel])
                 at += numel
-            self._done(number)
+            self.read(number)
 
-        return self._started(number, (_POSTED, exchange))
+        return self.under_way.add(number, (POSTED, exchange))
 
     def stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that the others can read, to be filled with anything and given to a collective once. What was in it is still there."""
@@ -143,20 +150,29 @@ class Lanes:
 
     def settle(self) -> None:
         """Wait until nobody reads this rank's memory any more; nothing may be under way."""
-        assert not self._open, "collectives are under way"
+        assert not self.under_way.open, "collectives are under way"
         for number in range(max(self._number - LANES, 0) + 1, self._number + 1):
-            self._everyone(number, _DONE)
+            self._everyone(number, DONE)
 
     # --- one collective ---------------------------------------------------------------------------------------------------------
 
-    def _begin(self, part: torch.Tensor, copy: bool = False) -> tuple[int, torch.Tensor]:
+    def begin(self, part: torch.Tensor, copy: bool = False) -> tuple[int, torch.Tensor]:
         """Its number, and this rank's part where the others read it: where it is, or in a slot."""
-        self._progress()
-        if len(self._open) == LANES:
-            self._finish_until(self._open[0].number)
-        number = self._number + 1
-        if number > LANES:
-            self._everyone(number - LANES, _DONE)
+        number = self.number()
+        return number, self.post(number, part, copy)
+
+    def number(self) -> int:
+        """Of the next collective, which has room in its lane."""
+        self.under_way.progress()
+        if len(self.under_way.open) == LANES:
+            self.under_way.finish(self.under_way.open[0].number)
+        if self._number >= LANES:
+            self._everyone(self._number + 1 - LANES, DONE)
+        self._number += 1
+        return self._number
+
+    def post(self, number: int, part: torch.Tensor, copy: bool = False) -> torch.Tensor:
+        """This rank's part, where the others read it from now on."""
         place = None if copy else self.host.place(part)
         memory = part
         if place is None:
@@ -164,13 +180,12 @@ class Lanes:
             memory.copy_(part.reshape(-1))
             place = self.host.place(memory)
             assert place is not None
-        self._number = number
         segment, offset = place
-        words, at = self.host.words[self.host.rank], self._at(number, 0)
+        words, at = self.host.words[self.host.rank], self.at(number, 0)
         words[at + _NUMBER], words[at + _FILE], words[at + _OFFSET] = segment.number, segment.file, offset
         words[at + _SLOT] = self._filled(segment, number)
-        self.host.say(at + _POSTED, number)
-        return number, memory
+        self.host.say(at + POSTED, number)
+        return memory
 
     def _filled(self, segment: Segment, number: int) -> int:
         """1 + the slot that `segment` is, which collective `number` reads from now on; 0 if it is none."""
@@ -201,13 +216,13 @@ class Lanes:
 
     def _free(self, slot: _Slot) -> None:
         assert slot.number is not None
-        self._finish_until(slot.number)
-        self._everyone(slot.number, _DONE)
+        self.under_way.finish(slot.number)
+        self._everyone(slot.number, DONE)
 
     def _is_free(self, slot: _Slot) -> bool:
-        return slot.number is not None and slot.number <= self._finished[0] and self._is_there(slot.number, _DONE)
+        return slot.number is not None and slot.number <= self.under_way.finished[0] and self._is_there(slot.number, DONE)
 
-    def _parts(self, number: int, own: torch.Tensor, numels: Sequence[int] = ()) -> list[torch.Tensor]:
+    def parts(self, number: int, own: torch.Tensor, numels: Sequence[int] = ()) -> list[torch.Tensor]:
         """Every rank's part, this one's among them, once they are there; of `numels` elements where they differ."""
         own = own.view(-1)
         parts = []
@@ -215,7 +230,7 @@ class Lanes:
             if rank == self.host.rank:
                 parts.append(own)
                 continue
-            at = self._at(number, 0)
+            at = self.at(number, 0)
             segment, file, start, slot = self.host.words[rank][at + _NUMBER : at + _SIZE]
             if slot:
                 before = self._read_slots.get((rank, slot))
@@ -227,47 +242,32 @@ class Lanes:
 
     def _everyone(self, number: int, word: int) -> None:
         for rank in self.others:
-            self.host.hear(rank, self._at(number, word), number)
+            self.host.hear(rank, self.at(number, word), number)
 
     def _is_there(self, number: int, word: int) -> bool:
         """Whether everyone has said it, of this collective or a later one of its lane."""
-        at = self._at(number, word)
+        at = self.at(number, word)
         return all(self.host.words[rank][at] >= number for rank in self.others)
 
-    def _done(self, number: int) -> None:
-        self._finished[0] = max(number, self._finished[0])
-        self.host.say(self._at(number, _DONE), number)
+    def read(self, number: int) -> None:
+        """This rank has read what it needs of the others' parts."""
+        self.host.say(self.at(number, DONE), number)
 
-    def _at(self, number: int, word: int) -> int:
+    def at(self, number: int, word: int) -> int:
         return _word(self.first, number, word)
 
-    # --- what is under way ------------------------------------------------------------------------------------------------------
 
-    def _started(self, number: int, *steps: tuple[int, Callable[[], None]]) -> Callable[[], None]:
-        self._open.append(_Open(number, deque(steps)))
-        return lambda: self._finish_until(number)
-
-    def _progress(self) -> None:
-        """Do what need not be waited for."""
-        for each in self._open:
-            while each.steps and self._is_there(each.number, each.steps[0][0]):
-                each.steps.popleft()[1]()
-        while self._open and not self._open[0].steps:
-            self._open.popleft()
-
-    def _finish_until(self, number: int) -> None:
-        while self._open and self._open[0].number <= number:
-            first = self._open[0]
-            self._progress()
-            if first.steps:
-                self._everyone(first.number, first.steps[0][0])
+def _alive(lanes: weakref.ref[Lanes]) -> Lanes:
+    found = lanes()
+    assert found is not None, "a collective outlives its group"
+    return found
 
 
 def _word(first: int, number: int, word: int) -> int:
     return first + number % LANES * _SIZE + word
 
 
-def _slice(flat: torch.Tensor, rank: int, ranks: int) -> slice:
+def slice_of(flat: torch.Tensor, rank: int, ranks: int) -> slice:
     length = flat.numel()
     return slice(length * rank // ranks, length * (rank + 1) // ranks)
 
@@ -275,10 +275,10 @@ def _slice(flat: torch.Tensor, rank: int, ranks: int) -> slice:
 def _part(host: Host, others: Sequence[int], first: int, finished: list[int]) -> None:
     """Before this rank's memory goes: the others have read all that they need. Who is gone, or late beyond reason, needs it no more."""
     last = range(max(finished[0] - LANES, 0) + 1, finished[0] + 1)
-    host.hear_out((rank, _word(first, number, _DONE), number) for number in last for rank in others)
+    host.hear_out((rank, _word(first, number, DONE), number) for number in last for rank in others)
 
 
-def _reduce(parts: list[torch.Tensor], taken: slice, out: torch.Tensor, largest: bool = False) -> None:
+def reduce_parts(parts: list[torch.Tensor], taken: slice, out: torch.Tensor, largest: bool = False) -> None:
     """`out` becomes the sum of `parts[...][taken]`, or their largest, in order; it may be one of them."""
     rows = [part[taken] for part in parts]
     for start in range(0, out.numel(), TILE):

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.base.errors import InputError
 from meshwright.parallel import processes
-from meshwright.parallel.group import Group, Sharing, of_lanes, of_process
+from meshwright.parallel.group import Group, Sharing
+from meshwright.parallel.join import joined
 from meshwright.parallel.lanes import LANE_WORDS, Lanes
 from meshwright.parallel.shared import Host, meet
 from meshwright.spec.grid import Grid, Place
@@ -75,7 +76,10 @@ class Mesh:
 
     def lanes(self, name: str, ranks: list[int]) -> Lanes:
         assert self.host is not None, "these ranks do not share memory"
-        return Lanes(self.host, ranks, NAMES.index(name) * LANE_WORDS)
+        return Lanes(self.host, ranks, self.words(name))
+
+    def words(self, name: str) -> int:  # the first word of the group's lanes
+        return NAMES.index(name) * LANE_WORDS
 
 
 def local_device() -> torch.device:
@@ -109,13 +113,10 @@ def make_mesh(plan: Plan, device: torch.device | None = None, timeout: float = 1
 def _grouped(bare: Mesh) -> Mesh:
     """`bare` with its groups; all ranks call it."""
     grid, everyone = bare.grid, list(range(bare.plan.world))
-    members = {"world": everyone, **{axis: grid.along(bare.rank, axis) for axis in ("pp", "cp", "tp")}}
-    members["shards"], members["copies"] = grid.sharing(bare.rank)
     device_mesh, torchs = (None, {}) if bare.shares_memory(everyone) else processes.of_axes(grid, bare.rank, bare.device)
     groups = {}
-    for name, ranks in members.items():
-        group = of_lanes(bare.lanes(name, ranks)) if bare.shares_memory(ranks) else of_process(torchs.get(name))
-        if group is not None and len(ranks) > 1:
+    for name, parts in processes.parts(grid).items():
+        if (group := joined(bare, name, parts, torchs.get(name))) is not None:
             groups[name] = group
     channels = {} if bare.device.type == "cpu" else processes.channels(grid, bare.rank)
     return Mesh(bare.plan, grid, bare.rank, bare.place, bare.device, groups, device_mesh, bare.host, bare.identities, channels)
@@ -126,11 +127,5 @@ def tie_group(mesh: Mesh) -> Group | None:
     grid, last = mesh.grid, mesh.plan.rank_of(mesh.plan.stages - 1)
     if last == mesh.plan.rank_of(0):
         return None
-    mine: Group | None = None
     pairs = [[column[0], column[last]] for rank in range(mesh.plan.world) if (column := grid.along(rank, "pp"))[0] == rank]
-    together = all(map(mesh.shares_memory, pairs))
-    for pair in pairs:
-        process = None if together else dist.new_group(pair)
-        if mesh.rank in pair:
-            mine = of_lanes(mesh.lanes("tie", pair)) if mesh.shares_memory(pair) else of_process(process)
-    return mine
+    return joined(mesh, "tie", pairs)

@@ -26,6 +26,23 @@ def of_axes(grid: Grid, rank: int, device: torch.device) -> tuple[DeviceMesh, di
     return device_mesh, groups
 
 
+def parts(grid: Grid) -> dict[str, list[list[int]]]:
+    """For each kind of group all of its groups, which together hold every rank once.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> found = parts(Grid(parse_plan("dp2x2.z1")))
+    >>> found["shards"], found["copies"], found["tp"]
+    ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]])
+    """
+    every = range(grid.plan.world)
+    found = {"world": [list(every)]}
+    for name in ("pp", "cp", "tp"):
+        found[name] = [ranks for first in every if (ranks := grid.along(first, name))[0] == first]
+    for at, name in enumerate(("shards", "copies")):
+        found[name] = [ranks for first in every if (ranks := grid.sharing(first)[at])[0] == first]
+    return found
+
+
 def channels(grid: Grid, rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
     """One group per ordered pair of neighbouring pipeline ranks: NCCL runs the messages of a group one after the other, and with one for both
     directions two ranks that send first would wait for each other. gloo matches messages by tag and needs none."""

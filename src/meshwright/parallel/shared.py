@@ -25,6 +25,9 @@ import torch.distributed as dist
 SWITCH = "MESHWRIGHT_SHARED"
 """Environment variable: 0 leaves shared memory unused."""
 
+HOST = "MESHWRIGHT_HOST"
+"""Environment variable: ranks with unlike values count as ranks of unlike hosts, to try on one machine what happens between several."""
+
 WORDS = 1 << 14
 """Words of 8 bytes in the segment that a rank speaks through: they count for longer than any run."""
 
@@ -189,7 +192,7 @@ def identity() -> str:
         return ""
     try:
         names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user")]
-        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *names])
+        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *names, os.environ.get(HOST, "")]).strip()
     except OSError:
         return ""
 

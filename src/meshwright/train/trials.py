@@ -62,7 +62,7 @@ class Ground:
             return self._steps(trainer)
         finally:
             trainer.close()
-            groups = [group.process for group in trainer.mesh.groups.values() if group.process not in (None, dist.group.WORLD)]
+            groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]
             del trainer
             gc.collect()
             for group in groups:

@@ -101,4 +101,4 @@ class Ring:
 
 def travel_of(group: Group, waiting: Waiting) -> Travel:
     """The quicker way for `group`."""
-    return Gathering(group, waiting) if group.lanes is not None else Ring(group, waiting)
+    return Gathering(group, waiting) if group.process is None else Ring(group, waiting)

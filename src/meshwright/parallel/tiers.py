@@ -1,0 +1,113 @@
+"""Collectives of ranks on several hosts, equally many on each: what crosses between hosts crosses once for each host, not once for each rank.
+
+Ranks of a host sum in shared memory (lanes.py); rank number l of every host then meets rank number l of the others, over the network, with its
+slice only; and the ranks of a host read the rest from each other. With h hosts of m ranks and n bytes a host sends
+
+    all-reduce        2 (h - 1) / h n    (a ring over all ranks: 2 (h m - 1) / (h m) n, if hosts lie one after the other in it)
+    reduce-scatter      (h - 1) / h n    (an all-to-all of all ranks: m times that)
+    all-gather          (h - 1) / h n    (the same)
+
+Sums are those of a flat collective up to their order, which is fixed: ranks of a host first, then hosts. Source: Thakur, Rabenseifner, Gropp,
+Optimization of Collective Communication Operations in MPICH (2005), section 4; NCCL and Horovod call it hierarchical. NCCL finds tiers itself.
+
+[Note: two ways across] A reduction crosses when the ranks of its host have come as far, a gathering at once, so that their order among each
+other differs from rank to rank. Each kind has a process group of its own, in which the order is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright.parallel import exchange
+from meshwright.parallel.lanes import HALFWAY, POSTED, Across, Lanes, reduce_parts, slice_of
+from meshwright.parallel.underway import CROSSED, Crossing
+
+if TYPE_CHECKING:
+    from meshwright.parallel.group import Group
+    from meshwright.parallel.shared import Host
+
+Table = Sequence[Sequence[int]]
+"""Of each host, the places of its ranks in the group."""
+
+
+def table_of(hosts: Sequence[str]) -> Table | None:
+    """`hosts`: the identity of the host of each rank of a group. None where they lie on one host, or unlike numbers of them on each.
+
+    >>> table_of(["a", "b", "a", "b"]), table_of(["a", "a"]), table_of(["a", "a", "b"]), table_of(["a", "b"])
+    ([[0, 2], [1, 3]], None, None, None)
+    """
+    rows = [[place for place, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)]
+    together = len(rows) > 1 and len(rows[0]) > 1 and len({len(row) for row in rows}) == 1 and "" not in hosts
+    return rows if together else None
+
+
+class Tiers(Lanes):
+    """This rank's host in a group that `table` lays over hosts; `ranks` are all ranks of the group. `sums` and `gathers`: the ranks of other
+    hosts that stand where this one stands in its own."""
+
+    def __init__(self, host: Host, ranks: Sequence[int], table: Table, first: int, sums: Group, gathers: Group) -> None:
+        self.table, self.sums, self.gathers = table, sums, gathers
+        own = next(row for row in table if host.rank in (ranks[place] for place in row))
+        super().__init__(host, [ranks[place] for place in own], first)
+        self.between = (sums, gathers)
+
+    def all_reduce(self, flat: torch.Tensor, largest: bool = False, across: Across | None = None) -> Callable[[], None]:
+        number, memory = self.begin(flat)
+        slices = [slice_of(flat, rank, len(self.ranks)) for rank in range(len(self.ranks))]
+
+        def sum_own() -> Crossing | None:
+            own = memory[slices[self.index]]
+            reduce_parts(self.parts(number, memory), slices[self.index], own, largest)
+            if not own.numel():
+                return None
+            return across.all_reduce(own, self.sums) if across is not None else exchange.all_reduce(own, self.sums, largest)
+
+        def show() -> None:
+            self.host.say(self.at(number, HALFWAY), number)
+
+        def copy() -> None:
+            for rank, (part, taken) in enumerate(zip(self.parts(number, memory), slices, strict=True)):
+                if rank != self.index or memory.data_ptr() != flat.data_ptr():
+                    flat[taken].copy_(part[taken])
+            self.read(number)
+
+        return self.under_way.add(number, (POSTED, sum_own), (CROSSED, show), (HALFWAY, copy))
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, across: Across | None = None) -> Callable[[], None]:
+        number, memory = self.begin(full)
+        each = out.numel()
+
+        def sum_own() -> Crossing:
+            """The slices of all ranks that stand here in their hosts."""
+            ours = torch.empty(len(self.table) * each, dtype=full.dtype)
+            for row, into in zip(self.table, ours.split(each), strict=True):
+                start = row[self.index] * each
+                reduce_parts(self.parts(number, memory), slice(start, start + each), into)
+            self.read(number)
+            return across.reduce_scatter(ours, out, self.sums) if across is not None else exchange.reduce_scatter(ours, out, self.sums)
+
+        return self.under_way.add(number, (POSTED, sum_own), (CROSSED, _nothing))
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+        number, each = self.number(), shard.numel()
+        theirs = self.stage(len(self.table) * each, shard.dtype)
+        crossing = exchange.all_gather(theirs, shard, self.gathers)
+
+        def show() -> None:
+            self.post(number, theirs)
+
+        def gather() -> None:
+            into = full.view(-1, each)
+            for rank, part in enumerate(self.parts(number, theirs)):
+                for row, shard in zip(self.table, part.split(each), strict=True):
+                    into[row[rank]].copy_(shard)
+            self.read(number)
+
+        return self.under_way.add(number, (CROSSED, show), (POSTED, gather), crossing=crossing)
+
+
+def _nothing() -> None:
+    """What crossed is where it belongs."""

@@ -1,0 +1,94 @@
+"""Ranks on several hosts: each host sends a sum once, and what comes out is what one device computes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from equality import alone, check, train
+from hosts import hosts
+from pool import Pool
+
+from meshwright.parallel import exchange
+from meshwright.parallel.group import Group
+from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.tiers import Tiers
+from meshwright.spec.plan import Plan, parse_plan
+
+SIZES = (1, 3, 17, 40_001)
+
+
+def part(rank: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank * 1000 + size), dtype=torch.float64)
+
+
+def world(each: int) -> Group:
+    with hosts(each):
+        group = make_mesh(Plan(tp=dist.get_world_size())).world
+    assert group is not None
+    return group
+
+
+def sums(each: int) -> tuple[bool, list[torch.Tensor]]:
+    """Whether there are tiers; sums, largest and slices of sums, gathered, of all sizes, all under way at once."""
+    group, results, pending = world(each), [], []
+    for size in SIZES:
+        total, largest = part(group.index, size), part(group.index, size)
+        full, own = part(group.index, size * group.size), torch.empty(size, dtype=torch.float64)
+        gathered, mine = torch.empty_like(full), part(group.index, size)
+        pending += [
+            exchange.all_reduce(total, group),
+            exchange.all_gather(gathered, mine, group),
+            exchange.reduce_scatter(full, own, group),
+            exchange.all_reduce(largest, group, largest=True),
+        ]
+        results += [total, largest, own, gathered]
+    for each_one in pending:
+        each_one.wait()
+    exchange.all_to_all(out := torch.empty(group.size), torch.full((group.size,), float(group.index)), group).wait()
+    return isinstance(group.lanes, Tiers), [*results, out]
+
+
+@pytest.mark.parametrize(("ranks_in_all", "each"), [(4, 2), (6, 2), (6, 3), (4, 1)])
+def test_collectives_between_hosts_give_what_flat_ones_give(ranks: Pool, ranks_in_all: int, each: int) -> None:
+    results = ranks.run(ranks_in_all, sums, each)
+    for rank, (tiered, found) in enumerate(results):
+        assert tiered == (each > 1)
+        for size, (total, largest, own, gathered) in zip(SIZES, zip(*[iter(found[:-1])] * 4, strict=True), strict=True):
+            parts = torch.stack([part(other, size) for other in range(ranks_in_all)])
+            assert torch.allclose(total, parts.sum(0), rtol=1e-13, atol=1e-13)
+            assert torch.equal(total, results[0][1][4 * SIZES.index(size)]), "ranks hold unlike sums"
+            assert torch.equal(largest, parts.amax(0))
+            wholes = torch.stack([part(other, size * ranks_in_all) for other in range(ranks_in_all)]).sum(0)
+            assert torch.allclose(own, wholes[rank * size : (rank + 1) * size], rtol=1e-13, atol=1e-13)
+            assert torch.equal(gathered, parts.view(-1))
+        assert torch.equal(found[-1], torch.arange(float(ranks_in_all)))
+
+
+@functools.cache
+def expected() -> dict[str, Any]:
+    return alone("llama", "fp64", 2)
+
+
+def on_hosts(plan: str, each: int) -> dict[str, Any]:
+    with hosts(each):
+        return train("llama", plan, "fp64", 2)
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp4", "dp4.z1", "dp4.z2.mb2", "dp4.z3", "dp2x2.z1", "dp2.tp2.z2.mb2", "dp2.pp2.z3", "tp4.sp.mb4", "dp2.cp2.z1.mb2"]
+)
+def test_a_plan_over_two_hosts_computes_what_one_device_computes(ranks: Pool, plan: str) -> None:
+    check(expected(), ranks.run(parse_plan(plan).world, on_hosts, plan, 2), "fp64")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("each", [2, 4])
+@pytest.mark.parametrize(
+    "plan", ["dp8", "dp8.z1", "dp8.z2", "dp8.z3", "dp2x4.z3", "dp4x2.z1", "dp4.tp2.z2.mb2", "dp2.pp2.cp2.z3", "dp2.tp4.mb2"]
+)
+def test_a_plan_over_several_hosts_computes_what_one_device_computes(ranks: Pool, plan: str, each: int) -> None:
+    check(expected(), ranks.run(8, on_hosts, plan, each), "fp64")
