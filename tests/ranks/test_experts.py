@@ -135,13 +135,6 @@ def test_experts_that_cannot_be_dealt_are_refused_in_one_line(ranks: Any, model:
         assert message in said and "\n" not in said
 
 
-def test_a_balance_loss_that_every_cut_of_the_batch_would_change_is_refused() -> None:
-    model = make_model("mixtral")
-    model.config.output_router_logits = True  # type: ignore[union-attr, assignment]
-    with pytest.raises(InputError, match="output_router_logits is true"):
-        parallelize(model, make_optimizer, "dp1")
-
-
 def refusal(plan: str, model: str) -> str:
     """On every rank: what making the trainer says."""
     with pytest.raises(InputError) as caught:

@@ -14,11 +14,12 @@ from torch import nn
 from meshwright.anatomy import Anatomy, layers, read
 from meshwright.base.errors import InputError
 from meshwright.parallel.backlog import put_off_weights
+from meshwright.parallel.balance import balance_of
 from meshwright.parallel.carry import Carry, Wants, carried, layers_over, numbered
 from meshwright.parallel.context.setup import context_of, set_context
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.expert import check as check_experts
-from meshwright.parallel.expert import lay_experts, refuse_balance, shard_experts, still_in
+from meshwright.parallel.expert import lay_experts, shard_experts, still_in
 from meshwright.parallel.expert_ranks import expert_ranks
 from meshwright.parallel.gates import Run
 from meshwright.parallel.gating import set_gates
@@ -48,7 +49,6 @@ def parallelize_model(
     _check(anatomy, mesh)
     statistics = over_batch(model)
     check_passes(statistics, plan, 1)
-    refuse_balance(model, loss)
     _prepare(model, mesh.device, recipe)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta)
@@ -90,6 +90,7 @@ def parallelize_model(
     pipeline = Pipeline(mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage))
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, stage_bounds(cut, mesh), pipeline)
     engine.statistics = statistics
+    engine.balance = balance_of(model, loss, mesh, context.cut_labels if context else None)
     engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
     engine.mixtures = still_in(model, mixtures)
     return engine

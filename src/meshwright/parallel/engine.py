@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.parallel.balance import FLAG, Balance
 from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.expert import Mixture
 from meshwright.parallel.expert_ranks import ExpertRanks
@@ -43,6 +44,7 @@ class Parallel:
     """Other names in the model's saved state: buffers, and tied weights under their second name."""
     unfilled: frozenset[str] = frozenset()
     """Parameters that were built without memory and have no values yet."""
+    balance: Balance | None = None
     statistics: str = ""
     """A module with statistics over the batch."""
 
@@ -75,23 +77,34 @@ class Parallel:
     def parts(self, stage: int) -> int:
         """Tensors that a stage is sent."""
         carry = self.run.carry
-        return 1 if carry is None else len(carry.wants.message(self.bounds[stage][0]))
+        state = 1 if carry is None else len(carry.wants.message(self.bounds[stage][0]))
+        return state + (self.balance is not None)
 
     def stage_forward(self, stage: int, batch: Batch, received: Tensors) -> Tensors:
         """One micro-batch through one stage: the hidden state for the next one (or all that goes on), or the loss sum."""
         self.run.start, self.run.stop = self.bounds[stage]
         self.run.is_last = stage == self.mesh.plan.stages - 1
+        inputs, balance = self.objective.inputs(batch), self.balance
+        if balance is not None:
+            balance.begin(batch, received[-1] if received else None)
+            received = received[:-1]
+            inputs = {**inputs, FLAG: False}
         self.run.received = received[0] if received and self.run.carry is None else None
         if self.run.carry is not None:
             self.run.carry.begin(self.run.start, self.run.stop, received)
         try:
-            output = self.model(**self.objective.inputs(batch))
+            output = self.model(**inputs)
         except StageDone as done:
-            return done.hidden if isinstance(done.hidden, tuple) else (done.hidden,)
+            state = done.hidden if isinstance(done.hidden, tuple) else (done.hidden,)
+            return state if balance is None else (*state, balance.end())
         finally:
             self.run.received = None
             if self.run.carry is not None:
                 self.run.carry.forget()
             if self.context is not None:
                 self.context.forget()
-        return (self.objective.sum(output, batch),)
+        found = self.objective.sum(output, batch)
+        if balance is not None:
+            sums = balance.end()
+            found = found + balance.loss(sums) if torch.is_grad_enabled() else found  # evaluation is of labels alone
+        return (found,)

@@ -37,6 +37,9 @@ from meshwright.spec.layout import LayerSlots, Slot, unit_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 
+SAID = 1024
+"""Experts of a model whose loads are all told in a record."""
+
 Rows = tuple[tuple[int, ...], ...]
 """Rows that rank i (outer) sends to rank j."""
 
@@ -67,16 +70,6 @@ def still_in(model: nn.Module, mixtures: Sequence[Mixture]) -> list[Mixture]:
     """Those whose blocks this rank holds."""
     here = {id(module) for module in model.modules()}
     return [mixture for mixture in mixtures if id(mixture.module) in here]
-
-
-def refuse_balance(model: nn.Module, loss: object | None) -> None:
-    """InputError where the model would add a balance loss: of a product of means over the batch, a part of the batch has no part."""
-    config: Any = getattr(model, "config", None)
-    if loss is None and getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
-        raise InputError(
-            f"output_router_logits is true: its balance loss (router_aux_loss_coef {config.router_aux_loss_coef}) is another one for every cut "
-            "of the batch and is not computed; set output_router_logits to false, or pass loss=function(output, batch) with one of your own"
-        )
 
 
 def shard_experts(model: nn.Module, anatomy: Anatomy, ranks: ExpertRanks, sequence_parallel: bool) -> list[Mixture]:
@@ -149,13 +142,17 @@ def pairs_by_expert(mixtures: Sequence[Mixture], anatomy: Anatomy, device: torch
     return table.flatten()
 
 
-def busiest(pairs: torch.Tensor, anatomy: Anatomy) -> float | None:
-    """The busiest expert's pairs over the mean, in the mixture where that is most; None in a model without experts."""
-    if not anatomy.experts:
-        return None
-    counts = torch.tensor([experts.count for experts in anatomy.experts], dtype=pairs.dtype, device=pairs.device)
-    table = pairs.detach().view(len(counts), -1)
-    return float((table.amax(1) * counts / table.sum(1).clamp_min(1)).max())
+def loads(pairs: torch.Tensor, anatomy: Anatomy) -> list[list[float]]:
+    """Of each mixture, the pairs of each expert over the mean of its experts."""
+    table = pairs.detach().view(len(anatomy.experts), -1) if anatomy.experts else pairs.view(0, 0)
+    mean = table.sum(1, keepdim=True).clamp_min(1)
+    return [(row * experts.count)[: experts.count].tolist() for row, experts in zip(table / mean, anatomy.experts, strict=True)]
+
+
+def said(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    """For a record: of many experts only the idlest and the busiest of each mixture."""
+    few = sum(map(len, loads)) <= SAID
+    return tuple(tuple(round(load, 3) for load in (row if few else (min(row), max(row)))) for row in loads)
 
 
 def is_split(ranks: ExpertRanks, name: str) -> bool:

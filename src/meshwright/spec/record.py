@@ -29,6 +29,11 @@ class StepRecord(Noun):
     expert_load: float | None = Field(
         default=None, description="pairs of token and expert of the busiest expert over the mean, in the mixture where that is most"
     )
+    expert_loads: tuple[tuple[float, ...], ...] = Field(
+        default=(),
+        description="the same of each mixture and each expert; of more than 1,024 experts the idlest and the busiest of each mixture",
+    )
+    balance_loss: float | None = Field(default=None, description="the part of the loss that balances experts, where the model has one")
     held_out_loss: float | None = None
 
 

@@ -22,7 +22,7 @@ from meshwright.parallel import state
 from meshwright.parallel.apply import parallelize_model
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange import all_reduce
-from meshwright.parallel.expert import busiest, pairs_by_expert
+from meshwright.parallel.expert import loads, pairs_by_expert, said
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.spec.plan import Plan, parse_plan
@@ -120,22 +120,28 @@ class Trainer:
             memory=dict(zip(("parameters", "gradients", "optimizer"), map(float, self.bytes().values()), strict=True)),
             loss_scale=scale_used,
             skipped=not finite,
-            expert_load=self._expert_load,
+            balance_loss=self._balance,
+            expert_load=max(map(max, self._loads), default=None),
+            expert_loads=said(self._loads),
         )
 
     def _backward(self, batch: Batch | Share) -> tuple[float, int, float]:
         """Mean loss, valid labels, squared norm of the scaled gradient; the gradients are left in the flat units."""
         self.on_phase(Phase.backward)
         batches, tokens = self._share(batch)
+        if (balance := self.engine.balance) is not None:
+            balance.begin_step(tokens / (sum(self.plan.shares) or self.plan.dp * len(batches)))
         total = self.engine.forward_backward(batches, self.scale.factor / max(tokens, 1))
         self.on_phase(Phase.reduce)
         self.engine.zero.finish_gradients()
         self.on_phase(Phase.agree)
         pairs = pairs_by_expert(self.engine.mixtures, self.engine.anatomy, self.mesh.device)
-        sums = torch.cat([torch.stack([total / self.plan.tp, self.engine.zero.square_norm()]), pairs])
+        balanced = torch.zeros_like(total) if balance is None else balance.total / self.plan.tp
+        sums = torch.cat([torch.stack([total / self.plan.tp, self.engine.zero.square_norm(), balanced]), pairs])
         all_reduce(sums, self.mesh.world).wait()
-        loss, square = sums[:2].tolist()
-        self._expert_load = busiest(sums[2:], self.engine.anatomy)
+        loss, square, balanced_by = sums[:3].tolist()
+        self._balance = None if balance is None else balanced_by / max(tokens, 1)
+        self._loads = loads(sums[3:], self.engine.anatomy)
         return loss / max(tokens, 1), tokens, square
 
     def load_weights(self, path: str | Path) -> None:

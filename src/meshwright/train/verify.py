@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from meshwright.base.codec import Noun, build
 from meshwright.base.lines import Message
 from meshwright.models.output import IGNORED
+from meshwright.parallel.balance import coefficient_of
 from meshwright.parallel.objective import Batch, Objective, logits_of
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import Plan
@@ -222,6 +223,12 @@ def alone(question: Question, precision: str) -> dict[str, Any]:
         assert logits is not None
         labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED) if shift else batch["labels"]
         loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+        if coefficient := coefficient_of(model):
+            size = question.plan.micro_batch
+            inputs = [
+                {name: value[at : at + size] for name, value in batch.items() if name != "labels"} for at in range(0, len(labels), size)
+            ]
+            loss = loss + coefficient * torch.stack([model(**part).aux_loss for part in inputs]).mean()
         loss.backward()
         return loss.item(), int((labels != IGNORED).sum())
 
