@@ -2,115 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from faulty import STEPS, events, launch, losses, random_faults, state, train
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.load import full, full_tensors
 from meshwright.checkpoint.verify import Reader, verify
 from meshwright.elastic.failure import RankFailed
 from meshwright.elastic.nursery import Nursery
-from meshwright.elastic.supervisor import Care, Supervisor, Work
-from meshwright.spec.event import Event
-from meshwright.spec.launch import Launch
 from meshwright.spec.plan import parse_plan
-
-HERE = Path(__file__).parent
-STEPS = 16
-SCRIBE = "doom:write"
-FIRST = itertools.count(0, 1000)
-"""Generations of one warm process must not meet at the addresses of earlier ones."""
-ENVIRONMENT = {"PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64, "vocab": 258, "seq": 64, "kind": "llama"}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n\n" for n in range(400)))
-    return file
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """One warm process for all runs of this file."""
-    with Nursery(tmp_path_factory.mktemp("nursery") / "log", ("doom",), ENVIRONMENT) as made:
-        while not made.events(1.0):
-            assert not made.ended
-        yield made
-
-
-def launch(text: Path, folder: Path, plan: str, steps: int = STEPS, **run: Any) -> Launch:
-    return Launch(
-        model={"name": "llama-tiny", "sizes": SIZES},
-        workload={"sequence": 32, "batch": 8, "steps": steps, "precision": "fp32", "optimizer": {"lr": 1e-2, "warmup": 5}},
-        data={"source": str(text), "tokenizer": "bytes", "held_out": 0.1},
-        plan=parse_plan(plan),
-        run={"folder": str(folder), "checkpoint_every": 0, "evaluate_every": 0, "tensorboard": False, **run},
-    )
-
-
-def work_of(work: Launch, faults: list[dict[str, Any]], pause: float = 0.0) -> Work:
-    """`pause`: seconds by which each step is made longer."""
-    payload = {"launch": work.model_dump(mode="json"), "faults": faults, "folder": work.run.folder, "pause": pause}
-    return Work("doom:train", work.plan.world, payload, Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
-
-
-def train(
-    nursery: Nursery,
-    work: Launch,
-    faults: list[dict[str, Any]],
-    notes: list[str] | None = None,
-    plans: dict[int, str] | None = None,
-    hear: Callable[[int, dict[str, Any]], None] = lambda rank, message: None,
-) -> None:
-    """`plans`: what is chosen for another number of ranks."""
-    Path(work.run.folder).mkdir(exist_ok=True)
-    said = [] if notes is None else notes
-    pause = 0.15 if plans else 0.0
-    replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause)
-    care = Care(work.run.retries, work.run.patience, replan if plans else None, work.run.least)
-    Supervisor(work_of(work, faults, pause), hear, said.append, generation=next(FIRST), care=care, lent=nursery).run()
-
-
-def state(folder: Path, step: int = STEPS) -> dict[str, bytes]:
-    """Every byte that the ranks saved at the end: weights, optimizer, random states."""
-    saved: dict[str, bytes] = {}
-    for file in sorted((folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")):
-        with safe_open(file, "numpy") as tensors:
-            saved |= {f"{file.name}: {name}": tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
-    return saved
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in map(json.loads, (folder / "records.jsonl").read_text().splitlines())}
-
-
-def events(folder: Path, saves: bool = False) -> list[Event]:
-    found = [Event(**json.loads(line)) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [event for event in found if (event.kind == "save") == saves]
-
-
-def random_faults(count: int, world: int, how: list[str], seed: int, last: int = STEPS) -> list[dict[str, Any]]:
-    chance = random.Random(seed)
-    steps = sorted(chance.sample(range(2, last), count))
-    phases = ["data", "backward", "reduce", "agree", "update"]
-    return [
-        {"rank": chance.randrange(world), "step": step, "phase": chance.choice(phases), "how": chance.choice(how), "delay": delay}
-        for step in steps
-        for delay in (chance.choice([0.0, chance.uniform(0.0, 0.01)]),)
-    ]
-
 
 PLANS = ["dp2.tp2.z1", "dp2.pp2.z2.mb2", "dp4.mb2", "dp2x2.z2.mb2", "dp2.tp2.z3", "dp4.z3"]
 
@@ -154,28 +59,6 @@ def test_who_hangs_is_named_not_who_waits_and_the_run_goes_on(nursery: Nursery, 
     words = {"SIGSTOP": "stopped by a signal", "livelock": "reading its data", "lock": "no sign of life"}[how]
     assert fault.cause.startswith("hung: ") and words in fault.cause
     assert recovery.lost == 0 and sorted(losses(tmp_path / "run")) == list(range(STEPS + 1))
-
-
-def test_ranks_that_are_lost_or_asked_for_change_the_plan_and_not_the_losses(nursery: Nursery, tmp_path: Path, text: Path) -> None:
-    """4 ranks, 2 by request, 4 again by request, then 3 because one fails again and again."""
-    whole = launch(text, tmp_path / "whole", "dp4.mb2")
-    train(nursery, whole, [])
-    broken = launch(text, tmp_path / "broken", "dp2x2.z2.mb2", least=2)
-    faults = [{"rank": 3, "step": step, "phase": "backward", "how": "SIGKILL"} for step in (12, 13, 14)]
-
-    def hear(rank: int, message: dict[str, Any]) -> None:
-        asks = {2: 2, 6: 4}
-        if rank == 0 and message["kind"] == "record" and message["record"]["step"] in asks:
-            (tmp_path / "broken" / "ranks").write_text(f"{asks[message['record']['step']]}")
-
-    plans = {2: "pp2.z1.mb2", 3: "dp1", 4: "tp2.dp2.z1"}
-    train(nursery, broken, faults, plans=plans, hear=hear)
-    found = events(tmp_path / "broken")
-    assert [event.plan for event in found if event.kind == "resize"] == ["pp2.z1.mb2", "dp2.tp2.z1", "dp1"]
-    expected = losses(tmp_path / "whole")
-    assert all(abs(loss - expected[step]) < 1e-6 * abs(loss) for step, loss in losses(tmp_path / "broken").items())
-    assert sorted(losses(tmp_path / "broken")) == list(range(STEPS + 1))
-    assert all(event.lost == 0 for event in found)
 
 
 def test_checkpoints_are_written_beside_training_and_are_those_of_the_ranks_themselves(

@@ -90,7 +90,7 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
     if pin:
         question = question.but(pins={**question.pins, **parse_pins(pin)})
     given = file.given_plan()
-    plan = given or (_before(folder, question) if folder is not None and not question.pins else None)
+    plan = given or (_before(folder, question) if folder is not None and question.pins == question.workload.fixed else None)
     if plan is not None:
         estimate = price(question, plan)
         why = [f"plan {plan.name}, {'as asked' if given else 'as the run began'}: {_expected(estimate)}"]
@@ -157,7 +157,7 @@ def _unpriced(file: JobFile, reason: str, world: int | None) -> Choice:
     from meshwright.spec.plan import Plan
 
     devices = world or cluster_from(file.cluster).devices
-    plan = file.given_plan() or Plan(dp_replicate=devices)
+    plan = file.given_plan() or Plan(dp_replicate=devices, micro_batch=max(file.workload.exact, 1))
     if plan.world != devices:
         raise InputError(f"plan {plan.name} is for {plan.world} ranks but there are {devices} devices")
     return Choice(None, plan, None, [f"plan {plan.name} is not priced, another by --plan: {reason}"])

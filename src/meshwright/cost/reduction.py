@@ -93,7 +93,15 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
     fetched = beside(share, forward) if practice.gather_hidden else share
     after = np.where(zero == 0, 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), fetched, 0.0)
     on_the_way = np.where(zero == 3, ahead, 0.0), np.where(zero == 3, ahead + scatter, np.where(zero == 2, scatter, 0.0))
-    return Traffic(each_micro_batch, reduce + after, *on_the_way)
+    return Traffic(each_micro_batch + converted(setting, states), reduce + after, *on_the_way)
+
+
+def converted(setting: Setting, states: States) -> Array:
+    """Seconds in which the gradients of a micro-batch become integers, where sums are exact: read twice, written, and added."""
+    if not setting.recipe.exact:
+        return 0.0 * states.numel
+    moved = 2 * setting.recipe.size + 4 * setting.gradient
+    return (states.numel + states.experts) * (moved / (setting.device.bandwidth * constants.MEMORY_SHARE))
 
 
 def update(setting: Setting, box: Box, states: States) -> Array:

@@ -21,6 +21,9 @@ from meshwright.spec.precision import RECIPES, Recipe
 
 BLOCK, EMBEDDING, HEAD = "block", "embedding", "head"
 
+EXACT = 8
+"""Bytes of a gradient that is an integer."""
+
 
 class Entry(NamedTuple):
     """A run of equal layers as ranks hold it: `own` without a weight that another entry holds.
@@ -113,7 +116,8 @@ class Setting:
 
 def setting(job: Job, practice: Practice = OURS) -> Setting:
     """Raises InputError when no device of the cluster computes at the job's precision."""
-    recipe = RECIPES[job.workload.precision]
+    recipe = RECIPES[job.workload.precision].but(exact=job.workload.exact > 0)
+    practice = practice._replace(gradient=EXACT, reduced=EXACT) if recipe.exact else practice
     recipe = recipe if practice.master < 0 else recipe.but(master=practice.master)
     device, notes = slowest(job.cluster, recipe.name)
     return Setting(job, recipe, device, fabric(job.cluster), entries(job.model.layers), notes, practice)

@@ -143,7 +143,7 @@ def resolve(file: JobFile) -> Job:
     cluster = cluster_from(file.cluster)
     workload = fill(file.workload, model, cluster)
     check_precision(workload, cluster)
-    pins = pins_from(file)
+    pins = {**workload.fixed, **pins_from(file)}
     return Job(model=model, cluster=cluster, workload=workload, pins=pins)
 
 

@@ -16,6 +16,7 @@ from meshwright.base.errors import InputError
 from meshwright.parallel.backlog import put_off_weights
 from meshwright.parallel.balance import balance_of
 from meshwright.parallel.carry import Carry, Wants, carried, layers_over, numbered
+from meshwright.parallel.chance import drops
 from meshwright.parallel.context.setup import context_of, set_context
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.expert import check as check_experts
@@ -47,6 +48,8 @@ def parallelize_model(
     plan = mesh.plan
     anatomy = (anatomy or read(model, lend=True)).over(plan.tp)
     _check(anatomy, mesh)
+    if recipe.exact:
+        _check_exact(model, mesh, recipe)
     statistics = over_batch(model)
     check_passes(statistics, plan, 1)
     _prepare(model, mesh.device, recipe)
@@ -87,7 +90,9 @@ def parallelize_model(
     run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(plan, weights), carry=Carry(wants) if wants else None)
     gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table})
     set_context(model, anatomy, gates, context)
-    pipeline = Pipeline(mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage))
+    pipeline = Pipeline(
+        mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage), recipe.exact
+    )
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, stage_bounds(cut, mesh), pipeline)
     engine.statistics = statistics
     engine.balance = balance_of(model, loss, mesh, context.cut_labels if context else None)
@@ -119,6 +124,18 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
     if plan.stages == 1:
         plan.stage_layers(max(anatomy.count, 1))
     check_experts(anatomy, plan)
+
+
+def _check_exact(model: nn.Module, mesh: Mesh, recipe: Recipe) -> None:
+    """What exact sums rest on (exact.py): one thread, no draws that differ between ranks, gradients of their own size."""
+    if recipe.loss_scaling:
+        raise InputError(f"exact: {recipe.name} scales its loss, so that gradients are not of their own size; use bf16 or fp32")
+    if drops(model):
+        raise InputError("exact: the model drops at random, which other numbers of ranks do otherwise; set its rates of dropout to 0")
+    if mesh.device.type == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.use_deterministic_algorithms(True)
 
 
 def _check_carried(plan: Plan, anatomy: Anatomy, wants: Wants | None) -> None:

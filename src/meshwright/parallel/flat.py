@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.backlog import Backlog
+from meshwright.parallel.exact import Sums
 from meshwright.parallel.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
 from meshwright.parallel.group import Sharing
 from meshwright.parallel.master import Master
@@ -36,6 +37,7 @@ class FlatUnit:
         self.unit, self.parameters, self.mesh = unit, parameters, mesh
         self.zero = mesh.plan.zero
         self.dtype = getattr(torch, recipe.compute)
+        self.sums = Sums(recipe, mesh.device) if recipe.exact else None
         self.sharing, self.group, self.replicas = sharing, sharing.shard_group, sharing.copy_group
         each = unit.numel // sharing.shards
         self.own = slice(sharing.shard * each, (sharing.shard + 1) * each)
@@ -59,30 +61,31 @@ class FlatUnit:
     # --- construction ---------------------------------------------------------------------------------------------------------
 
     def _lay_weights(self) -> None:
-        self.weights = self._zeros(self.unit.numel, shared=self.zero in (1, 2))
+        self.weights = self._zeros(self.unit.numel, self.zero in (1, 2), self.dtype)
         for name, parameter in self.parameters.items():
             view = self.view(self.weights, name)
             view.copy_(parameter.detach())
             parameter.data = view
         if self.zero == 3:
-            self.shard = self._zeros(self.own.stop - self.own.start, shared=True)
+            self.shard = self._zeros(self.own.stop - self.own.start, True, self.dtype)
             self.shard.copy_(self.weights[self.own])
             self.close()
         else:
             self.shard = self.weights[self.own]
 
-    def _zeros(self, numel: int, shared: bool) -> torch.Tensor:
+    def _zeros(self, numel: int, shared: bool, dtype: torch.dtype) -> torch.Tensor:
         """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
         if shared and self.mesh.host is not None and (self.group or self.replicas):
-            return self.mesh.host.zeros(numel, self.dtype)
-        return torch.zeros(numel, dtype=self.dtype, device=self.mesh.device)
+            return self.mesh.host.zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.mesh.device)
 
     def _lay_gradients(self) -> None:
+        kind = self.dtype if self.sums is None else self.sums.dtype
         if self.frozen:
-            self.gradients = self.own_gradients = self._zeros(0, shared=False)
+            self.gradients = self.own_gradients = self._zeros(0, False, kind)
             return
         size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
-        self.gradients = self._zeros(size, shared=self.zero < 2 or self.replicas is not None)
+        self.gradients = self._zeros(size, self.zero < 2 or self.replicas is not None, kind)
         self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
     def _make_master(self, recipe: Recipe) -> None:
@@ -119,6 +122,8 @@ class FlatUnit:
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """A gradient of one backward pass."""
+        if self.sums is not None:
+            gradient = self.sums.take(gradient)
         arrived = self._arrived[name] = self._arrived[name] + 1
         if self.zero < 2:
             target = self.view(self.gradients, name)
@@ -144,11 +149,12 @@ class FlatUnit:
     def _full(self) -> torch.Tensor:
         """ZeRO 2 and 3: the buffer in which one backward pass gathers whole gradients, where ranks of this host can read it."""
         if self._full_gradient is None:
+            kind = self.dtype if self.sums is None else self.sums.dtype
             lanes = self.group.lanes if self.group is not None else None
             if lanes is not None:
-                self._full_gradient = lanes.stage(self.unit.numel, self.dtype)
+                self._full_gradient = lanes.stage(self.unit.numel, kind)
             else:
-                self._full_gradient = torch.empty(self.unit.numel, dtype=self.dtype, device=self.mesh.device)
+                self._full_gradient = torch.empty(self.unit.numel, dtype=kind, device=self.mesh.device)
             for gap in self._gaps:
                 self._full_gradient[gap].zero_()
         return self._full_gradient
@@ -191,6 +197,9 @@ class FlatUnit:
         """Before the first of `arrivals` backward passes."""
         self.arrivals = arrivals
         self._arrived = dict.fromkeys(self._arrived, 0)
+        if self.sums is not None:
+            self.sums.begin(sum(self.mesh.plan.shares) or arrivals * self.mesh.plan.dp)
+            self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
     # --- weights --------------------------------------------------------------------------------------------------------------
 

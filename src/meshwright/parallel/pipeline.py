@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshwright.parallel import exact
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.wire import Message, SharedWire, Wire, wire_of
 from meshwright.schedules import orders
@@ -32,6 +33,9 @@ class Pipeline:
     forward: Callable[[int, Batch, Tensors], Tensors]
     backward_done: Callable[[Action], None]
     parts: Callable[[int], int]
+    exact: bool = False
+    labels: int = 0
+    """That count in the loss of the whole batch."""
     wire: Wire | SharedWire = field(init=False)
     here: dict[tuple[Kind, int, int], Tensors] = field(default_factory=dict)
     """Messages of this rank to itself."""
@@ -125,7 +129,10 @@ class Pipeline:
             self._send(output, Message(Kind.F, stage + 1, action.micro_batch), key)
         if scale is not None:
             alive[stage, action.micro_batch] = (received, output)
-        return output[0].detach().double() if is_last else 0.0
+        if not is_last:
+            return 0.0
+        total = output[0].detach().double()
+        return exact.loss(total, self.labels) if self.exact else total
 
     def _backward(self, action: Action, batches: Sequence[Batch], alive: dict[Any, Any], scale: float | None) -> None:
         stage, key, source = action.stage, _shape_key(batches[action.micro_batch]), self._source(action)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from meshwright.parallel import exact
 from meshwright.parallel.exchange import Pending, all_reduce
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.group import Group, part, settle
@@ -147,10 +148,24 @@ class Zero:
             last.copy_(first.add_(last))
         for gradients in tied:
             all_reduce(gradients, self.tie).wait()
+        for unit in self.trained:
+            if unit.sums is not None:
+                unit.own_gradients = unit.sums.floats(unit.own_gradients)
 
     def square_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each element once."""
+        exact_sums = [unit.sums for unit in self.trained if unit.sums is not None]
+        if exact_sums:
+            first = self.mesh.tp is None or self.mesh.tp.index == 0
+            return exact.square_norm((run for run, holders in self._counted() if holders == 1 or first), exact_sums, self.mesh.world)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for gradients, holders in self._counted():
+            kind = torch.float64 if gradients.dtype == torch.float64 else torch.float32
+            total += torch.linalg.vector_norm(gradients, dtype=kind).double().square() / holders
+        return total
+
+    def _counted(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Runs of gradients that this rank counts in the norm, and how many tensor ranks count the same."""
         uncounted = {id(unit) for unit, counts in self.tied if not counts}
         for unit in self.trained:
             if id(unit) in uncounted:
@@ -162,9 +177,7 @@ class Zero:
             for run, holders in ((slice(first, border), 1), (slice(border, last), alike)):
                 gradients = unit.own_gradients[run]
                 if gradients.numel():
-                    kind = torch.float64 if gradients.dtype == torch.float64 else torch.float32
-                    total += torch.linalg.vector_norm(gradients, dtype=kind).double().square() / holders
-        return total
+                    yield gradients, holders
 
     # --- update ---------------------------------------------------------------------------------------------------------------
 

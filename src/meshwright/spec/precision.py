@@ -26,6 +26,8 @@ class Recipe(Noun):
     size: int
     master: int = 0
     loss_scaling: bool = False
+    exact: bool = False
+    """Gradients are added as integers: the same bits for any number of data-parallel ranks."""
 
     @property
     def state_size(self) -> int:

@@ -130,6 +130,14 @@ def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
         )
 
 
+def exact_faults(plan: Plan, exact: int) -> Iterator[Fault]:
+    """Exact sums are of micro-batches of one size, which the workload names."""
+    if exact and plan.micro_batch != exact:
+        yield Fault(
+            "exact sums are of other micro-batches", f"micro_batch({plan.micro_batch}) is not workload.exact({exact}); use mb{exact}"
+        )
+
+
 def micro_batches_of(actions: Sequence[str]) -> int:
     """How many micro-batches the actions of a plan order.
 
@@ -169,6 +177,7 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     yield from stage_faults(plan, job.model.blocks)
     yield from sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence)
     yield from batch_faults(plan, job.workload.batch)
+    yield from exact_faults(plan, job.workload.exact)
 
 
 def check_plan(job: Job, plan: Plan) -> None:

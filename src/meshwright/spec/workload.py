@@ -51,7 +51,22 @@ class Workload(Noun):
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     optimizer: Optimizer = Optimizer()
     seed: int = Field(default=1, ge=0)
+    exact: int = Field(
+        default=0,
+        ge=0,
+        description="sequences of a micro-batch whose gradients are added as integers: the same bits for any number of data-parallel ranks; "
+        "0: floating-point sums",
+    )
     lora: Lora | None = Field(default=None, description="train adapters only; null: all weights")
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """Fields of a plan that the result hangs on, where it is to be exact, unless someone fixes them otherwise.
+
+        >>> Workload(exact=2).fixed
+        {'micro_batch': 2, 'tp': 1, 'pp': 1, 'cp': 1, 'ep': 1}
+        """
+        return {"micro_batch": self.exact, "tp": 1, "pp": 1, "cp": 1, "ep": 1} if self.exact else {}
 
     @property
     def tokens(self) -> int:

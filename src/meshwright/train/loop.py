@@ -30,7 +30,7 @@ from meshwright.spec.record import StepRecord
 from meshwright.train.memory import cuda_memory, resident, watching
 from meshwright.train.metrics import Records, agree
 from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
-from meshwright.train.optimizer import learning_rate, optimizer_of
+from meshwright.train.optimizer import learning_rate, optimizer_of, recipe_of
 from meshwright.train.rank import Channel, Connection, connect
 from meshwright.train.recovery import Recovery
 from meshwright.train.replicas import compare
@@ -79,8 +79,8 @@ class Loop:
             )
         dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary, self.objective, self._note, positions)
         self.dataset, self.loader = dataset, Loader(dataset, launch.workload.batch, launch.workload.seed)
-        rule, precision = launch.workload.optimizer, launch.workload.precision
-        self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=precision, clip=rule.clip, seed=launch.workload.seed)
+        rule, kind = launch.workload.optimizer, recipe_of(launch.workload, launch.plan)
+        self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=kind, clip=rule.clip, seed=launch.workload.seed)
         self.device = self.trainer.mesh.device
         self.control = self.trainer.mesh.world if self.device.type == "cpu" else of_process(self.connection.control)
         self.stopping = False

@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
-from meshwright.spec.workload import Optimizer
+from meshwright.base.errors import InputError
+from meshwright.spec.plan import Plan
+from meshwright.spec.precision import Recipe, recipe
+from meshwright.spec.rules import exact_faults
+from meshwright.spec.workload import Optimizer, Workload
+
+
+def recipe_of(workload: Workload, plan: Plan) -> Recipe:
+    """How the numbers of `workload` are held. Raises InputError where `plan` adds other micro-batches up than an exact workload names."""
+    for fault in exact_faults(plan, workload.exact):
+        raise InputError(f"plan {plan.name}: {fault.message}")
+    return recipe(workload.precision).but(exact=workload.exact > 0)
 
 
 def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:

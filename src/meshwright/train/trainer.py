@@ -26,7 +26,7 @@ from meshwright.parallel.expert import loads, pairs_by_expert, said
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.precision import recipe
+from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.record import RunState, StepRecord
 from meshwright.train.scaler import LossScale
 
@@ -50,7 +50,7 @@ def parallelize(
     optimizer: MakeOptimizer,
     plan: Plan | str,
     *,
-    precision: str = "fp32",
+    precision: str | Recipe = "fp32",
     clip: float | None = None,
     seed: int = 1,
     loss: LossFunction | None = None,
@@ -67,7 +67,7 @@ def parallelize(
     """
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     mesh = make_mesh(plan)
-    engine = parallelize_model(model, mesh, recipe(precision), loss, anatomy)
+    engine = parallelize_model(model, mesh, recipe(precision) if isinstance(precision, str) else precision, loss, anatomy)
     torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
     return Trainer(engine, optimizer(engine.zero.masters()), clip, seed)
 
@@ -178,6 +178,7 @@ class Trainer:
                 }
                 for k in range(count)
             ]
+        self.engine.pipeline.labels = tokens
         return [self._on_device(part) for part in batches], tokens
 
     def _on_device(self, batch: Batch) -> Batch:

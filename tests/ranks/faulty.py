@@ -1,0 +1,111 @@
+"""Runs that fail as they are told to (doom.py), on real ranks of one warm process: what all tests of faults start, and what they look at."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from meshwright.checkpoint.load import full_tensors
+from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.supervisor import Care, Supervisor, Work
+from meshwright.spec.event import Event
+from meshwright.spec.launch import Launch
+from meshwright.spec.plan import parse_plan
+
+HERE = Path(__file__).parent
+STEPS = 16
+SCRIBE = "doom:write"
+FIRST = itertools.count(0, 1000)
+"""Generations of one warm process must not meet at the addresses of earlier ones."""
+ENVIRONMENT = {"PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64, "vocab": 258, "seq": 64, "kind": "llama"}
+
+
+def warm_process(folder: Path) -> Iterator[Nursery]:
+    """One for all runs of a session."""
+    with Nursery(folder / "log", ("doom",), ENVIRONMENT) as made:
+        while not made.events(1.0):
+            assert not made.ended
+        yield made
+
+
+def launch(text: Path, folder: Path, plan: str, steps: int = STEPS, workload: dict[str, Any] | None = None, **run: Any) -> Launch:
+    """`workload`: what differs from the usual one."""
+    return Launch(
+        model={"name": "llama-tiny", "sizes": SIZES},
+        workload={
+            "sequence": 32,
+            "batch": 8,
+            "steps": steps,
+            "precision": "fp32",
+            "optimizer": {"lr": 1e-2, "warmup": 5},
+            **(workload or {}),
+        },
+        data={"source": str(text), "tokenizer": "bytes", "held_out": 0.1},
+        plan=parse_plan(plan),
+        run={"folder": str(folder), "checkpoint_every": 0, "evaluate_every": 0, "tensorboard": False, **run},
+    )
+
+
+def work_of(work: Launch, faults: list[dict[str, Any]], pause: float = 0.0) -> Work:
+    """`pause`: seconds by which each step is made longer."""
+    payload = {"launch": work.model_dump(mode="json"), "faults": faults, "folder": work.run.folder, "pause": pause}
+    return Work("doom:train", work.plan.world, payload, Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
+
+
+def train(
+    nursery: Nursery,
+    work: Launch,
+    faults: list[dict[str, Any]],
+    notes: list[str] | None = None,
+    plans: dict[int, str] | None = None,
+    hear: Callable[[int, dict[str, Any]], None] = lambda rank, message: None,
+) -> None:
+    """`plans`: what is chosen for another number of ranks."""
+    Path(work.run.folder).mkdir(exist_ok=True)
+    said = [] if notes is None else notes
+    pause = 0.15 if plans else 0.0
+    replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause)
+    care = Care(work.run.retries, work.run.patience, replan if plans else None, work.run.least)
+    Supervisor(work_of(work, faults, pause), hear, said.append, generation=next(FIRST), care=care, lent=nursery).run()
+
+
+def state(folder: Path, step: int = STEPS) -> dict[str, bytes]:
+    """Every byte that the ranks saved at the end: weights, optimizer, random states."""
+    saved: dict[str, bytes] = {}
+    for file in sorted((folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")):
+        with safe_open(file, "numpy") as tensors:
+            saved |= {f"{file.name}: {name}": tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
+    return saved
+
+
+def tensors(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    """Every whole tensor of the checkpoint at the end, whatever plan wrote it."""
+    return dict(full_tensors(folder / "checkpoints" / f"step-{step:08d}", ""))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in map(json.loads, (folder / "records.jsonl").read_text().splitlines())}
+
+
+def events(folder: Path, saves: bool = False) -> list[Event]:
+    found = [Event(**json.loads(line)) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if (event.kind == "save") == saves]
+
+
+def random_faults(count: int, world: int, how: list[str], seed: int, last: int = STEPS) -> list[dict[str, Any]]:
+    chance = random.Random(seed)
+    steps = sorted(chance.sample(range(2, last), count))
+    phases = ["data", "backward", "reduce", "agree", "update"]
+    return [
+        {"rank": chance.randrange(world), "step": step, "phase": chance.choice(phases), "how": chance.choice(how), "delay": delay}
+        for step in steps
+        for delay in (chance.choice([0.0, chance.uniform(0.0, 0.01)]),)
+    ]

@@ -1,0 +1,82 @@
+"""Other numbers of ranks while a run goes on: by request, and because one fails again and again; plans of other kinds; exact runs to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty import STEPS, events, launch, losses, tensors, train
+
+from meshwright.elastic.nursery import Nursery
+
+
+def asking(folder: Path, asks: dict[int, int]) -> Callable[[int, dict[str, Any]], None]:
+    """What hears the ranks, and asks for another number of them after some steps."""
+
+    def hear(rank: int, message: dict[str, Any]) -> None:
+        if rank == 0 and message["kind"] == "record" and message["record"]["step"] in asks:
+            (folder / "ranks").write_text(f"{asks[message['record']['step']]}")
+
+    return hear
+
+
+def test_ranks_that_are_lost_or_asked_for_change_the_plan_and_not_the_losses(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    """4 ranks, 2 by request, 4 again by request, then 3 because one fails again and again."""
+    whole = launch(text, tmp_path / "whole", "dp4.mb2")
+    train(nursery, whole, [])
+    broken = launch(text, tmp_path / "broken", "dp2x2.z2.mb2", least=2)
+    faults = [{"rank": 3, "step": step, "phase": "backward", "how": "SIGKILL"} for step in (12, 13, 14)]
+
+    def hear(rank: int, message: dict[str, Any]) -> None:
+        asks = {2: 2, 6: 4}
+        if rank == 0 and message["kind"] == "record" and message["record"]["step"] in asks:
+            (tmp_path / "broken" / "ranks").write_text(f"{asks[message['record']['step']]}")
+
+    plans = {2: "pp2.z1.mb2", 3: "dp1", 4: "tp2.dp2.z1"}
+    train(nursery, broken, faults, plans=plans, hear=hear)
+    found = events(tmp_path / "broken")
+    assert [event.plan for event in found if event.kind == "resize"] == ["pp2.z1.mb2", "dp2.tp2.z1", "dp1"]
+    expected = losses(tmp_path / "whole")
+    assert all(abs(loss - expected[step]) < 1e-6 * abs(loss) for step, loss in losses(tmp_path / "broken").items())
+    assert sorted(losses(tmp_path / "broken")) == list(range(STEPS + 1))
+    assert all(event.lost == 0 for event in found)
+
+
+WAYS = {
+    "data-parallel": ({3: "dp3", 2: "dp2", 4: "dp4"}, "dp4"),
+    "sharded": ({3: "dp3.z3", 2: "dp2.z2", 4: "dp4.z1"}, "dp4.z3"),
+    "of another kind": ({3: "dp3.z1", 2: "tp2.mb3", 4: "dp2.pp2.z1.mb3"}, "tp4.mb3"),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", WAYS)
+def test_four_ranks_become_three_and_two_and_four_again_without_a_step_lost(nursery: Nursery, tmp_path: Path, text: Path, way: str) -> None:
+    plans, first = WAYS[way]
+    whole, moved = (launch(text, tmp_path / name, first, workload={"batch": 12}) for name in ("whole", "moved"))
+    train(nursery, whole, [])
+    train(nursery, moved, [], plans=plans, hear=asking(tmp_path / "moved", {3: 3, 7: 2, 11: 4}))
+    found = events(tmp_path / "moved")
+    assert [event.plan for event in found if event.kind == "resize"] == [plans[3], plans[2], plans[4]]
+    assert not any(event.lost for event in found)
+    expected = losses(tmp_path / "whole")
+    assert sorted(losses(tmp_path / "moved")) == list(range(STEPS + 1))
+    assert all(abs(loss - expected[step]) < 1e-6 * abs(loss) for step, loss in losses(tmp_path / "moved").items())
+
+
+def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    """Losses and weights; under the other plan files are cut otherwise, so whole tensors are compared."""
+    exact = {"batch": 12, "exact": 1}
+    whole, moved = (launch(text, tmp_path / name, plan, workload=exact) for name, plan in (("whole", "dp4.z1"), ("moved", "dp2x2.z3")))
+    train(nursery, whole, [])
+    faults = [{"rank": 1, "step": 5, "phase": "backward", "how": "SIGKILL"}]
+    plans = {3: "dp3.z2", 2: "dp2", 4: "dp4.z3"}
+    train(nursery, moved, faults, plans=plans, hear=asking(tmp_path / "moved", {3: 3, 7: 2, 11: 4}))
+    assert [event.kind for event in events(tmp_path / "moved")].count("resize") == 3
+    assert losses(tmp_path / "moved") == losses(tmp_path / "whole")
+    one, other = tensors(tmp_path / "whole"), tensors(tmp_path / "moved")
+    names = [name for name in one if not name.startswith("rank/")]
+    assert len(names) > 30 and all(torch.equal(one[name], other[name]) for name in names)
