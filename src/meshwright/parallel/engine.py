@@ -66,6 +66,7 @@ class Parallel:
     def exposed(self) -> dict[str, float]:
         """Seconds that this rank waited in the last step, by the axis it waited on."""
         waited = {"data": self.zero.exposed, "pipeline": self.pipeline.wire.exposed}
+        waited |= {"offload": self.mesh.away.exposed} if self.mesh.away is not None else {}
         return waited if self.context is None else {**waited, "context": self.context.waiting.seconds}
 
     def _open_ungated(self) -> None:

@@ -26,6 +26,7 @@ from meshwright.parallel.exchange import DONE, Pending, all_gather, all_reduce, 
 from meshwright.parallel.group import Sharing
 from meshwright.parallel.master import Master
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.spec.layout import Unit
 from meshwright.spec.precision import Recipe
 
@@ -91,10 +92,12 @@ class FlatUnit:
     def _make_master(self, recipe: Recipe) -> None:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
         self.has_master = bool(recipe.master) and not self.frozen
-        flat = self.shard.to(torch.float32) if self.has_master else self.shard
-        self.master = Master(
-            flat, [(start - self.own.start, stop - self.own.start) for start, stop in _vectors(self.unit, self.parameters, self.own)]
-        )
+        vectors = [(start - self.own.start, stop - self.own.start) for start, stop in _vectors(self.unit, self.parameters, self.own)]
+        if self.mesh.away is not None and not self.frozen:
+            self.master: Master = AwayMaster(self.mesh.away, self.shard, torch.float32 if self.has_master else self.dtype, vectors)
+            self.has_master = self.master.copies
+            return
+        self.master = Master(self.shard.to(torch.float32) if self.has_master else self.shard, vectors)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside a whole buffer of this unit."""

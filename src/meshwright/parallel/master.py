@@ -29,19 +29,26 @@ class Run(nn.Parameter):
         return made
 
 
+def runs_of(flat: torch.Tensor, vectors: Sequence[tuple[int, int]]) -> list[Run]:
+    """Views of `flat` for an optimizer. `vectors` says where it holds tensors of one dimension, in order."""
+    longest = RUN if flat.device.type == "cpu" else max(flat.numel(), 1)
+    cuts = list(_cuts(flat.numel(), vectors, longest)) or [(0, True)]
+    return [Run(part, is_matrix) for part, (_, is_matrix) in zip(flat.split([size for size, _ in cuts]), cuts, strict=True)]
+
+
 class Master:
-    """`flat` is the whole tensor, `runs` are views of it. `vectors` says where it holds tensors of one dimension, in order."""
+    """`flat` is the whole tensor, `runs` are views of it."""
 
     def __init__(self, flat: torch.Tensor, vectors: Sequence[tuple[int, int]] = ()) -> None:
-        self.flat = flat
-        longest = RUN if flat.device.type == "cpu" else max(flat.numel(), 1)
-        cuts = list(_cuts(flat.numel(), vectors, longest)) or [(0, True)]
-        self._sizes = [size for size, _ in cuts]
-        self.runs = [Run(part, is_matrix) for part, (_, is_matrix) in zip(self._split(flat), cuts, strict=True)]
+        self._flat, self.runs = flat, runs_of(flat, vectors)
         self._states: dict[str, torch.Tensor] = {}
 
+    @property
+    def flat(self) -> torch.Tensor:
+        return self._flat
+
     def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return flat.split(self._sizes)
+        return flat.split([run.numel() for run in self.runs])
 
     def bytes(self) -> int:
         return self.flat.numel() * self.flat.element_size()
@@ -67,7 +74,7 @@ class Master:
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """By name, each as long as `flat`. The optimizer's own become views of them, where they are not yet."""
         for key, first in sorted(optimizer.state.get(self.runs[0], {}).items()):
-            if _is_elementwise(first, self.runs[0]):
+            if is_elementwise(first, self.runs[0]):
                 if key not in self._states:
                     self._states[key] = torch.empty_like(self.flat, dtype=first.dtype)
                 for run, view in zip(self.runs, self._split(self._states[key]), strict=True):
@@ -79,7 +86,7 @@ class Master:
     def scalars(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
         """States that have one number for all weights, such as the count of steps."""
         for key, value in optimizer.state.get(self.runs[0], {}).items():
-            if isinstance(value, torch.Tensor | int | float) and not _is_elementwise(value, self.runs[0]):
+            if isinstance(value, torch.Tensor | int | float) and not is_elementwise(value, self.runs[0]):
                 yield key, float(value)
 
     def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float]) -> None:
@@ -94,17 +101,20 @@ class Master:
 
 
 def _cuts(numel: int, vectors: Sequence[tuple[int, int]], longest: int) -> Iterator[tuple[int, bool]]:
-    """Sizes of runs and whether they hold matrices.
+    """Sizes of runs and whether they hold matrices. Runs also end at each multiple of `longest`: whoever takes some of them at a time has the same.
 
     >>> list(_cuts(10, [(4, 6), (6, 7)], 3))
-    [(3, True), (1, True), (2, False), (1, False), (3, True)]
+    [(3, True), (1, True), (2, False), (1, False), (2, True), (1, True)]
     """
     end = 0
     for start, stop in [*vectors, (numel, numel)]:
         for first, last, is_matrix in ((end, start, True), (start, stop, False)):
-            yield from ((min(longest, last - at), is_matrix) for at in range(first, last, longest))
+            while first < last:
+                size = min(longest - first % longest, last - first)
+                yield size, is_matrix
+                first += size
         end = stop
 
 
-def _is_elementwise(value: Any, run: torch.Tensor) -> bool:
+def is_elementwise(value: Any, run: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == run.shape

@@ -18,6 +18,7 @@ from meshwright.parallel import processes
 from meshwright.parallel.group import Group, Sharing
 from meshwright.parallel.join import joined
 from meshwright.parallel.lanes import LANE_WORDS, Lanes
+from meshwright.parallel.offload.away import Away
 from meshwright.parallel.shared import Host, meet
 from meshwright.spec.grid import Grid, Place
 from meshwright.spec.plan import Plan
@@ -44,6 +45,7 @@ class Mesh:
     host: Host | None = None
     identities: tuple[str, ...] = ()
     channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    away: Away | None = None
 
     def group(self, axis: str) -> Group | None:
         """The ranks along `axis` that share this rank's other coordinates; None when it is alone."""

@@ -20,6 +20,7 @@ from meshwright.parallel.exchange import Pending, all_reduce
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.group import Group, part, settle
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.offload.update import update_away
 from meshwright.schedules.action import Action, Kind
 
 IN_FLIGHT = 2
@@ -191,6 +192,14 @@ class Zero:
         unit's gradients exist in float32 at a time.
         """
         self.settle()
+        if self.mesh.away is not None:
+            update_away(self.mesh.away, self.trained, optimizer, scale)
+        else:
+            self._update_here(optimizer, scale)
+        for pending in [unit.share() for unit in self.trained]:
+            self._wait(pending)
+
+    def _update_here(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
         plain = [unit for unit in self.trained if not unit.has_master]
         for unit in plain:
             if scale != 1.0:
@@ -208,8 +217,6 @@ class Zero:
                 unit.master.take_back()
                 unit.master.adopt(optimizer)
                 unit.write_back()
-        for pending in [unit.share() for unit in self.trained]:
-            self._wait(pending)
 
     # --- gathering for use ----------------------------------------------------------------------------------------------------
 

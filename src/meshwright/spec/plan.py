@@ -69,9 +69,10 @@ class Recompute(StrEnum):
 
 
 class Offload(StrEnum):
-    """What waits in host memory."""
+    """What waits in host memory, or in files of a disk."""
 
     optimizer = "optimizer"
+    optimizer_files = "optimizer-files"
     parameters = "parameters"
     activations = "activations"
 
@@ -141,6 +142,8 @@ class Plan(Degrees):
             raise ValueError(
                 f"offload {[str(what) for what in self.offload]} names each of {', '.join(Offload)} at most once, in this order"
             )
+        if {Offload.optimizer, Offload.optimizer_files} <= set(self.offload):
+            raise ValueError("offload names the optimizer twice: on the host, or in files")
         return self
 
     @model_validator(mode="after")

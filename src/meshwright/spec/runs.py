@@ -2,8 +2,8 @@
 searches only here.
 
 >>> from meshwright.spec.plan import parse_plan
->>> missing(parse_plan("dp4.cp2.z1.off-optimizer")), runs(parse_plan("dp8.tp2.z1.rc-layer"))
-(('off-optimizer',), True)
+>>> missing(parse_plan("dp4.cp2.z1.off-parameters")), runs(parse_plan("dp8.tp2.z1.off-optimizer"))
+(('off-parameters',), True)
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from meshwright.spec.plan import AXES, Offload, Plan, Schedule
 
 RUNS: dict[str, tuple[Any, ...]] = {
     "schedule": tuple(Schedule),
-    "offload": ((), (Offload.activations,)),
+    "offload": tuple(
+        tuple(what for what in (optimizer, activations) if what is not None)
+        for optimizer in (None, Offload.optimizer, Offload.optimizer_files)
+        for activations in (None, Offload.activations)
+    ),
     "placement": ((),),
     "axes": (AXES,),
 }

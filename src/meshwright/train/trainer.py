@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from meshwright.parallel.exchange import all_reduce
 from meshwright.parallel.expert import loads, pairs_by_expert, said
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
+from meshwright.parallel.offload.away import away_of
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.record import RunState, StepRecord
@@ -42,6 +43,14 @@ class Share:
     tokens: int | None = None
 
 
+class Beside(TypedDict, total=False):
+    """What `parallelize` is given besides, where it is needed."""
+
+    loss: LossFunction | None
+    anatomy: Anatomy | None
+    offload_to: str | Path | None
+
+
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -53,8 +62,7 @@ def parallelize(
     precision: str | Recipe = "fp32",
     clip: float | None = None,
     seed: int = 1,
-    loss: LossFunction | None = None,
-    anatomy: Anatomy | None = None,
+    **beside: Unpack[Beside],
 ) -> Trainer:
     """Shard `model` over the ranks of the default process group as `plan` says, and return what trains it.
 
@@ -62,12 +70,15 @@ def parallelize(
     it is given flat float tensors, so its rule must be elementwise (AdamW, SGD, ...); `is_matrix` of each says whether it holds elements of
     matrices or of vectors (biases, norms), which most rules do not let decay. `clip` is the largest norm of the whole gradient. `loss(output, batch)`
     is needed only where the model returns no logits; it gives a mean over the rows of the batch. `anatomy` says how the model is built
-    where that is known, from `meshwright.anatomy.read` or written by hand; else it is found out.
+    where that is known, from `meshwright.anatomy.read` or written by hand; else it is found out. `offload_to` is the folder for what the plan
+    keeps in files, on a local disk; without it the system's folder for temporary files.
     Raises InputError when the world is not the plan's or a size does not divide.
     """
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     mesh = make_mesh(plan)
-    engine = parallelize_model(model, mesh, recipe(precision) if isinstance(precision, str) else precision, loss, anatomy)
+    mesh = replace(mesh, away=away_of(plan, mesh.device, beside.get("offload_to")))
+    kept = recipe(precision) if isinstance(precision, str) else precision
+    engine = parallelize_model(model, mesh, kept, beside.get("loss"), beside.get("anatomy"))
     torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
     return Trainer(engine, optimizer(engine.zero.masters()), clip, seed)
 
@@ -117,7 +128,7 @@ class Trainer:
             seconds=seconds,
             exposed=self.engine.exposed,
             tokens_per_second=tokens / seconds,
-            memory=dict(zip(("parameters", "gradients", "optimizer"), map(float, self.bytes().values()), strict=True)),
+            memory={kind: float(size) for kind, size in self.bytes().items()},
             loss_scale=scale_used,
             skipped=not finite,
             balance_loss=self._balance,
@@ -223,10 +234,11 @@ class Trainer:
         return state.gather_full(self.engine, state.weight_pieces(self.engine, saving=True))
 
     def bytes(self) -> dict[str, int]:
-        """Held on this rank for weights, gradients and optimizer (states and master weights)."""
+        """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits elsewhere of these."""
         held = [unit.bytes() for unit in self.engine.zero.units]
         optimizer = sum(unit.master.bytes() for unit in self.engine.zero.units if unit.has_master)
-        for values in self.optimizer.state.values():
+        away = self.mesh.away
+        for values in self.optimizer.state.values() if away is None else ():
             optimizer += sum(
                 value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor) and value.ndim
             )
@@ -234,6 +246,7 @@ class Trainer:
             "parameters": sum(weights for weights, _ in held),
             "gradients": sum(gradients for _, gradients in held),
             "optimizer": optimizer,
+            **({} if away is None else {"offloaded": away.bytes(unit.master for unit in self.engine.zero.trained)}),
         }
 
     @property

@@ -1,0 +1,138 @@
+"""Where the offloaded states of a rank wait, and the few slots of memory that pass by while they are updated.
+
+[Note: windows] The own run of a flat unit is cut into windows of WINDOW elements, each made of whole runs of the optimizer (master.py), so
+that an update with offload computes bit for bit what one without it does. A window is fetched into its slot, updated there and stored,
+while other threads fetch the next ones and store those before: memory holds SLOTS windows, however large the states are.
+Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.2 (overlap-centric design), section 6.3 (the infinity offload engine).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from meshwright.parallel.master import RUN
+from meshwright.parallel.offload.scratch import Scratch, aligned
+from meshwright.spec.plan import Offload, Plan
+
+WINDOW = 4 * RUN
+"""Elements of a window: 2 MiB of each kind of float32 state."""
+
+SLOTS = 4
+"""Windows in memory: one that is updated, one that is stored, two that are fetched."""
+
+AHEAD = SLOTS - 2
+
+
+class Slot:
+    """Memory for one window, kind by kind, made when first asked for; never touched pages take none."""
+
+    def __init__(self, pinned: bool) -> None:
+        self.pinned = pinned
+        self._kinds: dict[str, torch.Tensor] = {}
+        self._storing: Future[None] | None = None
+
+    def bytes(self, kind: str, size: int) -> torch.Tensor:
+        """The whole pages that hold `size` bytes of `kind`."""
+        held = self._kinds.get(kind)
+        if held is None or held.numel() < size:
+            most = max(size, WINDOW * 4)
+            held = self._kinds[kind] = torch.empty(most, dtype=torch.uint8, pin_memory=True) if self.pinned else aligned(most)
+        return held
+
+    def storing(self, future: Future[None]) -> None:
+        self._storing = future
+
+    def settle(self) -> None:
+        """What was in it is stored. Raises what storing raised."""
+        future, self._storing = self._storing, None
+        if future is not None:
+            future.result()
+
+
+class Window(Protocol):
+    """A part of a unit that is updated at a time."""
+
+    number: int
+    slot: Slot
+
+    def fetch(self) -> None:
+        """Fill the slot. Runs in a thread of its own."""
+
+    def store(self) -> None:
+        """Empty the slot. Runs in a thread of its own."""
+
+
+@runtime_checkable
+class Waiting(Protocol):
+    """A master whose states are away."""
+
+    def bytes_away(self) -> int: ...
+
+
+W = TypeVar("W", bound=Window)
+
+
+class Away:
+    """Of one rank: its scratch file, its slots, the threads between them."""
+
+    def __init__(self, folder: Path | None, device: torch.device) -> None:
+        """`folder` None: host memory instead of files."""
+        self.scratch = None if folder is None else Scratch(folder)
+        self.device = device
+        self.slots = [Slot(device.type == "cuda") for _ in range(SLOTS)]
+        self.windows = 0
+        self.exposed = 0.0
+        """Seconds that the last update waited for what was on its way."""
+        self._pool = ThreadPoolExecutor(SLOTS, "offload")
+
+    def number(self) -> tuple[int, Slot]:
+        """The next window's number and slot: neighbours never share a slot."""
+        self.windows += 1
+        return self.windows - 1, self.slots[(self.windows - 1) % SLOTS]
+
+    def store(self, window: Window) -> None:
+        """Start to empty its slot."""
+        window.slot.storing(self._pool.submit(window.store))
+
+    def pass_by(self, windows: Iterable[W], update: Callable[[W], None]) -> None:
+        """`update` each of `windows`, fetched before and stored after, in order of their numbers."""
+        waiting, fetching = deque(sorted(windows, key=lambda window: window.number)), deque[tuple[W, Future[None]]]()
+        self.exposed = 0.0
+        while waiting or fetching:
+            while waiting and len(fetching) <= AHEAD:
+                window = waiting.popleft()
+                self._wait(window.slot.settle)
+                fetching.append((window, self._pool.submit(window.fetch)))
+            window, fetched = fetching.popleft()
+            self._wait(fetched.result)
+            update(window)
+            self.store(window)
+
+    def settle(self) -> None:
+        """Everything is stored: the file can be read, and the weights are those of the update."""
+        for slot in self.slots:
+            self._wait(slot.settle)
+
+    def bytes(self, masters: Iterable[object]) -> int:
+        """What waits, all in all."""
+        return sum(master.bytes_away() for master in masters if isinstance(master, Waiting))
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        wait()
+        self.exposed += time.perf_counter() - began
+
+
+def away_of(plan: Plan, device: torch.device, folder: str | Path | None) -> Away | None:
+    """What `plan` needs; None where nothing of the optimizer is offloaded."""
+    if Offload.optimizer_files in plan.offload:
+        return Away(Path(folder or tempfile.gettempdir()), device)
+    return Away(None, device) if Offload.optimizer in plan.offload else None

@@ -1,0 +1,130 @@
+"""A file without a name, in a folder that the run is given: what a rank cannot hold in memory waits there.
+
+Promise: nothing is left behind, whatever dies, since the file has no name; room is taken before it is written, so that a full disk is one
+line at the first step and never a lost update; reads and writes go around the page cache (O_DIRECT) where the file system lets them, so
+that they cost no memory. Offsets and lengths are multiples of PAGE. What reads or writes all of it (checkpoints) sees it mapped.
+
+Why threads and not io_uring: bench/offload.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.base.units import show_bytes
+
+PAGE = 1 << 12
+"""Bytes that direct reads and writes come in."""
+
+
+class OffloadFailed(MeshwrightError):
+    """What waits in files cannot be read or written any more: the run ends, its last checkpoint is good."""
+
+
+def paged(size: int) -> int:
+    """`size` in whole pages.
+
+    >>> paged(1), paged(8192)
+    (4096, 8192)
+    """
+    return -(-size // PAGE) * PAGE
+
+
+def aligned(size: int) -> torch.Tensor:
+    """Bytes of fresh memory that begin at a page. Pages that are never touched take no memory."""
+    return torch.frombuffer(mmap.mmap(-1, paged(max(size, 1))), dtype=torch.uint8)
+
+
+class Scratch:
+    """Grows by `extend`; `size` is what it holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.size = folder, 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._cached = _unnamed(folder)
+        except OSError as error:
+            raise InputError(
+                f"offload folder {str(folder)!r}: {error.strerror}; give a folder on a local disk that can be written (--offload-to)"
+            ) from None
+        self._direct = _direct(self._cached)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads and writes go around the page cache."""
+        return self._direct != self._cached
+
+    def extend(self, size: int) -> int:
+        """Room for `size` bytes of zeros more, taken from the disk now; where it begins. Raises InputError where there is none."""
+        start, self.size = self.size, self.size + paged(size)
+        try:
+            os.posix_fallocate(self._cached, start, max(self.size - start, 1))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise self._failed(error, "extended") from None
+            found = os.statvfs(self._cached)
+            raise InputError(
+                f"offload folder {str(self.folder)!r} is full: {show_bytes(self.size)} are needed for this rank so far, "
+                f"{show_bytes(start + found.f_bavail * found.f_frsize)} are there; make room, or give another folder (--offload-to)"
+            ) from None
+        return start
+
+    def read(self, start: int, into: torch.Tensor) -> None:
+        """Fill the bytes `into` (whole pages of `aligned` memory) from `start` on."""
+        self._move(os.preadv, start, into, "read")
+
+    def write(self, start: int, data: torch.Tensor) -> None:
+        """The bytes `data` (whole pages of `aligned` memory) to `start`."""
+        self._move(os.pwritev, start, data, "written")
+
+    def _move(self, call: object, start: int, data: torch.Tensor, word: str) -> None:
+        view, done = memoryview(data.numpy()), 0
+        while done < len(view):
+            try:
+                moved = call(self._direct, [view[done:]], start + done)  # type: ignore[operator]
+            except OSError as error:
+                raise self._failed(error, word) from None
+            if not moved:
+                raise self._failed(OSError(errno.EIO, "it is shorter than it was"), word)
+            done += moved
+
+    def mapped(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same bytes as a tensor: what is written to it is in the file. Pages come as they are touched, and go when memory is short."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(mmap.mmap(self._cached, numel * dtype.itemsize, offset=start), dtype=dtype)
+
+    def _failed(self, error: OSError, word: str) -> OffloadFailed:
+        return OffloadFailed(
+            f"offload folder {str(self.folder)!r} cannot be {word} any more: {error.strerror}; "
+            "mend the disk or give another folder (--offload-to) and start again: the run goes on from its last checkpoint"
+        )
+
+    def __del__(self) -> None:
+        for handle in {getattr(self, name, -1) for name in ("_cached", "_direct")} - {-1}:
+            os.close(handle)
+
+
+def _unnamed(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except (OSError, AttributeError):  # a file system, or a system, without files that have no name
+        handle, path = tempfile.mkstemp(prefix=".offload-", dir=folder)
+        os.unlink(path)
+        return handle
+
+
+def _direct(handle: int) -> int:
+    """The same file around the page cache, where that is possible."""
+    try:
+        found = os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except (OSError, AttributeError):
+        return handle
+    return found

@@ -1,0 +1,64 @@
+"""The update of units whose states are away: window by window through any elementwise optimizer of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from meshwright.base.errors import InputError
+from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.offload.away import Away
+from meshwright.parallel.offload.windows import AwayMaster, AwayWindow
+
+
+def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Gradients times `scale` through the optimizer; when this returns all weights are updated, while the last states may still be written."""
+    windows: list[AwayWindow] = []
+    for unit in units:
+        assert isinstance(unit.master, AwayMaster)
+        unit.master.let_go()
+        for window in unit.master.windows:
+            window.gradients = unit.own_gradients[window.start : window.stop]
+            windows.append(window)
+    with _alone(optimizer) as only:
+
+        def update(window: AwayWindow) -> None:
+            window.give(scale)
+            only(window)
+            optimizer.step()
+            window.take_back(optimizer)
+
+        away.pass_by(windows, update)
+    if any(unit.master.copies for unit in units if isinstance(unit.master, AwayMaster)):
+        away.settle()  # the weights are written with the last windows
+
+
+class _Only:
+    """Leaves in the groups of an optimizer the runs of one window alone: else each of its steps would look at all runs of the model."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.groups = optimizer.param_groups
+        self.all = [group["params"] for group in self.groups]
+        self.group_of = {id(run): at for at, runs in enumerate(self.all) for run in runs}
+
+    def __call__(self, window: AwayWindow) -> None:
+        chosen: list[list[torch.nn.Parameter]] = [[] for _ in self.groups]
+        for run in window.runs:
+            at = self.group_of.get(id(run))
+            if at is None:
+                raise InputError("off-optimizer: the optimizer was not given all parameters that are trained; give it all, or freeze the others")
+            chosen[at].append(run)
+        for group, runs in zip(self.groups, chosen, strict=True):
+            group["params"] = runs
+
+
+@contextmanager
+def _alone(optimizer: torch.optim.Optimizer) -> Iterator[_Only]:
+    only = _Only(optimizer)
+    try:
+        yield only
+    finally:
+        for group, runs in zip(only.groups, only.all, strict=True):
+            group["params"] = runs

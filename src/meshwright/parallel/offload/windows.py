@@ -1,0 +1,175 @@
+"""The master of a flat unit whose states, and whose float32 weights where it has any, wait on the host or in files.
+
+The optimizer's runs and states are views of the window's memory: on the host where they stay, of files a slot, which many windows share and
+which holds this window's numbers only while it is updated. What saves and loads (`flat`, `states`) sees the file itself, mapped; the next
+update lets go of the map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshwright.parallel.master import Master, Run, is_elementwise, runs_of
+from meshwright.parallel.offload.away import WINDOW, Away
+from meshwright.parallel.offload.scratch import paged
+
+MASTER, GRADIENT = "master", "gradient"
+
+
+class AwayWindow:
+    """Elements `start` to `stop` of the own run of a unit. `gradients`: of these, where backward left them."""
+
+    gradients: torch.Tensor
+
+    def __init__(self, owner: AwayMaster, start: int, stop: int) -> None:
+        self.owner, self.start, self.stop = owner, start, stop
+        self.number, self.slot = owner.away.number()
+        self.runs: list[Run] = []
+        self.made = False
+        """Whether the optimizer has made its states."""
+
+    def view(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
+        """Its elements of `kind` where the optimizer finds them."""
+        if kind in self.owner.held:
+            return self.owner.held[kind][self.start : self.stop]
+        numel = self.stop - self.start
+        return self.slot.bytes(kind, paged(numel * dtype.itemsize)).view(dtype)[:numel]
+
+    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensor.split([run.numel() for run in self.runs])
+
+    def fetch(self) -> None:
+        """Its numbers out of the file, and its gradients off an accelerator."""
+        scratch = self.owner.away.scratch
+        for start, pages in self._pages():
+            assert scratch is not None
+            scratch.read(start, pages)
+        if self.gradients.device.type != "cpu":
+            self.view(GRADIENT, self.gradients.dtype).copy_(self.gradients)
+
+    def store(self) -> None:
+        """The updated weights to where training reads them, all else into the file."""
+        owner, scratch = self.owner, self.owner.away.scratch
+        if owner.copies:
+            owner.shard[self.start : self.stop].copy_(self.view(MASTER, owner.dtype))
+        for start, pages in self._pages():
+            assert scratch is not None
+            scratch.write(start, pages)
+
+    def _pages(self) -> list[tuple[int, torch.Tensor]]:
+        """What of it is in the file: where it begins there, and the pages of the slot."""
+        found = []
+        for kind, (begin, dtype) in list(self.owner.places.items()):
+            if self.made or kind == MASTER:
+                size = paged((self.stop - self.start) * dtype.itemsize)
+                found.append((begin + self.start * dtype.itemsize, self.slot.bytes(kind, size)[:size]))
+        return found
+
+    # --- the optimizer's view -------------------------------------------------------------------------------------------------
+
+    def give(self, scale: float) -> None:
+        """Its gradients times `scale` to its runs."""
+        own = self.gradients if self.gradients.device.type == "cpu" else self.view(GRADIENT, self.gradients.dtype)
+        scaled = own.to(self.owner.dtype, copy=True).mul_(scale) if self.owner.copies else own.mul_(scale) if scale != 1.0 else own
+        for run, part in zip(self.runs, self.split(scaled), strict=True):
+            run.grad = part
+
+    def take_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the update; states that the optimizer made in its first one move to where they stay."""
+        for run in self.runs:
+            run.grad = None
+        if self.made:
+            return
+        for key, first in sorted(optimizer.state.get(self.runs[0], {}).items()):
+            if is_elementwise(first, self.runs[0]):
+                self.owner.lay(key, first.dtype)
+                for run, part in zip(self.runs, self.split(self.view(key, first.dtype)), strict=True):
+                    optimizer.state[run][key] = part.copy_(optimizer.state[run][key])
+        self.made = True
+
+    def prepare(self, optimizer: torch.optim.Optimizer, scalars: dict[str, float]) -> None:
+        """States that were laid and are filled from elsewhere."""
+        parts = {kind: self.split(self.view(kind, dtype)) for kind, dtype in self.owner.kinds.items() if kind != MASTER}
+        for at, run in enumerate(self.runs):
+            state: dict[str, Any] = {kind: views[at] for kind, views in parts.items()}
+            state |= {key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()}
+            if state:
+                optimizer.state[run] = state
+        self.made = bool(parts)
+
+
+class AwayMaster(Master):
+    """`kinds`: what is away, by name, and its type; `held` on the host, or by `places`, where it begins in the file."""
+
+    def __init__(self, away: Away, shard: torch.Tensor, dtype: torch.dtype, vectors: Sequence[tuple[int, int]] = ()) -> None:
+        """`shard`: the weights that training reads. They are what is updated, if they have the type `dtype` and the host reaches them."""
+        self.away, self.shard, self.dtype = away, shard, dtype
+        self.copies = dtype != shard.dtype or shard.device.type != "cpu"
+        self.kinds: dict[str, torch.dtype] = {}
+        self.held: dict[str, torch.Tensor] = {}
+        self.places: dict[str, tuple[int, torch.dtype]] = {}
+        self._mapped: dict[str, torch.Tensor] = {}
+        self.windows = [AwayWindow(self, at, min(at + WINDOW, len(shard))) for at in range(0, max(len(shard), 1), WINDOW)]
+        if self.copies:
+            self.lay(MASTER, dtype)
+        for window in self.windows:
+            inside = [(max(a, window.start), min(b, window.stop)) for a, b in vectors if a < window.stop and b > window.start]
+            values = shard[window.start : window.stop]
+            if self.copies:
+                window.slot.settle()
+                values = window.view(MASTER, dtype).copy_(values)
+                away.store(window)
+            window.runs = runs_of(values, [(a - window.start, b - window.start) for a, b in inside])
+        self.runs = [run for window in self.windows for run in window.runs]
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return self.whole(MASTER) if self.copies else self.shard
+
+    def lay(self, kind: str, dtype: torch.dtype) -> None:
+        """Room for all elements of `kind`, zeros at first."""
+        if kind in self.kinds:
+            return
+        self.kinds[kind] = dtype
+        if self.away.scratch is None:
+            self.held[kind] = torch.zeros(len(self.shard), dtype=dtype, pin_memory=self.away.device.type == "cuda")
+        else:
+            self.places[kind] = self.away.scratch.extend(len(self.shard) * dtype.itemsize), dtype
+
+    def whole(self, kind: str) -> torch.Tensor:
+        """All of `kind`, where it is; what is written to it is there."""
+        self.away.settle()
+        if kind in self.held:
+            return self.held[kind]
+        if kind not in self._mapped:
+            assert self.away.scratch is not None
+            start, dtype = self.places[kind]
+            self._mapped[kind] = self.away.scratch.mapped(start, len(self.shard), dtype)
+        return self._mapped[kind]
+
+    def let_go(self) -> None:
+        """Of what was mapped: the file is written by others now."""
+        self._mapped.clear()
+
+    def bytes(self) -> int:
+        return 0
+
+    def bytes_away(self) -> int:
+        """On the host, or in the file."""
+        return sum(len(self.shard) * dtype.itemsize for dtype in self.kinds.values())
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Windows see to their own."""
+
+    def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        return {kind: self.whole(kind) for kind in sorted(self.kinds) if kind != MASTER}
+
+    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float]) -> None:
+        self.away.settle()
+        for kind, name in kinds.items():
+            self.lay(kind, getattr(torch, name))
+        for window in self.windows:
+            window.prepare(optimizer, scalars)
