@@ -8,11 +8,14 @@ import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 
+from meshwright.base.errors import MeshwrightError
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import Trainer, parallelize
 
 
-def trained(name: str, plan: str, precision: str, folder: str, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor] | None, dict[str, int]]:
+def trained(
+    name: str, plan: str, precision: str, folder: str, steps: int = 2
+) -> tuple[list[float], dict[str, torch.Tensor] | None, dict[str, int]]:
     trainer = made(name, plan, precision, folder)
     losses = [trainer.step(make_batch(name, step)).loss for step in range(steps)]
     return losses, trainer.full_state_dict(), trainer.bytes()
@@ -24,19 +27,91 @@ def made(name: str, plan: str, precision: str, folder: str) -> Trainer:
 
 
 CASES = [
-    ("llama", "dp1", "fp32"), ("llama", "dp2", "fp64"), ("llama", "dp2.z1", "bf16"), ("llama", "dp2.z2", "fp32"), ("llama", "dp2.z3", "bf16"),
-    ("llama", "tp2", "fp16"), ("llama-tied", "pp2", "bf16"), ("llama", "dp2.pp2.z3", "fp32"), ("gpt2", "dp2.z1", "fp32"),
+    ("llama", "dp1", "fp32", "optimizer-files"), ("llama", "dp2", "fp64", "optimizer-files"), ("llama", "dp2.z1", "bf16", "optimizer-files"),
+    ("llama", "dp2.z1", "fp32", "optimizer"), ("llama", "dp2.z2", "fp32", "optimizer-files"), ("llama", "dp2.z3", "bf16", "optimizer"),
+    ("llama", "tp2", "fp16", "optimizer-files"), ("llama-tied", "pp2", "fp32", "optimizer-files"), ("llama", "dp2.pp2.z3", "fp32", "optimizer-files"),
+    ("mixtral", "dp2.ep2.z1", "fp32", "optimizer-files"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["off-optimizer", "off-optimizer-files"])
-@pytest.mark.parametrize(("name", "plan", "precision"), CASES)
-def test_a_run_with_its_optimizer_away_is_bit_for_bit_the_run_without(ranks: Any, tmp_path: Any, way: str, name: str, plan: str, precision: str) -> None:
+@pytest.mark.parametrize(("name", "plan", "precision", "way"), CASES)
+def test_a_run_with_its_optimizer_away_is_bit_for_bit_the_run_without(
+    ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
+) -> None:
     world = parse_plan(plan).world
     here = ranks.run(world, trained, name, plan, precision, str(tmp_path))
-    away = ranks.run(world, trained, name, f"{plan}.{way}", precision, str(tmp_path))
+    away = ranks.run(world, trained, name, f"{plan}.off-{way}", precision, str(tmp_path))
     for (losses, weights, held), (others, theirs, elsewhere) in zip(here, away, strict=True):
         assert losses == others
         assert weights is None or all(torch.equal(weights[key], theirs[key]) for key in weights)
         assert elsewhere["offloaded"] == held["optimizer"] and elsewhere["optimizer"] == 0
     assert not list(tmp_path.iterdir())
+
+
+def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[float], list[float]]:
+    """Losses of six steps under `plan`, and of the last three after a checkpoint that `other` goes on from."""
+    first = made("llama", plan, "bf16", folder)
+    whole = [first.step(make_batch("llama", step)).loss for step in range(3)]
+    path = first.save(checkpoints)
+    whole += [first.step(make_batch("llama", step)).loss for step in range(3, 6)]
+    second = made("llama", other, "bf16", folder)
+    second.load(path)
+    return whole, [second.step(make_batch("llama", step)).loss for step in range(3, 6)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "other"),
+    [
+        ("dp2.z1.off-optimizer-files", "dp2.z1.off-optimizer-files"),
+        ("dp2.z3.off-optimizer-files", "dp2.z3"),
+        ("dp2.z1", "dp2.z1.off-optimizer-files"),
+        ("dp2.z1.off-optimizer", "dp2.z1.off-optimizer"),
+    ],
+)
+def test_a_checkpoint_holds_what_waits_in_files_and_goes_on_bit_for_bit(ranks: Any, tmp_path: Any, plan: str, other: str) -> None:
+    for whole, again in ranks.run(2, resumed, plan, other, str(tmp_path / "away"), str(tmp_path / "kept")):
+        assert whole[3:] == again
+
+
+class Odd(torch.nn.Module):
+    """A unit of several windows, whose vectors begin at odd places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = torch.nn.Embedding(1501, 1009), torch.nn.LayerNorm(1009)
+        self.first, self.last = torch.nn.Linear(1009, 7), torch.nn.Linear(7, 3)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(self.norm(self.table(input_ids))).tanh())
+
+
+def many_windows(folder: str, way: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.arange(64).view(4, 16), "labels": torch.zeros(4, 16, dtype=torch.int64)}
+    trainer = parallelize(Odd(), make_optimizer, f"dp1{way}", loss=lambda output, batch: output.square().mean(), offload_to=folder)
+    for _ in range(3):
+        trainer.step(batch)
+    found = trainer.full_state_dict()
+    assert found is not None and len(trainer.engine.zero.masters()) > 12
+    return list(found.values())
+
+
+def test_a_unit_of_many_windows_is_updated_as_one_in_memory(ranks: Any, tmp_path: Any) -> None:
+    here = ranks.run(1, many_windows, str(tmp_path), "")[0]
+    for way in (".off-optimizer", ".off-optimizer-files"):
+        assert all(map(torch.equal, here, ranks.run(1, many_windows, str(tmp_path), way)[0]))
+
+
+def refused(folder: str, plan: str) -> str:
+    try:
+        trainer = made("llama", plan, "fp32", folder)
+        trainer.step(make_batch("llama", 0))
+    except MeshwrightError as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(ranks: Any, tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("")
+    found = ranks.run(1, refused, str(tmp_path / "file" / "inside"), "dp1.off-optimizer-files")[0]
+    assert found.startswith("InputError offload folder") and "--offload-to" in found and "\n" not in found

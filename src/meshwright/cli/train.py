@@ -40,6 +40,9 @@ def train(
     ] = None,
     steps: Annotated[int | None, Parameter(help="optimizer steps in all")] = None,
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
+    offload_to: Annotated[
+        Path | None, Parameter(help="folder on a local disk for what the plan keeps in files (off-optimizer-files); else the run's own")
+    ] = None,
     trials: Annotated[
         int, Parameter(help="before: run up to so many of the best plans for a few steps each, and train with the fastest")
     ] = 0,
@@ -56,7 +59,12 @@ def train(
     from meshwright.train.screen import Screen
 
     named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
-    more = [f"{name}={value}" for name, value in (("workload.steps", steps), ("run.folder", named)) if value is not None]
+    where = None if offload_to is None else str(offload_to.expanduser().resolve())
+    more = [
+        f"{name}={value}"
+        for name, value in (("workload.steps", steps), ("run.folder", named), ("run.offload_to", where))
+        if value is not None
+    ]
     shared = dataclasses.replace(shared, set=(*shared.set, *more))
     me = launched(os.environ)
     screen = Screen()

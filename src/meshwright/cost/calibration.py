@@ -73,7 +73,7 @@ def calibrated(measured: Measurement, known: Cluster) -> Calibrated:
                 device=_device(ranks, base.device, known.devices == len(devices)),
                 link=link,
                 host_memory=base.host_memory or ranks[0].host_memory,
-                storage_bandwidth=median(rank.storage for rank in ranks),
+                storage_bandwidth=median(rank.storage for rank in ranks) * len(same[0].ranks),
                 host_bandwidth=median(rank.host_bandwidth * rank.share for rank in ranks),
             )
         )

@@ -98,6 +98,12 @@ HOST_UPDATE = 4e9
 FETCHED = 2
 """Layers of weights or of activations that stay on the device while the rest waits on the host: the one that runs and the next one."""
 
+WINDOW = 1 << 19
+"""Elements of the states that pass by memory at a time where they wait in files: the runtime's own (parallel/offload/away.py)."""
+
+SLOTS = 4
+"""Windows of them that are in memory: the runtime's own."""
+
 PIPELINING = 2.0
 """Of sqrt(wire x hops), what filling the pipeline of a collective costs with pieces of the best size: the theory's 2, which measured all-gathers of
 256 MiB on 8 to 128 H100 keep to within 15 % (Ultra-Scale playbook)."""

@@ -22,7 +22,7 @@ from meshwright.cost.box import AXES, Again, Array, Box, Cut, lift
 from meshwright.cost.compute import local_share
 from meshwright.cost.context import on_the_way
 from meshwright.cost.held import Fullest, Held, stack
-from meshwright.cost.offload import away
+from meshwright.cost.offload import away, windows
 from meshwright.cost.setting import BLOCK, HEAD, Entry, Setting
 from meshwright.spec.model import Layer
 from meshwright.spec.plan import Recompute
@@ -60,7 +60,7 @@ class Alive(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Bytes over AXES, kinds of ranks first: on the device by kind, and what waits on the host."""
+    """Bytes over AXES, kinds of ranks first: on the device by kind, what waits on the host, what waits in files."""
 
     parameters: Array
     gradients: Array
@@ -68,6 +68,7 @@ class Footprint(NamedTuple):
     activations: Array
     buffers: Array
     host: Array
+    files: Array
 
     @property
     def total(self) -> Array:
@@ -91,8 +92,16 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
     fullest = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)
     activations = np.where(at_head > elsewhere, alive.at_head, alive.elsewhere)
     resting = where.parameters * parameters + where.optimizer * held + alive.on_host
+    elsewhere_held = where.optimizer + where.optimizer_files
+    passing_by = windows(setting, box, shard_of(box, states), shard)
     return Footprint(
-        parameters * (1 - where.parameters), gradients, held * (1 - where.optimizer), activations, fullest - activations, resting
+        parameters * (1 - where.parameters),
+        gradients,
+        held * (1 - elsewhere_held),
+        activations,
+        fullest - activations + passing_by,
+        resting,
+        where.optimizer_files * held,
     )
 
 
@@ -128,10 +137,16 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     messages = constants.MESSAGES_HELD * message(setting, box, tokens) / size
     at_head, elsewhere = at_head + messages, elsewhere + messages
     sent = (states.numel + states.experts) * size if sent_whole else 0
-    largest = np.maximum(states.largest / shards, states.expert / lift(box.expert_holders, "z"))
-    master = largest * setting.recipe.master * (1 - where.optimizer)
+    largest = shard_of(box, states)
+    gone = where.optimizer + where.optimizer_files
+    master = np.where(gone > 0, np.minimum(largest, constants.WINDOW), largest) * setting.recipe.master * (setting.on_host | (gone == 0))
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     return Moving(at_head * size, elsewhere * size, at_end)
+
+
+def shard_of(box: Box, states: States) -> Array:
+    """Elements of the largest unit that one rank updates."""
+    return np.maximum(states.largest / np.where(box.zero >= 1, lift(box.holders, "z"), 1), states.expert / lift(box.expert_holders, "z"))
 
 
 def message(setting: Setting, box: Box, tokens: Array) -> Array:

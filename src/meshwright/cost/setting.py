@@ -96,6 +96,11 @@ class Setting:
         return self.job.cluster.host_bandwidth
 
     @cached_property
+    def storage_bandwidth(self) -> float:
+        """Bytes/s between a device and the disk of its node; 0 where there is none."""
+        return self.job.cluster.storage_bandwidth
+
+    @cached_property
     def host_memory(self) -> float:
         """Bytes of the host for each of its devices."""
         return min(group.host_memory / group.devices for group in self.job.cluster.groups)

@@ -107,7 +107,16 @@ def _per_stage(pricer: Pricer, box: Box) -> tuple[Memory, ...]:
     parts = pricer.memory(box, pricer.ranks(box, each=True))
     totals = parts.total
     taken, _ = reserved(pricer.setting, totals)
-    kinds_of_memory = (parts.parameters, parts.gradients, parts.optimizer, parts.activations, parts.buffers, totals, taken)
+    kinds_of_memory = (
+        parts.parameters,
+        parts.gradients,
+        parts.optimizer,
+        parts.activations,
+        parts.buffers,
+        totals,
+        taken,
+        parts.host + parts.files,
+    )
     table = [np.broadcast_to(part, totals.shape).reshape(box.pp) for part in kinds_of_memory]
     return tuple(Memory(**dict(zip(Memory.model_fields, map(float, column), strict=True))) for column in zip(*table, strict=True))
 

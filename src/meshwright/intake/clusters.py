@@ -166,4 +166,5 @@ def _node(row: catalog.Row, nodes: int, devices: int) -> NodeGroup:
         link=build(Link, row["link"], f"device {row['name']}.link"),
         host_memory=parse_quantity(row["host_memory"], "B") * devices,
         host_bandwidth=parse_quantity(row["host_bandwidth"], "B/s"),
+        storage_bandwidth=parse_quantity(row.get("storage_bandwidth", 0), "B/s"),
     )

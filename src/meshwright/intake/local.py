@@ -61,7 +61,8 @@ def core_cluster(name: str, ranks: int, cores: int, memory: float) -> Cluster:
     base = build(Link, row["link"], "device cpu.link")
     link = base.but(bandwidth=base.bandwidth * share, latency=base.latency / share)
     rate = parse_quantity(row["host_bandwidth"], "B/s") * share
-    group = NodeGroup(nodes=1, devices=ranks, device=device, link=link, host_memory=memory, host_bandwidth=rate)
+    disk = parse_quantity(row["storage_bandwidth"], "B/s")
+    group = NodeGroup(nodes=1, devices=ranks, device=device, link=link, host_memory=memory, host_bandwidth=rate, storage_bandwidth=disk)
     return Cluster(name=name, groups=(group,), network=build(Link, row["network"], "device cpu.network"))
 
 

@@ -29,7 +29,7 @@ from meshwright.base.errors import InputError, did_you_mean
 from meshwright.cost.box import PARTS, Again, Box, Layout, MicroBatch, Order, Shards, new_parts
 from meshwright.cost.collectives import fabric
 from meshwright.spec.job import Job
-from meshwright.spec.plan import AXES, HELD, Axis, Context, Offload, Plan, Recompute, Schedule
+from meshwright.spec.plan import AXES, FILES, HELD, Axis, Context, Offload, Plan, Recompute, Schedule
 from meshwright.spec.rules import (
     Fault,
     batch_faults,
@@ -51,7 +51,12 @@ ORDERS: tuple[tuple[Axis, ...], ...] = (AXES, ("dp", "pp", "tp"))
 OFFERED = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved, Schedule.zb1, Schedule.zbv, Schedule.dualpipev)
 """Schedules of pipelines."""
 
-OFFLOADS = tuple(kept for count in range(len(Offload) + 1) for kept in combinations(Offload, count))
+OFFLOADS = tuple(
+    kept
+    for count in range(len(Offload))
+    for kept in combinations(Offload, count)
+    if not {Offload.optimizer, Offload.optimizer_files} <= set(kept)
+)
 
 
 PARTLY = tuple(Again(Recompute.layer, part=part) for part in range(1, PARTS))
@@ -300,8 +305,11 @@ class Space:
         """What may wait on the host, nothing first."""
         if "offload" in self.pins:
             return [tuple(self.pins["offload"])]
-        possible = self.offloading and self.job.cluster.host_bandwidth
-        return self._choices("offload", list(OFFLOADS if possible else OFFLOADS[:1]))
+        ways = {
+            what: self.offloading and getattr(self.job.cluster, "storage_bandwidth" if what in FILES else "host_bandwidth")
+            for what in Offload
+        }
+        return self._choices("offload", [choice for choice in OFFLOADS if all(ways[what] for what in choice)])
 
     def _fault(self, plan: Plan) -> Fault | None:
         """The first rule that all plans of a layout break."""
@@ -309,7 +317,7 @@ class Space:
         found = (
             *tensor_faults(plan, model.divisible, model.tensor_parallel),
             *expert_faults(plan, model.experts),
-            *offload_faults(plan, self.job.cluster.host_bandwidth),
+            *offload_faults(plan, self.job.cluster),
             *stage_faults(plan, max(model.blocks, 1)),
             *sequence_faults(plan, self.job.workload.sequence),
         )

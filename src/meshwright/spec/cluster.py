@@ -45,7 +45,7 @@ class NodeGroup(Noun):
     device: Device
     link: Link = Field(description="between the devices of a node")
     host_memory: Bytes = 0.0
-    storage_bandwidth: BytesPerSecond = 0.0
+    storage_bandwidth: BytesPerSecond = Field(default=0.0, description="of the local disk of a node, which its devices share")
     host_bandwidth: BytesPerSecond = Field(default=0.0, description="between a device and its host, one direction")
 
 
@@ -74,6 +74,11 @@ class Cluster(Noun):
     def host_bandwidth(self) -> float:
         """Bytes/s between a device and its host, of the slowest group; 0 where devices are cores of the host itself."""
         return min(0.0 if group.device.name.lower().startswith("cpu") else group.host_bandwidth for group in self.groups)
+
+    @property
+    def storage_bandwidth(self) -> float:
+        """Bytes/s between one device and the disk of its node, while its neighbours use it too; of the slowest group, 0 where there is none."""
+        return min(group.storage_bandwidth / group.devices for group in self.groups)
 
     @property
     def price(self) -> float | None:

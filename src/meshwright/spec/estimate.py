@@ -19,6 +19,7 @@ class Memory(Noun):
     buffers: float
     total: float
     reserved: float
+    offloaded: float = Field(default=0.0, description="what waits in host memory or in files, not part of the total")
 
 
 class Time(Noun):

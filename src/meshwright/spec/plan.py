@@ -4,7 +4,7 @@ Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (Z
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
 micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage),
-`rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `ulysses` (how context ranks attend; else
+`rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `off-optimizer-files`, `ulysses` (how context ranks attend; else
 by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `ax-dp-pp-tp` (another order of axes).
 
 World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies inside of dp.
@@ -76,6 +76,9 @@ class Offload(StrEnum):
     parameters = "parameters"
     activations = "activations"
 
+
+FILES = (Offload.optimizer_files,)
+"""What waits in files; all else waits in host memory."""
 
 Axis = Literal["pp", "dp", "tp"]
 
@@ -301,7 +304,7 @@ _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": 
 _WORDS = {"sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
 _KNOWN = (
     *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "zb1", "zbv", "dualpipev"),
-    *("ls10-11-11", "rc-selective", "rc-layer", "rc-layer8", "off-optimizer", "ulysses", "ax-dp-pp-tp"),
+    *("ls10-11-11", "rc-selective", "rc-layer", "rc-layer8", "off-optimizer", "off-optimizer-files", "ulysses", "ax-dp-pp-tp"),
 )
 
 
@@ -365,4 +368,17 @@ def parse_plan(name: str) -> Plan:
     return build(Plan, {**fields, "offload": tuple(offload)}, f"plan {name!r}")
 
 
-__all__ = ["AXES", "BUCKET", "Context", "Offload", "Plan", "Recompute", "Schedule", "lies_as_v", "parse_plan", "plan_name", "rank_of"]
+__all__ = [
+    "AXES",
+    "BUCKET",
+    "FILES",
+    "Context",
+    "Offload",
+    "Plan",
+    "Recompute",
+    "Schedule",
+    "lies_as_v",
+    "parse_plan",
+    "plan_name",
+    "rank_of",
+]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from meshwright.base.errors import InputError
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Context, Plan, Schedule
+from meshwright.spec.plan import FILES, Context, Offload, Plan, Schedule
 
 
 class Fault(NamedTuple):
@@ -79,12 +79,20 @@ def context_faults(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Fault]:
         yield Fault("ulysses does not divide heads", f"ulysses({plan.head_ranks}) * tp({plan.tp}) = {ranks} does not divide heads({heads})")
 
 
-def offload_faults(plan: Plan, host_bandwidth: float) -> Iterator[Fault]:
-    """What is offloaded needs a way to the host."""
-    if plan.offload and not host_bandwidth:
-        yield Fault(
-            "no link to the host", f"off-{plan.offload[0]}: the cluster names no host_bandwidth between its devices and their hosts"
-        )
+def offload_faults(plan: Plan, cluster: Cluster) -> Iterator[Fault]:
+    """What is offloaded needs a way to the host, or to a disk."""
+    for what in plan.offload:
+        if what in FILES and not cluster.storage_bandwidth:
+            yield Fault(
+                "no disk",
+                f"off-{what}: the cluster names no storage_bandwidth of its nodes; `meshwright probe --save` measures this machine's",
+            )
+        elif what not in FILES and not cluster.host_bandwidth:
+            yield Fault(
+                "no link to the host",
+                f"off-{what}: the cluster names no host_bandwidth between its devices and their hosts (a core's memory is the host's); "
+                "off-optimizer-files needs none",
+            )
 
 
 def stage_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
@@ -173,7 +181,7 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     yield from tensor_faults(plan, job.model.divisible, job.model.tensor_parallel)
     yield from expert_faults(plan, job.model.experts)
     yield from context_faults(plan, job.model.divisible)
-    yield from offload_faults(plan, job.cluster.host_bandwidth)
+    yield from offload_faults(plan, job.cluster)
     yield from stage_faults(plan, job.model.blocks)
     yield from sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence)
     yield from batch_faults(plan, job.workload.batch)

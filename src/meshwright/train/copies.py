@@ -89,6 +89,8 @@ class Copies:
         return None if self.refused else self._layout
 
     def _refusal(self, layout: Layout) -> str:
+        if self.trainer.mesh.away is not None and self.trainer.mesh.away.scratch is not None:
+            return "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the last checkpoint"
         needs, free = self.memory.needs(layout) * self.trainer.plan.world, psutil.virtual_memory().available
         if needs <= SHARE * free:
             return ""

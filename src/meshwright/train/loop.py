@@ -80,7 +80,8 @@ class Loop:
         dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary, self.objective, self._note, positions)
         self.dataset, self.loader = dataset, Loader(dataset, launch.workload.batch, launch.workload.seed)
         rule, kind = launch.workload.optimizer, recipe_of(launch.workload, launch.plan)
-        self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=kind, clip=rule.clip, seed=launch.workload.seed)
+        away, seed = launch.run.offload_to or self.folder, launch.workload.seed
+        self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=kind, clip=rule.clip, seed=seed, offload_to=away)
         self.device = self.trainer.mesh.device
         self.control = self.trainer.mesh.world if self.device.type == "cpu" else of_process(self.connection.control)
         self.stopping = False
@@ -171,7 +172,7 @@ class Loop:
                 watched = watched and self.recovery.source != "memory"  # once a run: it takes time
                 with watching() if watched else nullcontext() as watch:
                     record = self.trainer.step(Share(batch, self.loader.labels_per_step))
-                held = sum(value for kind, value in record.memory.items())
+                held = sum(value for kind, value in record.memory.items() if kind != "offloaded")
                 memory = {**record.memory, "resident": resident()}
                 if watch is not None:
                     memory["total"] = held + watch.peak - watch.kept + self.trainer.passing

@@ -251,8 +251,9 @@ class Trainer:
 
     @property
     def passing(self) -> int:
-        """Bytes of shared memory that this rank holds for what is on its way to other ranks of its host."""
-        return self.mesh.host.passing if self.mesh.host is not None else 0
+        """Bytes that this rank holds for what is on its way to other ranks of its host, or to and from files."""
+        shared = self.mesh.host.passing if self.mesh.host is not None else 0
+        return shared + (self.mesh.away.passing if self.mesh.away is not None else 0)
 
     @property
     def run_state(self) -> RunState:

@@ -37,15 +37,22 @@ class Slot:
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
         self._kinds: dict[str, torch.Tensor] = {}
+        self._touched: dict[str, int] = {}
         self._storing: Future[None] | None = None
 
     def bytes(self, kind: str, size: int) -> torch.Tensor:
         """The whole pages that hold `size` bytes of `kind`."""
         held = self._kinds.get(kind)
         if held is None or held.numel() < size:
-            most = max(size, WINDOW * 4)
+            most = max(size, WINDOW * 8)
             held = self._kinds[kind] = torch.empty(most, dtype=torch.uint8, pin_memory=True) if self.pinned else aligned(most)
+        self._touched[kind] = max(size, self._touched.get(kind, 0))
         return held
+
+    @property
+    def touched(self) -> int:
+        """Bytes that it takes."""
+        return sum(self._touched.values())
 
     def storing(self, future: Future[None]) -> None:
         self._storing = future
@@ -120,6 +127,11 @@ class Away:
         """Everything is stored: the file can be read, and the weights are those of the update."""
         for slot in self.slots:
             self._wait(slot.settle)
+
+    @property
+    def passing(self) -> int:
+        """Bytes of the slots."""
+        return sum(slot.touched for slot in self.slots)
 
     def bytes(self, masters: Iterable[object]) -> int:
         """What waits, all in all."""

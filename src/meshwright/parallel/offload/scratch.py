@@ -85,7 +85,7 @@ class Scratch:
         self._move(os.pwritev, start, data, "written")
 
     def _move(self, call: object, start: int, data: torch.Tensor, word: str) -> None:
-        view, done = memoryview(data.numpy()), 0
+        view, done = data.numpy().data, 0
         while done < len(view):
             try:
                 moved = call(self._direct, [view[done:]], start + done)  # type: ignore[operator]

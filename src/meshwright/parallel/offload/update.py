@@ -48,7 +48,9 @@ class _Only:
         for run in window.runs:
             at = self.group_of.get(id(run))
             if at is None:
-                raise InputError("off-optimizer: the optimizer was not given all parameters that are trained; give it all, or freeze the others")
+                raise InputError(
+                    "off-optimizer: the optimizer was not given all parameters that are trained; give it all, or freeze the others"
+                )
             chosen[at].append(run)
         for group, runs in zip(self.groups, chosen, strict=True):
             group["params"] = runs
