@@ -16,13 +16,19 @@ from typing import Any
 import torch
 
 import meshwright.train.loop as loop
+import meshwright.train.recovery as recovery
 import meshwright.train.scribe as scribe
 from meshwright.base.pulse import Phase, Pulse, Word
+from meshwright.data.loader import Batch, Loader
+from meshwright.data.sampler import batch_of
 from meshwright.train.rank import Channel
+from meshwright.train.spikes import Guard
 from meshwright.train.trainer import Trainer
 
 FAULTS: list[dict[str, Any]] = []
 PAUSE: list[float] = []
+POISON: list[int] = []
+LEFT_OUT: list[list[int]] = []
 
 
 class Doomed(Pulse):
@@ -34,18 +40,21 @@ class Doomed(Pulse):
             time.sleep(PAUSE[0])
         for fault in FAULTS:
             place = (fault["rank"], fault["step"], fault["phase"])
-            if place == (self.rank, self.read(Word.step), phase.name) and first_time(fault):
+            if place == (self.rank, self.read(Word.step), phase.name) and is_now(fault):
                 begin(fault)
 
 
-def first_time(fault: dict[str, Any]) -> bool:
+def is_now(fault: dict[str, Any]) -> bool:
+    """Whether the rank came to the place for the time that the fault names, the first one if none."""
     if fault.get("always"):
         return True
-    try:
-        os.close(os.open(fault["mark"], os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
+    for time_ in range(1, fault.get("times", 1) + 1):
+        try:
+            os.close(os.open(f"{fault['mark']}.{time_}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        return time_ == fault.get("times", 1)
+    return False
 
 
 def begin(fault: dict[str, Any]) -> None:
@@ -78,7 +87,28 @@ def flip() -> None:
     data[data.numel() // 3] ^= 1 << 20
 
 
+class Poisoned(Loader):
+    """Batches of the data's order whose labels are noise, and batches that are left out from the beginning."""
+
+    def rows(self, step: int, first: int = 0, count: int | None = None) -> Batch:
+        found = super().rows(step, first, count)
+        if batch_of(step, self.left_out) in POISON:
+            noise = torch.Generator().manual_seed(step * self.batch + first)
+            found["labels"] = torch.randint(0, 256, found["labels"].shape, generator=noise)
+        return found
+
+
+class Preset(Guard):
+    """Knows from the beginning what is to be left out."""
+
+    def read(self, saved: dict[str, Any]) -> None:
+        super().read({"left_out": LEFT_OUT, **saved})
+
+
 def train(channel: Channel, payload: dict[str, Any]) -> int:
+    POISON[:], LEFT_OUT[:] = payload.get("poison", []), payload.get("left_out", [])
+    recovery.Guard = Preset  # type: ignore[misc]
+    loop.Loader = Poisoned  # type: ignore[misc]
     FAULTS[:] = [{**fault, "mark": f"{payload['folder']}/fault-{number}"} for number, fault in enumerate(payload["faults"])]
     PAUSE[:] = [payload["pause"]] if payload["pause"] else []
     loop.Pulse = Doomed  # type: ignore[misc]

@@ -54,9 +54,9 @@ def launch(text: Path, folder: Path, plan: str, steps: int = STEPS, workload: di
     )
 
 
-def work_of(work: Launch, faults: list[dict[str, Any]], pause: float = 0.0) -> Work:
-    """`pause`: seconds by which each step is made longer."""
-    payload = {"launch": work.model_dump(mode="json"), "faults": faults, "folder": work.run.folder, "pause": pause}
+def work_of(work: Launch, faults: list[dict[str, Any]], pause: float = 0.0, **more: Any) -> Work:
+    """`pause`: seconds by which each step is made longer. `more`: what else the ranks are told (doom.py)."""
+    payload = {"launch": work.model_dump(mode="json"), "faults": faults, "folder": work.run.folder, "pause": pause, **more}
     return Work("doom:train", work.plan.world, payload, Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
 
 
@@ -67,14 +67,15 @@ def train(
     notes: list[str] | None = None,
     plans: dict[int, str] | None = None,
     hear: Callable[[int, dict[str, Any]], None] = lambda rank, message: None,
+    **more: Any,
 ) -> None:
     """`plans`: what is chosen for another number of ranks."""
     Path(work.run.folder).mkdir(exist_ok=True)
     said = [] if notes is None else notes
     pause = 0.15 if plans else 0.0
-    replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause)
+    replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause, **more)
     care = Care(work.run.retries, work.run.patience, replan if plans else None, work.run.least)
-    Supervisor(work_of(work, faults, pause), hear, said.append, generation=next(FIRST), care=care, lent=nursery).run()
+    Supervisor(work_of(work, faults, pause, **more), hear, said.append, generation=next(FIRST), care=care, lent=nursery).run()
 
 
 def state(folder: Path, step: int = STEPS) -> dict[str, bytes]:

@@ -66,6 +66,11 @@ def newest(folder: Path | str, verify: bool = True, say: Callable[[str], None] |
     return None
 
 
+def newest_until(folder: Path | str, step: int) -> Path | None:
+    """The newest valid checkpoint of at most `step`."""
+    return next((path for path in checkpoints(folder) if (step_of(path) or 0) <= step and _first_problem(path, True) is None), None)
+
+
 def _first_problem(path: Path, verify: bool) -> str | None:
     if verify:
         problems = problems_of(path)

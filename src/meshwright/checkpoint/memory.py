@@ -175,6 +175,11 @@ class Memory:
             words = self._slot(slot)
             words[_HELD] = int(words[_STEP] == step != 0)
 
+    def forget(self) -> None:
+        """There is no copy any more."""
+        for slot in range(SLOTS):
+            self._slot(slot)[_STEP] = 0
+
     # --- reading --------------------------------------------------------------------------------------------------------------
 
     @property

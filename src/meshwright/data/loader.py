@@ -7,15 +7,16 @@ Steps count from 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from meshwright.base.errors import InputError
 from meshwright.data.dataset import Dataset
+from meshwright.data.masking import IGNORED
 from meshwright.data.prefetch import Prefetch
-from meshwright.data.sampler import samples
+from meshwright.data.sampler import batch_of, samples
 
 Batch = dict[str, torch.Tensor]
 Range = tuple[int, int]
@@ -26,6 +27,8 @@ class Loader:
 
     def __init__(self, dataset: Dataset, batch: int, seed: int) -> None:
         self.dataset, self.batch, self.seed = dataset, batch, seed
+        self.left_out: Sequence[tuple[int, int]] = ()
+        """Batches [first, stop), in order, that no step reads: the steps behind read the next ones."""
 
     @property
     def labels_per_step(self) -> int | None:
@@ -38,7 +41,7 @@ class Loader:
         count = self.batch - first if count is None else count
         if not (step >= 0 and first >= 0 and 0 < count <= self.batch - first):
             raise InputError(f"step {step} has rows 0 to {self.batch - 1}, not {count} rows from {first} on")
-        start = step * self.batch + first
+        start = batch_of(step, self.left_out) * self.batch + first
         chosen = samples(self.seed, start, count, self.dataset.rows)
         return self.dataset.training(chosen, np.arange(start, start + count, dtype=np.int64), self.seed)
 
@@ -47,6 +50,20 @@ class Loader:
         if not (first >= 0 and 0 < count <= self.dataset.held_out_rows - first):
             raise InputError(f"{count} held-out rows from {first} on: the data set has {self.dataset.held_out_rows}")
         return self.dataset.held_out(np.arange(first, first + count, dtype=np.int64))
+
+    def held_out_batches(self, least: int) -> Iterator[Batch]:
+        """A batch of held-out rows, or `least` of them where that is more, spread evenly over all there are, in batches of the training's size.
+
+        Rows that fill the last one up have no valid label.
+        """
+        count = min(self.dataset.held_out_rows, max(least, self.batch))
+        rows = np.arange(count) * self.dataset.held_out_rows // max(count, 1)
+        for first in range(0, count, self.batch):
+            batch = self.dataset.held_out(rows[first : first + self.batch])
+            lacking = self.batch - len(batch["labels"])
+            filled = {name: torch.cat([value, value[:1].expand(lacking, *value.shape[1:])]) for name, value in batch.items()}
+            filled["labels"][self.batch - lacking :] = IGNORED
+            yield filled
 
     def prefetch(self, ranges: Sequence[Range], first: int, stop: int, depth: int = 2) -> Prefetch[list[Batch]]:
         """For each step from `first` to `stop` - 1 a list with the rows of every (first, count) of `ranges`, read up to `depth` steps ahead."""

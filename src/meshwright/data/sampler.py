@@ -10,6 +10,8 @@ bijection by construction, O(1) in time and memory. Source: Black, Rogaway, Ciph
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +38,17 @@ def permute(places: Integers, size: int, key: int) -> Integers:
     while (outside := rows >= np.uint64(size)).any():
         rows[outside] = encipher(rows[outside])
     return rows.astype(np.int64)
+
+
+def batch_of(step: int, left_out: Sequence[tuple[int, int]]) -> int:
+    """The batch, in the order of the data, that `step` (from 0) reads when the batches [first, stop) of `left_out`, in order, are not read.
+
+    >>> [batch_of(step, [(2, 4), (5, 6)]) for step in range(4)]
+    [0, 1, 4, 6]
+    """
+    for first, stop in left_out:
+        step += stop - first if step >= first else 0
+    return step
 
 
 def samples(seed: int, first: int, count: int, size: int) -> Integers:

@@ -78,6 +78,19 @@ class Journal:
             self.write(kind="save", step=message["step"], seconds=message.get("seconds", 0.0), generation=generation)
         if message["kind"] == "divergence":
             self.write(kind="divergence", generation=generation, rank=message["rank"], step=message["step"], cause=message["line"])
+        if message["kind"] == "spike":
+            step, to = message["step"], message["to"]
+            decision = "went back and left the batches out"
+            self.write(
+                kind="spike",
+                generation=generation,
+                step=step,
+                lost=step - to,
+                cause=message["line"],
+                decision=decision,
+                batches=message["batches"],
+            )
+            self.last = min(self.last, to)
         if message["kind"] == "done" and self._decided is not None:
             self._recovered(now)
 

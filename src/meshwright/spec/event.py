@@ -23,6 +23,9 @@ class Event(Noun):
     step: int = Field(default=0, description="the step in progress; of a recovery: the last step that was not lost")
     detection: float = Field(default=0.0, description="seconds between the culprit's last sign of life and the decision")
     decision: str = ""
+    batches: tuple[int, int] | None = Field(
+        default=None, description="of a spike: [first, stop) in the order of the data, which are left out"
+    )
     source: str = Field(default="", description="of a recovery: memory, disk, or empty for the beginning")
     lost: int = Field(default=0, description="steps that had ended and were run again")
     seconds: float = Field(

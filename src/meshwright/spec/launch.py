@@ -55,6 +55,7 @@ class Launch(Noun):
         put("", self.model_dump(mode="json", include={"model", "workload", "data"}))
         if self.workload.optimizer.schedule == "constant":
             del flat["workload.steps"]
+        del flat["workload.spikes"]  # it decides what is done from here on
         return flat
 
 

@@ -51,6 +51,9 @@ class Workload(Noun):
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     optimizer: Optimizer = Optimizer()
     seed: int = Field(default=1, ge=0)
+    spikes: Literal["skip", "keep"] = Field(
+        default="skip", description="when the loss rises and stays: skip: go back and leave the batches out; keep: train on"
+    )
     exact: int = Field(
         default=0,
         ge=0,

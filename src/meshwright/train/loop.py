@@ -13,9 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from meshwright.base.codec import build
 from meshwright.base.errors import InputError, Interrupted
 from meshwright.base.lines import Message
@@ -23,7 +20,6 @@ from meshwright.base.pulse import Phase, Pulse, Word, opened
 from meshwright.base.units import show_count
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import Batch, Loader
-from meshwright.models.output import IGNORED
 from meshwright.parallel.group import of_process
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
@@ -118,7 +114,7 @@ class Loop:
         if self.channel.rank == 0 and self.dataset.tokenizer is not None:
             (self.folder / "tokenizer").mkdir(exist_ok=True)
             self.dataset.tokenizer.save(self.folder / "tokenizer")
-        held_out = list(self._held_out_batches())
+        held_out = list(self.loader.held_out_batches(HELD_OUT_ROWS))
         if began == 0 and held_out:
             loss = self._evaluate(held_out)
             self._report(records, StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss))
@@ -150,10 +146,15 @@ class Loop:
     def _steps(self, began: int) -> Iterator[StepRecord]:
         """The records of steps began + 1 to the last, each as the whole world saw it."""
         done, watch = began, Watch(self.launch.plan, self.launch.workload.batch, lambda line: self._say("note", line=line))
-        while done < self.steps:
+        guard = self.recovery.guard
+        while done < self.steps or guard.is_spike:
+            done = self.recovery.go_back() if guard.is_spike else done
+            self.loader.left_out = guard.left_out
             for record, phases in self._stretch(done, began):
                 done = record.step
                 yield record
+                if guard.is_spike:
+                    break
                 if phases is not None and (plan := watch.heed(phases, done, self.launch.run.balance)) is not None:
                     self.trainer.plan = plan  # other rows are to be read from here on
                     break
@@ -203,20 +204,6 @@ class Loop:
         self._say("record", record=record.model_dump(exclude_none=True))
 
     # --- held-out loss --------------------------------------------------------------------------------------------------------
-
-    def _held_out_batches(self) -> Iterator[Batch]:
-        """Held-out rows, spread evenly over all there are, in batches of the training's size.
-
-        Rows that fill the last batch up have no valid label.
-        """
-        count, size = min(self.dataset.held_out_rows, max(HELD_OUT_ROWS, self.loader.batch)), self.loader.batch
-        rows = np.arange(count) * self.dataset.held_out_rows // max(count, 1)
-        for first in range(0, count, size):
-            batch = self.dataset.held_out(rows[first : first + size])
-            lacking = size - len(batch["labels"])
-            filled = {name: torch.cat([value, value[:1].expand(lacking, *value.shape[1:])]) for name, value in batch.items()}
-            filled["labels"][size - lacking :] = IGNORED
-            yield filled
 
     def _evaluate(self, batches: list[Batch]) -> float:
         self.pulse.at(Phase.evaluate)

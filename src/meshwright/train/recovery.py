@@ -14,15 +14,18 @@ from typing import Any
 
 from meshwright.base.errors import InputError
 from meshwright.base.pulse import Phase, Pulse, Word
-from meshwright.checkpoint.folder import checkpoints, newest, prune
+from meshwright.checkpoint import disk
+from meshwright.checkpoint.folder import checkpoints, newest, newest_until, prune
 from meshwright.checkpoint.manifest import step_of
 from meshwright.checkpoint.memory import Kept
 from meshwright.checkpoint.save import SaveFailed
+from meshwright.data.sampler import batch_of
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
 from meshwright.train import copies
 from meshwright.train.keep import ranks_of
 from meshwright.train.rank import Channel
+from meshwright.train.spikes import Guard
 from meshwright.train.trainer import Trainer
 
 FIRST = 10
@@ -44,6 +47,7 @@ class Recovery:
         """Of the step that this rank went on from, where it is from memory."""
         self._said = self._busy = False
         self._since = self._save_seconds = 0.0
+        self.guard = Guard(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
         self.copies = copies.Copies(channel.memory.own, trainer, pulse, identity) if channel.memory.own and launch.run.copies else None
 
     # --- going on -------------------------------------------------------------------------------------------------------------
@@ -68,6 +72,7 @@ class Recovery:
     def _fill(self, source: Path | Kept) -> None:
         extra = self.trainer.load(source)
         data, self.record = extra["data"], extra.get("record")
+        self.guard.read(extra.get("guard", {}))
         if data != self.identity["data"]:
             raise InputError(
                 f"run {self.launch.run.folder!r} was trained on other data ({data[:8]}, now {self.identity['data'][:8]}): "
@@ -80,7 +85,7 @@ class Recovery:
         if self.record is None:
             return None
         last = int(ranks_of(self.trainer.mesh).share(str(reported))[0])
-        return StepRecord(**self.record) if last < self.trainer.steps else None
+        return StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None  # it went back between
 
     def catch_up(self) -> None:
         """A save that was due at the step that this rank has just gone on from, and that a fault cut short. All ranks call it."""
@@ -89,10 +94,37 @@ class Recovery:
             if ranks_of(self.trainer.mesh).share(there)[0] == "False":
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
 
+    def go_back(self) -> int:
+        """From a spike of the loss to the newest checkpoint that it has not touched; the steps done. All ranks call it."""
+        self._await_writer()
+        ranks, guard, step = ranks_of(self.trainer.mesh), self.guard, self.trainer.steps
+        untouched, left_out, first = guard.before(step), guard.left_out, self.channel.rank == 0
+        path = ranks.share(str(newest_until(self.folder, untouched) or "") if first else "")[0]
+        if not path:
+            guard.forget()
+            if first:
+                self._note(f"step {step}: the loss has risen and no checkpoint is from before: training goes on")
+            return step
+        if self.copies is not None:
+            self.copies.memory.hold(0)
+            self.copies.memory.forget()
+        self._fill(Path(path))
+        batches = (batch_of(untouched, left_out), batch_of(step - 1, left_out) + 1)
+        line = guard.goes_back(self.trainer.steps, step, left_out, batches)
+        ranks.share("")  # all have read it
+        if first:
+            for later in checkpoints(self.folder):
+                if (step_of(later) or 0) > self.trainer.steps:
+                    disk.remove(later)
+            self.channel.say("spike", line=line, step=step, to=self.trainer.steps, batches=batches)
+        self.saved, self.record, self._since, self._busy = self.trainer.steps, None, 0.0, False
+        return self.trainer.steps
+
     # --- keeping --------------------------------------------------------------------------------------------------------------
 
     def copy(self, record: StepRecord) -> None:
         """After each step."""
+        self.guard.heed(record)
         if self.copies is not None:
             self.copies.begin(record.model_dump(exclude_none=True))
             if self.copies.refused and not self._said and self.channel.rank == 0:

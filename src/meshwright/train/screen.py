@@ -44,6 +44,8 @@ class Screen:
     def _divergence(self, message: Message) -> None:
         self.note(message["line"])
 
+    _spike = _divergence
+
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()

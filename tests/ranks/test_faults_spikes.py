@@ -1,0 +1,80 @@
+"""A loss that rises and stays is gone back from, and the batches that it came with are left out: the end is that of a run that never saw them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from faulty import events, launch, losses, state, train
+
+from meshwright.base.errors import MeshwrightError
+from meshwright.elastic.nursery import Nursery
+from meshwright.spec.record import StepRecord
+from meshwright.train.spikes import IN_ROW, MOST, WINDOW, Guard
+
+LONG = 64
+POISON = [52, 53, 54]
+RUN = {"steps": LONG, "checkpoint_every": 8, "keep": 9}
+
+
+def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    """Three batches of noise; and a rank is killed while the steps behind the checkpoint are run again."""
+    clean, hurt = (launch(text, tmp_path / name, "dp2.z1", **RUN) for name in ("clean", "hurt"))
+    faults = [{"rank": 1, "step": 50, "phase": "backward", "how": "SIGKILL", "times": 2}]
+    train(nursery, hurt, faults, poison=POISON)
+    found = events(tmp_path / "hurt")
+    [spike] = [event for event in found if event.kind == "spike"]
+    assert (spike.step, spike.lost, spike.batches) == (55, 7, (51, 55))
+    train(nursery, clean, [], left_out=[[51, 55]])
+    assert losses(tmp_path / "hurt") == losses(tmp_path / "clean")
+    assert state(tmp_path / "hurt", LONG) == state(tmp_path / "clean", LONG) != {}
+
+
+def test_without_a_checkpoint_from_before_it_is_said_and_training_goes_on(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    notes: list[str] = []
+    train(nursery, launch(text, tmp_path / "run", "dp1", LONG, checkpoint_every=0), [], notes, poison=POISON)
+    assert not [event for event in events(tmp_path / "run") if event.kind == "spike"]
+    assert sorted(losses(tmp_path / "run")) == list(range(LONG + 1))
+
+
+def heard(losses: list[float], scaled: bool = False, skipped: tuple[int, ...] = ()) -> list[int]:
+    """The steps after which a guard sees a spike."""
+    guard, found = Guard({}, True, scaled), []
+    for step, loss in enumerate(losses, 1):
+        record = StepRecord(step=step, loss=loss, tokens=1, gradient_norm=1, lr=1, seconds=1, skipped=step in skipped)
+        guard.heed(record)
+        if guard.is_spike:
+            found.append(step)
+            guard.forget()
+    return found
+
+
+def noisy(count: int, seed: int) -> list[float]:
+    chance = random.Random(seed)
+    return [6.0 * (step + 10) ** -0.3 + chance.gauss(0.0, 0.1) for step in range(count)]
+
+
+def test_no_spike_is_seen_in_a_hundred_healthy_curves_nor_in_a_single_bad_batch() -> None:
+    for seed in range(100):
+        curve = noisy(400, seed)
+        curve[100 + seed] += 5.0
+        assert heard(curve) == [], seed
+
+
+def test_a_rise_that_stays_is_seen_in_three_steps_a_loss_that_is_not_finite_too() -> None:
+    for seed in range(100):
+        curve = noisy(400, seed)
+        assert heard([*curve[:200], *(loss + 2.0 for loss in curve[200:203])]) == [200 + IN_ROW]
+    assert heard([2.0, float("nan"), float("inf"), float("nan")]) == [4]
+    assert heard([2.0] * 5, skipped=(2, 3, 4)) == [4] and heard([2.0] * 5, scaled=True, skipped=(2, 3, 4)) == []
+    assert heard([2.0] * (WINDOW - 1) + [9.0] * IN_ROW) == []
+
+
+def test_a_run_that_must_go_back_to_one_checkpoint_again_and_again_ends_with_the_reason() -> None:
+    guard = Guard({}, True, False)
+    for time in range(MOST):
+        guard.goes_back(100, 200, guard.left_out, (150 + time, 152 + time))
+    assert guard.left_out == [(150, 152 + MOST - 1)]
+    with pytest.raises(MeshwrightError, match="the loss has risen again after step 100, and 3 times leaving out batches did not help"):
+        guard.goes_back(100, 200, guard.left_out, (160, 161))
