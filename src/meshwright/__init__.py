@@ -10,11 +10,10 @@ What stands behind a name is imported when it is first used.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from meshwright.search.answer import Entry
     from meshwright.simulate.run import simulate
     from meshwright.spec.estimate import Estimate
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import parallelize
 
 __version__ = "0.1.0"
-__all__ = ["Faults", "Job", "Plan", "__version__", "estimate", "load", "parallelize", "parse_plan", "plan", "simulate"]
+__all__ = ["Faults", "Job", "Plan", "__version__", "estimate", "load", "parallelize", "parse_plan", "plan", "simulate", "verify"]
 
 _HOMES = {
     "Faults": "meshwright.spec.faults",
@@ -49,6 +48,15 @@ def plan(job: Job, top: int = 10) -> list[Entry]:
     from meshwright.search.rank import search
 
     return list(search(job, top).plans)
+
+
+def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> list[dict[str, Any]]:
+    """What `meshwright verify` finds of the job file at `job` under its plan, or under `plan`: for each precision whether it is 'equal' to one
+    device, the largest differences, and 'first', the module that differs first. `dtype`: float64, float32 or both."""
+    from meshwright.cli.options import Shared
+    from meshwright.cli.verify import ask, run
+
+    return run(ask(Path(job), Shared(plan=plan), None, dtype))
 
 
 def estimate(job: Job, plan: Plan | str) -> Estimate:

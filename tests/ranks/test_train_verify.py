@@ -5,16 +5,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from pool import Pool
+from torch import nn
 
+import meshwright as mw
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Optimizer
-from meshwright.train.verify import Finding, Question, _under_plan, compare
+from meshwright.train.verify import Finding, Question, _under_plan, compare, locate
 
 SIZES = {"kind": "llama", "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 32000, "seq": 4096}
 
@@ -73,6 +77,47 @@ def test_each_kind_of_fault_is_found(asked: Question, ours: dict[str, Any], how:
         assert found.where == "model.layers.1.mlp.down_proj.weight"
 
 
+def spoil_one(model: nn.Module, how: str) -> None:
+    """A fault in one module on the last rank."""
+    path, _, kind = how.partition(" ")
+    module = dict(model.named_modules()).get(path)
+    if dist.get_rank() == dist.get_world_size() - 1 and isinstance(module, nn.Module) and kind:
+        if kind == "forward":
+            module.register_forward_hook(lambda module, args, output: output * (1 + 1e-6))
+        if kind == "backward":
+            module.register_forward_hook(lambda module, args, output: output.register_hook(lambda gradient: gradient * (1 + 1e-6)) and None)
+        if kind == "weight":
+            module._parameters["weight"].register_hook(lambda gradient: gradient * (1 + 1e-6))  # type: ignore[union-attr]
+
+
+def locate_spoiled(given: Question, how: str) -> str:
+    return locate(given, "fp64", partial(spoil_one, how=how))
+
+
+LAYER = "model.layers.1"
+FAULTS = [
+    ("dp2.z1", f"{LAYER}.mlp.up_proj forward", f"output of {LAYER}.mlp.up_proj"),
+    ("dp2.z1", f"{LAYER}.mlp.up_proj backward", f"gradient of the output of {LAYER}.mlp.up_proj"),
+    ("tp2.rc-layer", f"{LAYER}.self_attn.q_proj forward", f"output of {LAYER}.self_attn.q_proj"),
+    ("tp2.sp", f"{LAYER}.mlp.down_proj forward", f"output of {LAYER}.mlp.down_proj"),
+    ("tp2", f"{LAYER}.post_attention_layernorm backward", f"gradient of the output of {LAYER}.post_attention_layernorm"),
+    ("pp2", "model.norm forward", "output of model.norm"),
+    ("dp2.z3", f"{LAYER}.mlp.up_proj weight", f"gradient of {LAYER}.mlp.up_proj.weight"),
+]
+
+
+@pytest.mark.parametrize(("plan", "fault", "said"), FAULTS)
+def test_the_module_with_the_fault_is_named(ranks: Pool, plan: str, fault: str, said: str) -> None:
+    first, last = ranks.run(2, locate_spoiled, question(plan), fault)
+    assert first == last
+    assert first.startswith(f"first to differ: {said}, by ")
+
+
+@pytest.mark.parametrize("plan", ["dp2.z3", "tp2.sp", "pp2"])
+def test_of_a_right_plan_no_module_differs(ranks: Pool, plan: str) -> None:
+    assert ranks.run(2, locate_spoiled, question(plan), "")[0].startswith("no module differs")
+
+
 def test_a_finding_survives_json(asked: Question, ours: dict[str, Any]) -> None:
     found = compare(asked, "fp64", ours)
     assert Finding.model_validate_json(found.model_dump_json()) == found
@@ -86,3 +131,9 @@ def test_the_command_reduces_a_plan_of_many_devices_and_prints_one_object(tmp_pa
     answer = json.loads(done.stdout)
     assert (answer["plan"], answer["ran"], answer["ranks"]) == ("dp4.tp2.sp.pp2.z3.rc-layer", "dp2.tp2.sp.pp2.z3.rc-layer", 8)
     assert answer["equal"] and answer["found"][0]["gradient"] < 1e-12
+
+
+def test_the_same_from_python(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: {name: llama2-7b}\ncluster: {name: 1x2:a100-80gb}\nworkload: {batch: 8, sequence: 2048}\n")
+    (found,) = mw.verify(tmp_path / "job.yaml", plan="dp2", dtype="float64")
+    assert found["equal"] and not found["first"] and found["gradient"] < 1e-12

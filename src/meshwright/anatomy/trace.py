@@ -71,7 +71,11 @@ def trace(
     finally:
         for handle in handles:
             handle.remove()
-    watch.settle()
+    for layer, inflow in watch.inflows.entered().items():
+        if inflow.spoiled:
+            watch.refuse(inflow.needed, f"what {layer} gives meets them, and {inflow.spoiled}")
+        else:
+            watch.trace.inflows[layer] = inflow
     return watch.trace
 
 
@@ -219,14 +223,6 @@ class Watch(TorchFunctionMode):
             self.carry(call, given, weights, outputs)
         shares = {id(tensor): self.share[id(tensor)].columns for tensor in outputs if id(tensor) in self.share}
         self.inflows.follow(name, given, outputs or given[:1] * (name == "__setitem__"), shares, self.made)
-
-    def settle(self) -> None:
-        """After the run: layers whose output is entered; the columns of those whose output others use too stay whole."""
-        for layer, inflow in self.inflows.entered().items():
-            if inflow.spoiled:
-                self.refuse(inflow.needed, f"what {layer} gives meets them, and {inflow.spoiled}")
-            else:
-                self.trace.inflows[layer] = inflow
 
     def _is_called(self, name: str, given: list[torch.Tensor]) -> bool:
         """A layer that reads something computed from parameters, such as a table of positions."""

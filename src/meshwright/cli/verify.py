@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
 from meshwright.cli.options import AsJson, JobPath, Shared, note, say, say_json
 
 if TYPE_CHECKING:
+    from meshwright.cli.preparation import Choice
+    from meshwright.spec.launch import ModelSource
     from meshwright.spec.plan import Plan
 
 DTYPES = {"float64": ("fp64",), "float32": ("fp32",), "both": ("fp64", "fp32")}
@@ -34,6 +36,30 @@ def verify(
 
     Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-layer
     """
+    asked = ask(job, shared, pin, dtype)
+    small, source, choice = asked.small, asked.source, asked.choice
+    what = f"plan {choice.plan.name}" + (f", reduced to {small.name}" if small.name != choice.plan.name else "")
+    note(f"{source.name} with few and small layers, {what}, {small.world} rank{'s' if small.world > 1 else ''} of this machine; dropout 0")
+    findings = run(asked)
+    if json:
+        equal = all(finding["equal"] for finding in findings)
+        say_json(
+            {"model": source.name, "plan": choice.plan.name, "ran": small.name, "ranks": small.world, "equal": equal, "found": findings}
+        )
+    return _judge(findings, small, json)
+
+
+class Asked(NamedTuple):
+    """What is verified: the model, the plan of the job and the one that it is reduced to, and what the ranks are told."""
+
+    source: ModelSource
+    choice: Choice
+    small: Plan
+    question: dict[str, Any]
+
+
+def ask(job: Path | None, shared: Shared, pin: str | None, dtype: str) -> Asked:
+    """From the options of the command, or of `meshwright.verify`."""
     from meshwright.cli.preparation import choose, read_file, source_of
     from meshwright.spec.reduced import reduced
 
@@ -49,18 +75,10 @@ def verify(
         "precisions": DTYPES[dtype],
     }
     question["lora"] = file.workload.lora.model_dump() if file.workload.lora is not None else None
-    what = f"plan {choice.plan.name}" + (f", reduced to {small.name}" if small.name != choice.plan.name else "")
-    note(f"{source.name} with few and small layers, {what}, {small.world} rank{'s' if small.world > 1 else ''} of this machine; dropout 0")
-    findings = _run(small, question)
-    if json:
-        equal = all(finding["equal"] for finding in findings)
-        say_json(
-            {"model": source.name, "plan": choice.plan.name, "ran": small.name, "ranks": small.world, "equal": equal, "found": findings}
-        )
-    return _judge(findings, small, json)
+    return Asked(source, choice, small, question)
 
 
-def _run(plan: Plan, question: dict[str, Any]) -> list[dict[str, Any]]:
+def run(asked: Asked) -> list[dict[str, Any]]:
     """The findings of the ranks. Their logs stay when something went wrong."""
     from meshwright.elastic.supervisor import Supervisor, Work
 
@@ -71,7 +89,7 @@ def _run(plan: Plan, question: dict[str, Any]) -> list[dict[str, Any]]:
         if message["kind"] == "found":
             findings.append({**message["finding"], "equal": message["equal"]})
 
-    work = Work(f"{MODULE}:verify", plan.world, question, folder, (MODULE,), {"CUDA_VISIBLE_DEVICES": ""})
+    work = Work(f"{MODULE}:verify", asked.small.world, asked.question, folder, (MODULE,), {"CUDA_VISIBLE_DEVICES": ""})
     Supervisor(work, hear, note).run()
     shutil.rmtree(folder)
     return findings
@@ -110,4 +128,5 @@ def _line(finding: dict[str, Any], plan: Plan) -> str:
     if finding["rounding"]:
         parts.append(f"{finding['rounding']} gradients are rounding alone and left out")
     name = {"fp64": "float64", "fp32": "float32"}[finding["precision"]]
+    parts += [finding["first"]] if finding["first"] else []
     return f"{name} {'equal to' if finding['equal'] else f'{plan.name} differs from'} one device: {', '.join(parts)}"

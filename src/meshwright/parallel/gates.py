@@ -63,6 +63,8 @@ class Absent(nn.Module):
         first = hidden_of(args, kwargs)
         if self.width is None:
             return first
+        if not isinstance(first, torch.Tensor):  # an embedding of places, asked by the shape of what it is added to
+            return torch.zeros(1, 1, self.width, dtype=self.dtype, device=self.weight.device)
         return torch.zeros(*first.shape, self.width, dtype=self.dtype, device=first.device)  # models scale it in place
 
 

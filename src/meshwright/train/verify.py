@@ -10,10 +10,12 @@ makes whole steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
@@ -33,11 +35,14 @@ from meshwright.train.optimizer import optimizer_of
 from meshwright.train.precise import precise
 from meshwright.train.rank import Channel, connect
 from meshwright.train.reduce import fewer_experts, reduce_config
-from meshwright.train.trainer import parallelize
+from meshwright.train.trainer import Trainer, parallelize
+from meshwright.train.where import Pass, Recorder, first_difference
 
 STEPS, SEQUENCE, HIDDEN, HEADS, FFN, VOCABULARY, SIDE = 3, 32, 64, 8, 128, 251, 16
 TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-8), "fp32": (1e-6, 1e-5, 1e-3)}
 """Largest relative difference of losses, of first gradients and of the weights after the steps."""
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+Spoil = Callable[[nn.Module], None]
 
 
 class Question(Noun):
@@ -66,6 +71,7 @@ class Finding(Noun):
     steps: int = STEPS
     rounding: int = Field(default=0, description="gradients that are rounding alone")
     missing: tuple[str, ...] = ()
+    first: str = Field(default="", description="where it is not equal: the module that differs first, and in what")
 
     @property
     def equal(self) -> bool:
@@ -81,8 +87,10 @@ def verify(channel: Channel, payload: Message) -> int:
     try:
         for precision in question.precisions:
             ours = _under_plan(question, precision)
-            if channel.rank == 0:
-                found = compare(question, precision, ours)
+            found = compare(question, precision, ours) if channel.rank == 0 else None
+            first = locate(question, precision) if _one_says(channel.world, found is not None and not found.equal) else ""
+            if found is not None:
+                found = found.but(first=first)
                 channel.say("found", finding=found.model_dump(), equal=found.equal)
     finally:
         connection.close()
@@ -180,14 +188,20 @@ def _vocabulary(question: Question, model: nn.Module) -> int:
     return vocabulary_of(question.model, model) or VOCABULARY
 
 
-def _under_plan(question: Question, precision: str) -> dict[str, Any]:
-    """Losses of the steps, labels, first gradients and last weights (rank 0)."""
+def _trainer(question: Question, precision: str) -> tuple[Trainer, list[Batch]]:
     model = small_model(question)
     if precision == "fp64":
         precise(model.double())
     batches = _batches(question, model, torch.float32)
     rule = question.optimizer
-    trainer = parallelize(model, optimizer_of(rule), question.plan, precision=precision, clip=rule.clip, seed=question.seed)
+    return parallelize(model, optimizer_of(rule), question.plan, precision=precision, clip=rule.clip, seed=question.seed), batches
+
+
+def _under_plan(question: Question, precision: str, spoil: Spoil | None = None) -> dict[str, Any]:
+    """Losses of the steps, labels, first gradients and last weights (rank 0). `spoil` changes the parallel model first."""
+    trainer, batches = _trainer(question, precision)
+    if spoil is not None:
+        spoil(trainer.engine.model)
     first, labels, gradients = trainer.gradients(batches[0])
     losses = [trainer.step(batch).loss for batch in batches]
     rows, objective, plan = rows_of(question.plan), trainer.engine.objective, question.plan
@@ -198,11 +212,52 @@ def _under_plan(question: Question, precision: str) -> dict[str, Any]:
     return {"losses": [first, *losses], "labels": labels, "by_replica": by_replica, "gradients": gradients, "weights": weights}
 
 
+def locate(question: Question, precision: str, spoil: Spoil | None = None) -> str:
+    """On every rank: the module that differs first from one device, and in what; in words."""
+    trainer, batches = _trainer(question, precision)
+    if spoil is not None:
+        spoil(trainer.engine.model)
+    dtype = DTYPES[precision]
+    model = small_model(question).to(dtype)
+    if precision == "fp64":
+        precise(model)
+    one, recorder = Pass(), Recorder(model)
+    recorder.now = one
+    plain_loss(model, _batches(question, model, dtype)[0], question.plan.micro_batch)[0].backward()
+    recorder.end()
+    if coefficient_of(model):
+        one.gradients.clear()  # of the loss of balance they have another pass
+    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    found = first_difference(trainer, batches[0], one, gradients, TOLERANCES[precision][1])
+    trainer.close()
+    return str(found) if found else "no module differs in the first step: the difference comes with the update of the weights"
+
+
+def _one_says(world: int, said: bool) -> bool:
+    """What rank 0 says, on every rank."""
+    flag = torch.tensor(float(said))
+    if world > 1:
+        dist.broadcast(flag, 0)
+    return bool(flag)
+
+
+def plain_loss(model: nn.Module, batch: Batch, size: int) -> tuple[torch.Tensor, int]:
+    """Mean over the valid labels with torch's own loss, and their number. A loss of balance is that of micro-batches of `size` rows."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = logits_of(model(**inputs))
+    assert logits is not None
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED) if Objective(model, None, None).shift else batch["labels"]
+    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+    if coefficient := coefficient_of(model):
+        parts = [{name: value[at : at + size] for name, value in inputs.items()} for at in range(0, len(labels), size)]
+        loss = loss + coefficient * torch.stack([model(**part).aux_loss for part in parts]).mean()
+    return loss, int((labels != IGNORED).sum())
+
+
 def alone(question: Question, precision: str) -> dict[str, Any]:
     """What one device computes, with nothing of ours but the model: torch's loss, clipping and optimizer."""
-    dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
+    dtype = DTYPES[precision]
     model = small_model(question)
-    shift = Objective(model, None, None).shift
     batches = _batches(question, model, dtype)
     model.to(dtype)
     if precision == "fp64":
@@ -219,18 +274,9 @@ def alone(question: Question, precision: str) -> dict[str, Any]:
 
     def backward(batch: Batch) -> tuple[float, int]:
         optimizer.zero_grad()
-        logits = logits_of(model(**{name: value for name, value in batch.items() if name != "labels"}))
-        assert logits is not None
-        labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED) if shift else batch["labels"]
-        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
-        if coefficient := coefficient_of(model):
-            size = question.plan.micro_batch
-            inputs = [
-                {name: value[at : at + size] for name, value in batch.items() if name != "labels"} for at in range(0, len(labels), size)
-            ]
-            loss = loss + coefficient * torch.stack([model(**part).aux_loss for part in inputs]).mean()
+        loss, labels = plain_loss(model, batch, question.plan.micro_batch)
         loss.backward()
-        return loss.item(), int((labels != IGNORED).sum())
+        return loss.item(), labels
 
     first, labels = backward(batches[0])
     gradients = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
@@ -247,7 +293,7 @@ def alone(question: Question, precision: str) -> dict[str, Any]:
 def compare(question: Question, precision: str, ours: dict[str, Any]) -> Finding:
     """The largest differences between one device and the plan, and where they are."""
     theirs = alone(question, precision)
-    eps = torch.finfo({"fp64": torch.float64, "fp32": torch.float32}[precision]).eps
+    eps = torch.finfo(DTYPES[precision]).eps
     whole = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in theirs["gradients"].values()))
     rounding = {name for name, gradient in theirs["gradients"].items() if float(gradient.double().norm()) <= 10 * eps * whole}
     places = [name for name in theirs["gradients"] if name not in rounding]
