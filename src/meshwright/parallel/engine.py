@@ -21,6 +21,14 @@ from meshwright.parallel.statistics import check_passes
 from meshwright.parallel.zero import Zero
 from meshwright.spec.precision import Recipe
 
+KINDS = {
+    "data": ("shards", "copies", "expert_shards", "expert_copies"),
+    "tensor": ("tp", "expert_tensor", "expert_joined"),
+    "context": ("cp", "rings", "heads"),
+    "expert": ("experts",),
+}
+"""Groups by the kind of what goes through them."""
+
 
 @dataclass
 class Parallel:
@@ -62,12 +70,17 @@ class Parallel:
         self.zero.close_all()
         return total
 
-    @property
-    def exposed(self) -> dict[str, float]:
-        """Seconds that this rank waited in the last step, by the axis it waited on."""
-        waited = {"data": self.zero.exposed, "pipeline": self.pipeline.wire.exposed}
+    def measured(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent in collectives over the network."""
+        found = {name: group.measured() for name, group in self.mesh.groups.items()}
+        kinds = {kind: [found[name] for name in names if name in found] for kind, names in KINDS.items()}
+        waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items() if meters}
+        waited |= {"data": self.zero.exposed, "pipeline": self.pipeline.wire.exposed}
         waited |= {"offload": self.mesh.away.exposed} if self.mesh.away is not None else {}
-        return waited if self.context is None else {**waited, "context": self.context.waiting.seconds}
+        if self.context is not None:
+            waited["context"] = self.context.waiting.seconds
+        crosses = self.mesh.device_mesh is not None
+        return waited, {kind: sum(each.sent for each in meters) for kind, meters in kinds.items() if meters and crosses}
 
     def _open_ungated(self) -> None:
         """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""

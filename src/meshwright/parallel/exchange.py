@@ -7,20 +7,21 @@ host without accelerators read each other's memory (lanes.py); on several hosts 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.group import Group
+from meshwright.parallel.group import Group, Meter
 from meshwright.parallel.lanes import Across
 
 
 class Pending:
     """A collective under way. `wait` finishes it once; later calls do nothing."""
 
-    def __init__(self, work: dist.Work | None, then: Callable[[], None] | None = None) -> None:
-        self._work, self._then = work, then
+    def __init__(self, work: dist.Work | None, then: Callable[[], None] | None = None, meter: Meter | None = None) -> None:
+        self._work, self._then, self._meter = work, then, meter
 
     @property
     def is_done(self) -> bool:
@@ -30,10 +31,17 @@ class Pending:
     def wait(self) -> None:
         work, then = self._work, self._then
         self._work = self._then = None
+        began = time.perf_counter() if self._meter is not None and (work or then) else 0.0
         if work is not None:
             work.wait()
         if then is not None:
             then()
+        if began and self._meter is not None:
+            self._meter.waited += time.perf_counter() - began
+
+    def before(self, then: Callable[[], None]) -> Pending:
+        """The same with something done behind it, which must wait for this one."""
+        return Pending(self._work, then)
 
 
 DONE = Pending(None)
@@ -44,11 +52,12 @@ def all_reduce(flat: torch.Tensor, group: Group | None, largest: bool = False, a
     if group is None:
         return DONE
     if group.lanes is not None:
-        return Pending(None, group.lanes.all_reduce(flat.view(-1), largest, across))
+        return Pending(None, group.lanes.all_reduce(flat.view(-1), largest, across), group.meter)
     if across is not None:
-        return Pending(None, across.all_reduce(flat.view(-1), group).wait)
+        return Pending(None, across.all_reduce(flat.view(-1), group, group).wait)
+    _count(group, flat, 2.0)
     operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    return Pending(dist.all_reduce(flat, operation, group=group.process, async_op=True))
+    return Pending(dist.all_reduce(flat, operation, group=group.process, async_op=True), None, group.meter)
 
 
 def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group | None, across: Across | None = None) -> Pending:
@@ -56,14 +65,22 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group | None, a
     if group is None:
         return Pending(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
     if group.lanes is not None:
-        return Pending(None, group.lanes.reduce_scatter(full, out, across))
+        return Pending(None, group.lanes.reduce_scatter(full, out, across), group.meter)
     if across is not None:
-        return Pending(None, across.reduce_scatter(full, out, group).wait)
+        return Pending(None, across.reduce_scatter(full, out, group, group).wait)
+    _count(group, full)
     if group.native:
-        return Pending(_native("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group.process, async_op=True))
+        return Pending(
+            _native("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group.process, async_op=True), None, group.meter
+        )
     received = torch.empty_like(full)
     work = dist.all_to_all_single(received, full, group=group.process, async_op=True)
-    return Pending(work, lambda: _sum_into(out, received))
+    return Pending(work, lambda: _sum_into(out, received), group.meter)
+
+
+def _count(group: Group, whole: torch.Tensor, times: float = 1.0) -> None:
+    """What a ring, or an all-to-all, of `whole` makes this rank send."""
+    group.meter.sent += times * (group.size - 1) / group.size * whole.numel() * whole.element_size()
 
 
 def _copy(out: torch.Tensor, full: torch.Tensor) -> None:
@@ -79,12 +96,15 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None) -> 
     if group is None:
         return Pending(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
     if group.lanes is not None:
-        return Pending(None, group.lanes.all_gather(full, shard))
+        return Pending(None, group.lanes.all_gather(full, shard), group.meter)
+    _count(group, full)
     if group.native:
-        return Pending(_native("all_gather_single", "all_gather_into_tensor")(full, shard, group=group.process, async_op=True))
+        return Pending(
+            _native("all_gather_single", "all_gather_into_tensor")(full, shard, group=group.process, async_op=True), None, group.meter
+        )
     repeated = shard.repeat(group.size)
     work = dist.all_to_all_single(full, repeated, group=group.process, async_op=True)
-    return Pending(work, lambda: _keep(repeated))
+    return Pending(work, lambda: _keep(repeated), group.meter)
 
 
 def all_to_all(out: torch.Tensor, full: torch.Tensor, group: Group | None) -> Pending:
@@ -98,10 +118,11 @@ def all_to_all(out: torch.Tensor, full: torch.Tensor, group: Group | None) -> Pe
 def all_to_all_rows(out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: Group) -> Pending:
     """Uneven: rank i sends `rows[i][j]` rows of its `sent` to rank j, in order of rank; `out` becomes what comes here."""
     if group.lanes is not None and group.process is None:
-        return Pending(None, group.lanes.all_to_all_rows(out, sent, rows))
+        return Pending(None, group.lanes.all_to_all_rows(out, sent, rows), group.meter)
     incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])
+    group.meter.sent += (sum(outgoing) - outgoing[group.index]) * sent.shape[1] * sent.element_size()
     work = dist.all_to_all_single(out, sent, incoming, outgoing, group=group.process, async_op=True)
-    return Pending(work, lambda: _keep(sent))
+    return Pending(work, lambda: _keep(sent), group.meter)
 
 
 def _keep(buffer: torch.Tensor) -> None:

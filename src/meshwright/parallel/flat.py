@@ -21,12 +21,14 @@ import torch
 from torch import nn
 
 from meshwright.parallel.backlog import Backlog
+from meshwright.parallel.compression import coded
 from meshwright.parallel.exact import Sums
 from meshwright.parallel.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
 from meshwright.parallel.group import Sharing
 from meshwright.parallel.master import Master
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.windows import AwayMaster
+from meshwright.spec.compression import Compression
 from meshwright.spec.layout import Unit
 from meshwright.spec.precision import Recipe
 
@@ -56,6 +58,7 @@ class FlatUnit:
         self._lay_weights()
         self._lay_gradients()
         self._make_master(recipe)
+        self._compress(recipe.compression)
         for name, parameter in parameters.items() if not self.frozen else ():
             parameter.register_post_accumulate_grad_hook(self._taker(name))
 
@@ -98,6 +101,13 @@ class FlatUnit:
             self.has_master = self.master.copies
             return
         self.master = Master(self.shard.to(torch.float32) if self.has_master else self.shard, vectors)
+
+    def _compress(self, asked: Compression | None) -> None:
+        """How sums over the shard group and over the copies go between hosts, and what this host holds back of them."""
+        whole = torch.empty(self.unit.numel if not self.frozen else 0, dtype=self.gradients.dtype, device="meta")
+        own = whole[self.own] if self.zero else whole
+        self.over_shards = coded(asked, self.group, whole, self.mesh.device, scattered=True)
+        self.over_copies = coded(asked, self.replicas, own, self.mesh.device, scattered=False)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside a whole buffer of this unit."""
@@ -165,15 +175,15 @@ class FlatUnit:
     def reduce(self) -> Pending:
         """Sum the gradients of this unit over the data ranks (over the shard group only at ZeRO 2 and 3, whose shards accumulate)."""
         if self.zero == 0:
-            return all_reduce(self.gradients, self.replicas)
+            return all_reduce(self.gradients, self.replicas, across=self.over_copies)
         if self.zero == 1:
-            return self._then_over_replicas(reduce_scatter(self.gradients, self.own_gradients, self.group))
+            return self._then_over_replicas(reduce_scatter(self.gradients, self.own_gradients, self.group, self.over_shards))
         full = self._full_gradient
         assert full is not None
         self._full_gradient = None
         first = max(self._arrived.values()) == 1
         out = self.gradients if first else torch.empty_like(self.gradients)
-        scattering = reduce_scatter(full, out, self.group)
+        scattering = reduce_scatter(full, out, self.group, self.over_shards)
 
         def finish() -> None:
             scattering.wait()
@@ -184,7 +194,7 @@ class FlatUnit:
 
     def reduce_over_replicas(self) -> Pending:
         """ZeRO 2 and 3 with replicas: the shards, once a step."""
-        return all_reduce(self.gradients, self.replicas) if self.zero >= 2 else DONE
+        return all_reduce(self.gradients, self.replicas, across=self.over_copies) if self.zero >= 2 else DONE
 
     def _then_over_replicas(self, pending: Pending) -> Pending:
         if self.replicas is None:
@@ -192,7 +202,7 @@ class FlatUnit:
 
         def finish() -> None:
             pending.wait()
-            all_reduce(self.own_gradients, self.replicas).wait()
+            all_reduce(self.own_gradients, self.replicas, across=self.over_copies).wait()
 
         return Pending(None, finish)
 

@@ -7,11 +7,19 @@ and a process group between (tiers.py), all others through a process group of to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from meshwright.parallel.lanes import Lanes
+
+
+@dataclass
+class Meter:
+    """Bytes that this rank has sent through a process group, and seconds that it has waited for the others."""
+
+    sent: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +31,7 @@ class Group:
     index: int
     process: dist.ProcessGroup | None = None
     lanes: Lanes | None = None
+    meter: Meter = field(default_factory=Meter)
 
     @property
     def size(self) -> int:
@@ -33,6 +42,14 @@ class Group:
         """All process groups that it goes through."""
         between = self.lanes.between if self.lanes is not None else ()
         return [each.process for each in (self, *between) if each.process is not None]
+
+    def measured(self) -> Meter:
+        """Since it was last asked; what was sent between hosts too, waits for that are in its own."""
+        between = self.lanes.between if self.lanes is not None else ()
+        found = Meter(sum(each.meter.sent for each in (self, *between)), self.meter.waited)
+        for each in (self, *between):
+            each.meter.sent = each.meter.waited = 0.0
+        return found
 
     @property
     def native(self) -> bool:

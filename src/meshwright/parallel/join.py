@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from meshwright.parallel.group import Group, of_lanes, of_process
-from meshwright.parallel.tiers import Tiers, table_of
+from meshwright.parallel.tiers import WAYS, Tiers, table_of
 
 if TYPE_CHECKING:
     from meshwright.parallel.mesh import Mesh
@@ -45,10 +45,9 @@ def _tiers(mesh: Mesh, name: str, ranks: Sequence[int]) -> Tiers | None:
     mine: Tiers | None = None
     for column in zip(*table, strict=True) if table is not None else ():
         across = [ranks[place] for place in column]
-        sums, gathers = dist.new_group(across), dist.new_group(across)
+        made = [dist.new_group(across) for _ in range(WAYS)]
         if mesh.rank in across:
             assert mesh.host is not None and table is not None
-            one, other = of_process(sums), of_process(gathers)
-            assert one is not None and other is not None
-            mine = Tiers(mesh.host, ranks, table, mesh.words(name), one, other)
+            ways = [group for process in made if (group := of_process(process)) is not None]
+            mine = Tiers(mesh.host, ranks, table, mesh.words(name), ways)
     return mine

@@ -51,11 +51,12 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Across(Protocol):
-    """How sums go between hosts, where not plainly. Ranks of one host send nothing."""
+    """How sums go between hosts, where not plainly (compression.py). Ranks of one host send nothing. `later`: the same ranks, for a second
+    message that waits for a first."""
 
-    def all_reduce(self, flat: torch.Tensor, group: Group) -> Crossing: ...
+    def all_reduce(self, flat: torch.Tensor, group: Group, later: Group) -> Crossing: ...
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, group: Group) -> Crossing: ...
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, group: Group, later: Group) -> Crossing: ...
 
 
 @dataclass

@@ -10,8 +10,8 @@ slice only; and the ranks of a host read the rest from each other. With h hosts 
 Sums are those of a flat collective up to their order, which is fixed: ranks of a host first, then hosts. Source: Thakur, Rabenseifner, Gropp,
 Optimization of Collective Communication Operations in MPICH (2005), section 4; NCCL and Horovod call it hierarchical. NCCL finds tiers itself.
 
-[Note: two ways across] A reduction crosses when the ranks of its host have come as far, a gathering at once, so that their order among each
-other differs from rank to rank. Each kind has a process group of its own, in which the order is the same everywhere.
+[Note: ways across] A reduction crosses when the ranks of its host have come as far, a gathering at once, so that their order among each
+other differs from rank to rank; so does that of a second message of a reduction. Each kind has a process group of its own, in which the order is the same everywhere.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from meshwright.parallel.group import Group
     from meshwright.parallel.shared import Host
 
+WAYS = 3
+"""Sums, what of them waits for something to have crossed, and gatherings."""
+
 Table = Sequence[Sequence[int]]
 """Of each host, the places of its ranks in the group."""
 
@@ -45,14 +48,15 @@ def table_of(hosts: Sequence[str]) -> Table | None:
 
 
 class Tiers(Lanes):
-    """This rank's host in a group that `table` lays over hosts; `ranks` are all ranks of the group. `sums` and `gathers`: the ranks of other
-    hosts that stand where this one stands in its own."""
+    """This rank's host in a group that `table` lays over hosts; `ranks` are all ranks of the group. `ways`: the ranks of other hosts
+    that stand where this one stands in its own, in WAYS groups."""
 
-    def __init__(self, host: Host, ranks: Sequence[int], table: Table, first: int, sums: Group, gathers: Group) -> None:
-        self.table, self.sums, self.gathers = table, sums, gathers
+    def __init__(self, host: Host, ranks: Sequence[int], table: Table, first: int, ways: Sequence[Group]) -> None:
+        self.table = table
+        self.sums, self.laters, self.gathers = ways
         own = next(row for row in table if host.rank in (ranks[place] for place in row))
         super().__init__(host, [ranks[place] for place in own], first)
-        self.between = (sums, gathers)
+        self.between = tuple(ways)
 
     def all_reduce(self, flat: torch.Tensor, largest: bool = False, across: Across | None = None) -> Callable[[], None]:
         number, memory = self.begin(flat)
@@ -63,7 +67,7 @@ class Tiers(Lanes):
             reduce_parts(self.parts(number, memory), slices[self.index], own, largest)
             if not own.numel():
                 return None
-            return across.all_reduce(own, self.sums) if across is not None else exchange.all_reduce(own, self.sums, largest)
+            return across.all_reduce(own, self.sums, self.laters) if across is not None else exchange.all_reduce(own, self.sums, largest)
 
         def show() -> None:
             self.host.say(self.at(number, HALFWAY), number)
@@ -87,7 +91,7 @@ class Tiers(Lanes):
                 start = row[self.index] * each
                 reduce_parts(self.parts(number, memory), slice(start, start + each), into)
             self.read(number)
-            return across.reduce_scatter(ours, out, self.sums) if across is not None else exchange.reduce_scatter(ours, out, self.sums)
+            return across.reduce_scatter(ours, out, self.sums, self.laters) if across is not None else exchange.reduce_scatter(ours, out, self.sums)
 
         return self.under_way.add(number, (POSTED, sum_own), (CROSSED, _nothing))
 

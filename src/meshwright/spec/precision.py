@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from meshwright.base.codec import Noun
 from meshwright.base.errors import InputError, did_you_mean
+from meshwright.spec.compression import Compression
 
 
 class Recipe(Noun):
@@ -28,6 +29,8 @@ class Recipe(Noun):
     loss_scaling: bool = False
     exact: bool = False
     """Gradients are added as integers: the same bits for any number of data-parallel ranks."""
+    compression: Compression | None = None
+    """Of gradients between hosts."""
 
     @property
     def state_size(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshwright.base.codec import Noun
+from meshwright.spec.compression import Compression
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
 
@@ -60,7 +61,17 @@ class Workload(Noun):
         description="sequences of a micro-batch whose gradients are added as integers: the same bits for any number of data-parallel ranks; "
         "0: floating-point sums",
     )
+    compression: Compression | None = Field(
+        default=None, description="gradients in fewer bytes between hosts, which changes the result; null: as they are"
+    )
     lora: Lora | None = Field(default=None, description="train adapters only; null: all weights")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Workload:
+        if self.compression is not None and (self.exact or self.precision == "fp16"):
+            what = "exact sums lose nothing" if self.exact else "what fp16 keeps back for the next step has another loss scale there"
+            raise ValueError(f"compression {self.compression.kind}: {what}: leave compression out, or choose another precision")
+        return self
 
     @property
     def fixed(self) -> dict[str, int]:

@@ -76,11 +76,22 @@ def state_of(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Random states of this rank."""
-    local = {"random": torch.get_rng_state()}
+    """What is this rank's alone: its random states, and what its host holds back of compressed gradients."""
+    local = {"random": torch.get_rng_state(), **{name: kept.clone() for name, kept in kept_of(trainer).items()}}
     if trainer.mesh.device.type == "cuda":
         local["random-cuda"] = torch.cuda.get_rng_state(trainer.mesh.device)
     return local
+
+
+def kept_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """What this rank's host has not sent yet of compressed gradients (parallel/compression.py)."""
+    units = trainer.engine.zero.trained
+    found = {
+        f"{at}-{way}": across
+        for at, unit in enumerate(units)
+        for way, across in (("shards", unit.over_shards), ("copies", unit.over_copies))
+    }
+    return {f"kept-{name}": across.kept for name, across in found.items() if across is not None}
 
 
 def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
@@ -101,6 +112,9 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
     run = build(RunState, saved["run"], str(path))
     trainer.steps, trainer.samples = run.step, run.samples
     trainer.scale.factor, trainer.scale.good_steps = run.loss_scale, run.good_steps
+    for name, kept in kept_of(trainer).items():
+        before = (loaded.local or {}).get(name)
+        kept.zero_() if before is None or before.numel() != kept.numel() else kept.copy_(before.view_as(kept))
     if loaded.local is not None:
         torch.set_rng_state(loaded.local["random"])
         if "random-cuda" in loaded.local:

@@ -30,9 +30,8 @@ def agree(record: StepRecord, flags: Sequence[float], group: Group | None) -> tu
     of each rank. All ranks call it."""
     phases = None
     if group is not None:
-        memory, exposed = sorted(record.memory), sorted(record.exposed)
-        mine = [record.seconds, record.data_seconds, *flags]
-        mine += [record.memory[kind] for kind in memory] + [record.exposed[kind] for kind in exposed]
+        kinds = [(name, kind) for name in ("memory", "exposed", "sent") for kind in sorted(getattr(record, name))]
+        mine = [record.seconds, record.data_seconds, *flags, *(getattr(record, name)[kind] for name, kind in kinds)]
         largest = torch.zeros(len(mine) + 3 * group.size, dtype=torch.float64)
         waiting = sum(record.exposed.values())
         own = [max(record.seconds - record.data_seconds - waiting, 0.0), record.data_seconds, waiting]
@@ -43,14 +42,10 @@ def agree(record: StepRecord, flags: Sequence[float], group: Group | None) -> tu
         phases = Phases(*map(tuple, by_rank))
         seconds, data_seconds, *rest = largest[: len(mine)].tolist()
         flags, rest = rest[: len(flags)], rest[len(flags) :]
-        record = record.model_copy(
-            update={
-                "seconds": seconds,
-                "data_seconds": data_seconds,
-                "memory": dict(zip(memory, rest[: len(memory)], strict=True)),
-                "exposed": dict(zip(exposed, rest[len(memory) :], strict=True)),
-            }
-        )
+        most: dict[str, dict[str, float]] = {"memory": {}, "exposed": {}, "sent": {}}
+        for (name, kind), value in zip(kinds, rest, strict=True):
+            most[name][kind] = value
+        record = record.model_copy(update={"seconds": seconds, "data_seconds": data_seconds, **most})
     return record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), flags, phases
 
 

@@ -23,7 +23,7 @@ def recipe_of(workload: Workload, plan: Plan) -> Recipe:
     """How the numbers of `workload` are held. Raises InputError where `plan` adds other micro-batches up than an exact workload names."""
     for fault in exact_faults(plan, workload.exact):
         raise InputError(f"plan {plan.name}: {fault.message}")
-    return recipe(workload.precision).but(exact=workload.exact > 0)
+    return recipe(workload.precision).but(exact=workload.exact > 0, compression=workload.compression)
 
 
 def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:

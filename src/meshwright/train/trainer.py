@@ -119,6 +119,7 @@ class Trainer:
         self.steps += 1
         self.samples += self._rows
         seconds = time.perf_counter() - began
+        exposed, sent = self.engine.measured()
         return StepRecord(
             step=self.steps,
             loss=loss,
@@ -126,7 +127,8 @@ class Trainer:
             gradient_norm=norm if finite else 0.0,
             lr=float(self.optimizer.param_groups[0]["lr"]),
             seconds=seconds,
-            exposed=self.engine.exposed,
+            exposed=exposed,
+            sent=sent,
             tokens_per_second=tokens / seconds,
             memory={kind: float(size) for kind, size in self.bytes().items()},
             loss_scale=scale_used,
