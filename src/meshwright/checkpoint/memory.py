@@ -42,7 +42,7 @@ GAP = 1 << 12
 """Bytes between two runs of one buffer that are copied along, so that a buffer is one run."""
 
 _MAGIC = 0x3153_5552_454D
-_HEAD, _PAGE = 4096, 4096
+HEAD, _PAGE = 4096, 4096
 _KIND, _INDEX, _INDEX_DIGEST, _DATA, _STATE = range(5)
 _SLOT, _STEP, _DIGEST, _LENGTH, _HELD, _EACH = 16, 0, 1, 2, 3, 4
 
@@ -105,15 +105,15 @@ class Memory:
 
     def _open(self) -> None:
         size = os.fstat(self.handle).st_size
-        self._words = memoryview(bytearray(_HEAD)).cast("Q")
+        self._words = memoryview(bytearray(HEAD)).cast("Q")
         self._index = b""
-        if size < _HEAD:
+        if size < HEAD:
             return
         self._map = mmap.mmap(self.handle, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._words = memoryview(self._map)[:_HEAD].cast("Q")
-        if self._words[_KIND] == _MAGIC and self._begin(SLOTS) <= size:
-            self._index = self._map[_HEAD : _HEAD + self._words[_INDEX]]
+        self._words = memoryview(self._map)[:HEAD].cast("Q")
+        if self.is_laid and self._begin(SLOTS) <= size:
+            self._index = self._map[HEAD : HEAD + self.index_size]
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
@@ -130,9 +130,9 @@ class Memory:
         if layout.text == self._index and self._words[_DATA] == layout.size:
             return
         os.ftruncate(self.handle, 0)
-        os.ftruncate(self.handle, _HEAD + _up(len(layout.text)) + SLOTS * (_up(layout.size) + STATE))
+        os.ftruncate(self.handle, HEAD + _up(len(layout.text)) + SLOTS * (_up(layout.size) + STATE))
         self._open()
-        self._map[_HEAD : _HEAD + len(layout.text)] = layout.text
+        self._map[HEAD : HEAD + len(layout.text)] = layout.text
         self._words[_INDEX], self._words[_DATA] = len(layout.text), layout.size
         self._words[_INDEX_DIGEST] = xxhash.xxh3_64_intdigest(layout.text)
         self._words[_KIND] = _MAGIC
@@ -187,13 +187,29 @@ class Memory:
         """Steps with a whole copy."""
         return {self._slot(slot)[_STEP] for slot in range(SLOTS)} - {0} if self._index else set()
 
+    @property
+    def is_laid(self) -> bool:
+        return self._words[_KIND] == _MAGIC
+
+    @property
+    def index_size(self) -> int:
+        return self._words[_INDEX]
+
+    @property
+    def size(self) -> int:
+        """Bytes of a copy."""
+        return self._words[_DATA]
+
     def is_good(self, step: int) -> bool:
         """Whether the copy of `step` and the list of its pieces have the digests that they were written with."""
-        digest = xxhash.xxh3_64(memoryview(self._map)[(begin := self._begin(self._at(step))) : begin + self._words[_DATA]])
+        begin = self.place_of_data(step)
+        digest = xxhash.xxh3_64(memoryview(self._map)[begin : begin + self.size])
         digest.update(self.state(step))
-        return digest.intdigest() == self._slot(self._at(step))[_DIGEST] and (
-            xxhash.xxh3_64_intdigest(self._index) == self._words[_INDEX_DIGEST]
-        )
+        return self.is_digest(step, digest.intdigest())
+
+    def is_digest(self, step: int, digest: int) -> bool:
+        """Whether `digest` is that of the copy of `step` and its state, and the list of pieces has its own."""
+        return digest == self._slot(self._at(step))[_DIGEST] and xxhash.xxh3_64_intdigest(self._index) == self._words[_INDEX_DIGEST]
 
     @property
     def index(self) -> dict[str, Any]:
@@ -201,14 +217,21 @@ class Memory:
         found: dict[str, Any] = json.loads(self._index)
         return found
 
+    def place_of_data(self, step: int) -> int:
+        return self._begin(self._at(step))
+
+    def place_of_state(self, step: int) -> tuple[int, int]:
+        """Where it begins, and its size."""
+        return self.place_of_data(step) + _up(self.size), self._slot(self._at(step))[_LENGTH]
+
     def state(self, step: int) -> bytes:
-        place = self._begin(self._at(step)) + _up(self._words[_DATA])
-        return self._map[place : place + self._slot(self._at(step))[_LENGTH]]
+        begin, size = self.place_of_state(step)
+        return self._map[begin : begin + size]
 
     def data(self, step: int) -> torch.Tensor:
         """The bytes of the copy of `step`, where they lie."""
-        begin = self._begin(self._at(step))
-        return self.bytes[begin : begin + self._words[_DATA]]
+        begin = self.place_of_data(step)
+        return self.bytes[begin : begin + self.size]
 
     def _at(self, step: int) -> int:
         return next(slot for slot in range(SLOTS) if self._slot(slot)[_STEP] == step)
@@ -217,7 +240,7 @@ class Memory:
         return self._words[_SLOT + _EACH * slot : _SLOT + _EACH * (slot + 1)]
 
     def _begin(self, slot: int) -> int:
-        return _HEAD + _up(self._words[_INDEX]) + slot * (_up(self._words[_DATA]) + STATE)
+        return HEAD + _up(self._words[_INDEX]) + slot * (_up(self._words[_DATA]) + STATE)
 
 
 def _up(size: int) -> int:

@@ -1,6 +1,7 @@
 """`meshwright train`: plans without torch, starts the ranks, shows the run; picks up where a run folder stopped.
 
-Started by torchrun, Slurm or Kubernetes this process is itself one rank: rank 0 plans and tells the others, nothing is forked.
+Started by torchrun, Slurm or Kubernetes this process is one node of several (nodes.py), or itself one rank: then rank 0 plans and tells the
+others, and nothing is forked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cyclopts import Parameter
 from meshwright.cli.options import AsJson, JobPath, Shared, say_json
 
 if TYPE_CHECKING:
+    from meshwright.cli.nodes import Place
     from meshwright.cli.preparation import Choice
     from meshwright.spec.launch import Launch
     from meshwright.train.rank import Launched
@@ -55,6 +57,8 @@ def train(
     Try: meshwright train --model gpt2-tiny --steps 100 --cluster local:4 --pin tp=2
     """
     from meshwright.base.errors import InputError
+    from meshwright.cli.nodes import place_of, serve
+    from meshwright.cli.preparation import folder_of, read_file, source_of
     from meshwright.train.rank import launched
     from meshwright.train.screen import Screen
 
@@ -67,10 +71,14 @@ def train(
     ]
     shared = dataclasses.replace(shared, set=(*shared.set, *more))
     me = launched(os.environ)
+    node = None if me is None else place_of(me, read_file(job, shared), os.environ)
     screen = Screen()
     try:
-        if me is None:
-            folder = _supervise(job, shared, pin, screen, trials)
+        if me is None or (node is not None and node.number == 0):
+            folder = _supervise(job, shared, pin, screen, trials, node)
+        elif node is not None:
+            file = read_file(job, shared)
+            raise SystemExit(serve(node, folder_of(file, source_of(file)).resolve(), screen.note))
         elif trials:
             raise InputError(
                 "--trials: these ranks were started elsewhere: try plans with `meshwright plan --trials` first, and give --plan"
@@ -84,13 +92,17 @@ def train(
     return 0
 
 
-def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int = 0) -> Path:
-    """Ranks of this machine, each a child of this process."""
+def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int, node: Place | None) -> Path:
+    """Ranks of this machine, each a child of this process; and of the other nodes, when this is the first of several."""
+    from meshwright.cli.nodes import leading, told
+    from meshwright.cli.preparation import read_file
     from meshwright.elastic.replan import plan_for
     from meshwright.elastic.supervisor import Care, Supervisor, Work
 
     shared = _after_trials(job, shared, pin, trials) if trials else shared
-    with _prepared(job, shared, pin, screen, None) as (launch, folder, choice):
+    if node is not None:
+        shared = dataclasses.replace(shared, cluster=told(read_file(job, shared), node) or shared.cluster)
+    with _prepared(job, shared, pin, screen, node.world if node else None) as (launch, folder, choice), ExitStack() as stack:
         run = launch.run
         warm = (LOOP, "meshwright.train.scribe", *(("transformers.modeling_utils",) if launch.model.folder else ()))
 
@@ -100,16 +112,18 @@ def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen
             )
 
         def replan(world: int) -> Work:
-            from meshwright.cli.preparation import write_run
+            from meshwright.cli.preparation import Choice, write_run
             from meshwright.cost.step import estimate
 
-            question, plan = choice.question, plan_for(choice.question, launch.workload.batch, world)
+            question, plan = plan_for(choice.question, launch.workload.batch, world)
             other = launch.but(plan=plan)
-            write_run(folder, other, choice._replace(plan=plan, estimate=None if question is None else estimate(question, plan)))
+            write_run(folder, other, Choice(question, plan, None if question is None else estimate(question, plan), []))
             return work_of(other)
 
-        care = Care(run.retries, run.patience, replan, run.least)
-        Supervisor(work_of(launch), lambda rank, message: screen.hear(message), screen.note, run.grace, care=care).run()
+        care, work = Care(run.retries, run.patience, replan, run.least, run.rejoin), work_of(launch)
+        fleet = stack.enter_context(leading(node, work, screen.note, run.least)) if node else None
+        work = replan(fleet.places) if fleet is not None and fleet.places < work.world else work
+        Supervisor(work, lambda rank, message: screen.hear(message), screen.note, run.grace, care=care, lent=fleet).run()
     return folder
 
 

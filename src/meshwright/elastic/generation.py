@@ -54,10 +54,13 @@ class Generation:
     stopped: set[int] = field(default_factory=set)
     begun: bool = False
 
-    def start(self, nursery: Nursery, holdings: Holdings, sources: list[str]) -> None:
+    def start(self, nursery: Nursery, holdings: Holdings, source: Holdings) -> None:
+        """Ranks that keep their copies in `holdings` and go on from those of `source`."""
+        nursery.hold(holdings)
         for rank in range(self.work.world):
             self.living[rank] = 0
-            self._command(nursery, rank, self.work.target, self.work.payload, holdings.places(rank, sources))
+            memory = {**holdings.places(rank, source), "beside": nursery.places is None}
+            self._command(nursery, rank, self.work.target, self.work.payload, memory)
 
     def _command(self, nursery: Nursery, rank: int, target: str, payload: Message, memory: Message) -> None:
         log = str(self.work.log(rank))
@@ -71,7 +74,7 @@ class Generation:
         self._command(nursery, SCRIBE, self.work.scribe, payload, {"sources": holdings.sources})
 
     def heed(self, event: Message) -> None:
-        if event.get("generation") != self.number or event["rank"] == SCRIBE:
+        if event.get("generation") != self.number or event.get("rank", SCRIBE) == SCRIBE:
             return
         rank, now = event["rank"], time.monotonic()
         if event["event"] == "started":
@@ -88,7 +91,7 @@ class Generation:
             if event["status"] == STOPPED and rank not in self.failures:
                 self.stopped.add(rank)
             elif event["status"] != 0:
-                self.failures.setdefault(rank, Failure(rank, now, event["status"]))
+                self.failures.setdefault(rank, Failure(rank, now, event["status"], words=event.get("words", "")))
 
     def tell(self, nursery: Nursery, message: Message) -> None:
         for rank in self.living:

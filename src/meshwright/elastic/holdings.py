@@ -7,6 +7,8 @@ then the checkpoint on disk is what is left. Where the system has no anonymous f
 from __future__ import annotations
 
 import os
+import secrets
+from array import array
 from typing import Any
 
 from meshwright.base.pulse import ROW, Pulse, Word, opened
@@ -16,7 +18,7 @@ class Holdings:
     """Of the ranks of one plan."""
 
     def __init__(self, world: int) -> None:
-        self.world = world
+        self.world, self.key = world, secrets.token_hex(8)
         here = hasattr(os, "memfd_create")
         self._files = [os.memfd_create(f"meshwright-copies-{rank}") for rank in range(world)] if here else []
         self._pulse = os.memfd_create("meshwright-pulse") if here else -1
@@ -29,9 +31,19 @@ class Holdings:
         """Where the copies lie, in order of rank."""
         return [_path(file) for file in self._files]
 
-    def places(self, rank: int, sources: list[str]) -> dict[str, Any]:
-        """What a rank is told."""
-        return {"pulse": _path(self._pulse), "own": self.sources[rank] if self._files else "", "sources": sources}
+    @property
+    def is_open(self) -> bool:
+        return bool(self._files)
+
+    def file(self, rank: int) -> int | None:
+        """The open file of the copies of a rank."""
+        return self._files[rank] if rank < len(self._files) else None
+
+    def places(self, rank: int, source: Holdings | None = None) -> dict[str, Any]:
+        """What a rank is told: where its own memory is, and the copies of `source` that it goes on from. Memory of another machine goes by key."""
+        source = source or self
+        own = self.sources[rank] if self._files else ""
+        return {"pulse": _path(self._pulse), "own": own, "sources": source.sources, "key": self.key, "source": source.key}
 
     def pulse(self, rank: int) -> Pulse:
         return Pulse(self.memory, rank)
@@ -48,6 +60,11 @@ class Holdings:
             for word in (Word.step, Word.phase, Word.waits):
                 row[word] = 0
             row[Word.beat] += 1
+
+    def heard(self, rows: dict[str, list[int]]) -> None:
+        """Rows of ranks of other machines, as they are there."""
+        for rank, row in rows.items():
+            self.pulse(int(rank)).row[:] = memoryview(array("Q", row))
 
     def written(self, seconds: float) -> None:
         """The checkpoint that was written beside training is done, or has failed."""

@@ -21,6 +21,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from meshwright.base.lines import LineReader, Message, write_line
+from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.signs import in_line, state_of
 
 PR_SET_CHILD_SUBREAPER = 36
 ZYGOTE = "meshwright.train.zygote"
@@ -30,18 +32,24 @@ EXIT_SECONDS = 2.0
 class Nursery:
     """Ranks and the process that forks them. A context manager: nothing outlives it."""
 
+    places: int | None = None
+    """Ranks that there is room for; None: as many as are asked for."""
+
     def __init__(self, log: Path, warm: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+        self.log, self.warm, self.environment = log, tuple(warm), dict(environment or {})
+        self._open()
+
+    def _open(self) -> None:
         _adopt_orphans(True)
-        self.log = log
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        handle = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", ZYGOTE, str(os.getpid()), *warm],
+                [sys.executable, "-m", ZYGOTE, str(os.getpid()), *self.warm],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=handle,
                 bufsize=0,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **self.environment},
                 process_group=0,
             )
         finally:
@@ -69,6 +77,26 @@ class Nursery:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def handle(self) -> int:
+        """Readable when there are events."""
+        return self._events.fileno()
+
+    def signs(self, process: int) -> tuple[str, float]:
+        """The state of a rank's process, and the seconds that it stood in line for a core."""
+        return state_of(process), in_line(process)
+
+    def hold(self, holdings: Holdings) -> None:
+        """What the next ranks keep their copies in."""
+
+    def released(self) -> None:
+        """Nobody needs the copies of the generation before any more."""
+
+    def again(self) -> None:
+        """Ends every rank that will not end otherwise, and the zygote with them; another zygote takes its place and says `ready`."""
+        self.close()
+        self._open()
 
     def status(self) -> int | None:
         """How a zygote that closed its pipe ended: its exit status, negative for a signal; None if it still lives."""

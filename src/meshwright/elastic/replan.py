@@ -17,18 +17,20 @@ from meshwright.spec.plan import Plan
 RANKS = "ranks"
 
 
-def plan_for(job: Job | None, batch: int, devices: int) -> Plan:
-    """The best plan for at most `devices` devices of the job's first node. Without a `job`, which only a model that cannot be priced lacks,
-    data parallelism. Raises NothingFits when there is none."""
+def plan_for(job: Job | None, batch: int, devices: int) -> tuple[Job | None, Plan]:
+    """The job on at most `devices` devices of its first kind of node, and the best plan for it. Without a `job`, which only a model that
+    cannot be priced lacks, data parallelism. Raises NothingFits when there is none."""
     for count in range(devices, 0, -1):
         if job is None:
             if batch % count == 0:
-                return Plan(dp_replicate=count)
+                return None, Plan(dp_replicate=count)
             continue
         group = job.cluster.groups[0]
-        fewer = job.cluster.but(name=f"{job.cluster.name.partition(':')[0]}:{count}", groups=(group.but(nodes=1, devices=count),))
+        nodes, each = (count // group.devices, group.devices) if count % group.devices == 0 else (1, count)
+        fewer = job.cluster.but(name=f"{job.cluster.name.partition(':')[0]}:{count}", groups=(group.but(nodes=nodes, devices=each),))
+        question = job.but(cluster=fewer, pins=job.workload.fixed)
         try:
-            return search(job.but(cluster=fewer, pins={}), 1, runnable=True).chosen.plan
+            return question, search(question, 1, runnable=True).chosen.plan
         except (NothingFits, InputError):
             continue
     raise NothingFits(f"no plan runs on {devices} or fewer ranks: the run cannot go on with them")

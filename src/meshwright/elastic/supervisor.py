@@ -38,6 +38,11 @@ __all__ = ["Supervisor", "Work"]
 
 TICK = 0.1  # seconds between looks at the clock
 LOOK = 0.2  # seconds between looks at RUN/ranks
+NODES = {
+    "came": "node {0[name]} has come, with room for {0[devices]} ranks",
+    "lost": "node {0[name]} {0[why]}",
+    "leaving": "node {0[name]} is asked to go ({0[signal]})",
+}
 SETTLE = 1.0  # seconds that ranks get to tell what they know once one has failed
 
 
@@ -51,6 +56,8 @@ class Care:
     patience: float = 0.0
     replan: Callable[[int], Work] | None = None
     least: int = 0
+    rejoin: float = 0.0
+    """Seconds that a lost node gets to come back."""
 
 
 @dataclass
@@ -77,14 +84,16 @@ class Supervisor:
     _why: str = ""
     _silent: float = 0.0
     _written: float = 0.0
+    _places: int | None = None
 
     def run(self) -> None:
         """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
         self.work.logs.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self.work.folder, self.note)
         self._retries = Retries(self.care.retries)
-        self._holdings = Holdings(self.work.world)
+        self._holdings, self._full = Holdings(self.work.world), self.work.world
         self._nursery = self.lent or self._open_nursery()
+        self._places = self._nursery.places
         try:
             with hearing(self._on_signal):
                 if self.lent is None:
@@ -94,7 +103,7 @@ class Supervisor:
                     if not self._heals(now):
                         break
                     self._recover(now)
-                now.end(self._nursery, self._heed_scribe)
+                now.end(self._nursery, self._heed_others)
         finally:
             if self._nursery is not self.lent:
                 self._nursery.close()
@@ -125,11 +134,11 @@ class Supervisor:
         """A generation from its start until it is done, fails, or is to be ended."""
         now = self._now = Generation(self.work, self.generation, self._hear)
         self._holdings.begin()
-        watch = Watch(self._holdings, self.care.patience * 2 ** max(0, self._retries.in_row - 1))
-        now.start(self._nursery, self._holdings, (self._old or self._holdings).sources)
+        watch = Watch(self._holdings, self.care.patience * 2 ** max(0, self._retries.in_row - 1), signs=self._nursery.signs)
+        now.start(self._nursery, self._holdings, self._old or self._holdings)
         while now.living and not self._killed:
             for event in self._nursery.events(TICK):
-                self._heed_scribe(event)
+                self._heed_others(event)
                 now.heed(event)
             if self._nursery.ended and now.living:
                 break
@@ -154,8 +163,14 @@ class Supervisor:
             self._journal.hear(message, self.generation)
         self.hear(rank, message)
 
-    def _heed_scribe(self, event: Message) -> None:
-        """The process that writes a checkpoint beside training. It may outlive a generation."""
+    def _heed_others(self, event: Message) -> None:
+        """Nodes, and the process that writes a checkpoint beside training. They may outlive a generation."""
+        if event["event"] == "pulse" and event["generation"] == self.generation:
+            self._holdings.heard(event["rows"])
+        elif event["event"] in NODES:
+            words = NODES[event["event"]].format(event)
+            self._journal.write(kind=event["event"], node=event["name"])
+            self.note(words)
         if event.get("rank") != SCRIBE:
             return
         if event["event"] == "said":
@@ -182,12 +197,18 @@ class Supervisor:
         if self._old is not None and self._holdings.kept:
             self._old.close()
             self._old = None
+            self._nursery.released()
         if time.monotonic() < self._looked + LOOK or not now.begun or self.care.replan is None or self._deadline is not None:
             return False
         self._looked = time.monotonic()
-        wanted = asked(self.work.folder)
+        wanted = asked(self.work.folder) or self._room()
         self._world = None if wanted in (None, self.work.world) else wanted
         return self._world is not None
+
+    def _room(self) -> int | None:
+        """The ranks that there is room for, when nodes have come or are leaving; never more than the run began with."""
+        before, self._places = self._places, self._nursery.places
+        return None if self._places in (None, before) else min(self._places, self._full)
 
     def _ask(self, now: Generation) -> None:
         """A first request lets the step end; a second one does not wait, nor does one before a rank said `begin`: there is no step to save."""
@@ -239,19 +260,36 @@ class Supervisor:
     def _recover(self, now: Generation) -> None:
         """Everything of the old generation is gone, and the next one may begin."""
         began = time.monotonic()
-        now.end(self._nursery, self._heed_scribe)
+        now.end(self._nursery, self._heed_others)
         if self._nursery.ended or now.living:
-            self._nursery.close()
-            self._nursery = self._open_nursery()
+            self._nursery.again()
             self._await_ready()
         self._journal.part("end", time.monotonic() - began)
         pause = self._retries.pause()
         if pause:
             time.sleep(pause)
             self._journal.part("pause", pause)
+        if self._world is None:
+            self._await_places()
         if self._world is not None:
             self._resize(self._world)
         self.generation += 1
+
+    def _await_places(self) -> None:
+        """A node that is lost may come back; after a while the run goes on without it."""
+        began, places = time.monotonic(), self._nursery.places
+        if places is None or places >= self.work.world:
+            return
+        self.note(f"room for {places} of {self.work.world} ranks: waiting {self.care.rejoin:.0f} s for a node")
+        while (places := self._nursery.places or 0) < self.work.world and not self._asked:
+            if time.monotonic() > began + self.care.rejoin and places >= self.care.least:
+                break
+            for event in self._nursery.events(TICK):
+                self._heed_others(event)
+            self.tick()
+        self._journal.part("wait", time.monotonic() - began)
+        self._places = self._nursery.places
+        self._world = None if places >= self.work.world or self._asked else places
 
     def _resize(self, world: int) -> None:
         """Other work for another number of ranks ([Note: other numbers of ranks])."""

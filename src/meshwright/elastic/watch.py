@@ -16,12 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 from meshwright.base.pulse import Phase, Word
 from meshwright.base.units import show_seconds
 from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.signs import in_line, state_of
 
 STEPS = 5
 """Median steps of silence while training."""
@@ -59,6 +59,8 @@ class Watch:
     holdings: Holdings
     patience: float
     clock: Callable[[], float] = time.monotonic
+    signs: Callable[[int], tuple[str, float]] = lambda process: (state_of(process), in_line(process))
+    """State, and seconds in line for a core, of a rank's process, wherever it runs."""
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
     _step: tuple[int, float] = (0, 0.0)
@@ -77,14 +79,14 @@ class Watch:
             seen = self._seen.get(rank)
             if seen is None or seen.beat != beat:
                 self._first.setdefault(rank, beat)
-                self._seen[rank] = _Seen(beat, now, in_line(process))
+                self._seen[rank] = _Seen(beat, now, self.signs(process)[1])
             elif process and beat != self._first[rank]:
                 silent[rank] = now - seen.at
         late = {rank: seconds for rank, seconds in silent.items() if seconds > self._limit(rank, living[rank])}
         late = {
             rank: own
             for rank in late
-            if (own := late[rank] - (in_line(living[rank]) - self._seen[rank].in_line)) > self._limit(rank, living[rank])
+            if (own := late[rank] - (self.signs(living[rank])[1] - self._seen[rank].in_line)) > self._limit(rank, living[rank])
         }
         return self._judge(late, silent, living) if late else None
 
@@ -99,7 +101,7 @@ class Watch:
     def _limit(self, rank: int, process: int) -> float:
         phase = self.holdings.pulse(rank).read(Word.phase)
         typical = STEPS * median(self._steps) if self._steps else 0.0
-        if state_of(process) == "T":
+        if self.signs(process)[0] == "T":
             return max(STOPPED, typical)
         if Phase.data <= phase <= Phase.compare and self._warm >= FEW:
             return max(self.patience, typical)
@@ -107,7 +109,7 @@ class Watch:
 
     def _judge(self, late: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]) -> Hung | None:
         waits = {rank: self.holdings.pulse(rank).read(Word.waits) - 1 for rank in living}
-        guilty = [rank for rank in late if waits[rank] < 0 or state_of(living[rank]) == "T"]
+        guilty = [rank for rank in late if waits[rank] < 0 or self.signs(living[rank])[0] == "T"]
         if guilty:
             rank = min(guilty, key=lambda rank: (self._place(rank), -late[rank]))
             return Hung(rank, silent[rank], f"hung: {self._why(rank, living[rank])}no sign of life for {show_seconds(silent[rank])}")
@@ -126,22 +128,6 @@ class Watch:
         return pulse.read(Word.step), pulse.read(Word.phase)
 
     def _why(self, rank: int, process: int) -> str:
-        if state_of(process) == "T":
+        if self.signs(process)[0] == "T":
             return "stopped by a signal, "
         return "reading its data, " if self.holdings.pulse(rank).read(Word.phase) == Phase.data else ""
-
-
-def state_of(process: int) -> str:
-    """The letter of a process's state; empty when there is none."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def in_line(process: int) -> float:
-    """Seconds that the main thread of a process has been ready to run and had no core; 0 where the system does not say."""
-    try:
-        return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0

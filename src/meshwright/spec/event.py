@@ -14,7 +14,7 @@ EVENTS = "events.jsonl"
 class Event(Noun):
     """Times are seconds. A generation is one set of ranks, counted from 0; a recovery begins the next one."""
 
-    kind: Literal["fault", "recovery", "verdict", "resize", "save", "spike", "divergence"]
+    kind: Literal["fault", "recovery", "verdict", "resize", "save", "spike", "divergence", "came", "lost", "leaving"]
     at: float = Field(description="when it was noticed, since 1970")
     generation: int = 0
     rank: int | None = Field(default=None, description="the culprit")
@@ -33,3 +33,4 @@ class Event(Noun):
     )
     parts: dict[str, float] = Field(default_factory=dict, description="of `seconds`: end, start, join, build, restore, step")
     plan: str = ""
+    node: str = Field(default="", description="that came, was lost, or is asked to leave")

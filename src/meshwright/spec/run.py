@@ -40,6 +40,7 @@ class Run(Noun):
     least: int = Field(
         default=0, ge=0, description="ranks to go on with, at the least, when one fails again and again; 0: as many as it began with"
     )
+    rejoin: float = Field(default=10.0, ge=0, description="seconds that a lost node gets to come back before the others go on without it")
 
     @property
     def every(self) -> int:

@@ -20,6 +20,7 @@ import torch
 
 from meshwright.base.pulse import Pulse, Word
 from meshwright.base.units import show_bytes
+from meshwright.checkpoint.distant import memory_at
 from meshwright.checkpoint.memory import Kept, Layout, Memory, lay_out
 from meshwright.checkpoint.save import Ranks
 from meshwright.train.keep import pieces_of, random_of, state_of
@@ -104,11 +105,14 @@ def newest(paths: Sequence[str], ranks: Ranks) -> Kept | None:
     """The newest step that every file of `paths` has a good copy of, or None. Every rank calls it and reads its part of the copies."""
     if not paths:
         return None
-    memories = [Memory(path) for path in paths]
-    steps = set.intersection(*(memory.steps for memory in memories))
-    mine = memories[ranks.rank :: ranks.world]
-    for step in sorted(steps, reverse=True):
-        good = all(memory.is_good(step) for memory in mine)
+    try:
+        memories = [memory_at(path) for path in paths]
+        steps = set.intersection(*(memory.steps for memory in memories))
+    except OSError:
+        memories, steps = [], set()
+    everywhere = set.intersection(*(set(json.loads(text)) for text in ranks.share(json.dumps(sorted(steps)))))
+    for step in sorted(everywhere, reverse=True):
+        good = all(memory.is_good(step) for memory in memories[ranks.rank :: ranks.world])
         if all(answer == "good" for answer in ranks.share("good" if good else "bad")):
             return Kept(memories, step)
     return None

@@ -48,6 +48,11 @@ def die_with(parent: int, name: str) -> None:
         os._exit(1)
 
 
+def address() -> str:
+    """Where the ranks of this machine are reached: by each other alone, or by those of other machines of the job."""
+    return os.environ.get("MESHWRIGHT_ADDRESS", "127.0.0.1")
+
+
 @dataclass(frozen=True)
 class Places:
     """Files of memory that the supervisor holds open: the rows of signs of life of all ranks (base/pulse.py), this rank's copies, and the
@@ -56,6 +61,8 @@ class Places:
     pulse: str = ""
     own: str = ""
     sources: tuple[str, ...] = ()
+    beside: bool = True
+    """Whether all copies lie on this machine, where one process can write them to disk."""
 
 
 @dataclass
@@ -110,7 +117,7 @@ def become_rank(message: Message, parent: int, port: int, inbox: int, outbox: in
     code = 1
     try:
         memory = message.get("memory") or {}
-        places = Places(memory.get("pulse", ""), memory.get("own", ""), tuple(memory.get("sources", ())))
+        places = Places(memory.get("pulse", ""), memory.get("own", ""), tuple(memory.get("sources", ())), memory.get("beside", True))
         channel = Channel(message["rank"], message["world"], lambda said: write_line(outbox, said), memory=places)
         die_with(parent, f"mesh-rank-{channel.rank}")
         log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -118,8 +125,10 @@ def become_rank(message: Message, parent: int, port: int, inbox: int, outbox: in
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         rank, world = str(channel.rank), str(channel.world)
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), GENERATION: str(message["generation"])}
+        local, here = message.get("local", (rank, world))
+        host, port = message.get("store", (address(), port))
+        os.environ |= {"RANK": rank, "LOCAL_RANK": str(local), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": str(here)}
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), GENERATION: str(message["generation"])}
         channel.heed_signals()
         channel.heed(LineReader(inbox))
         code = run_target(message["target"], channel, message["payload"])

@@ -159,11 +159,11 @@ class Recovery:
 
     def save(self, must: bool) -> None:
         """A checkpoint that fails costs the run only when it was the last chance. One that may fail is written beside training
-        (scribe.py) where there are copies in memory."""
+        (scribe.py) where there are copies in memory, all on this machine."""
         step = self.trainer.steps
         if self.saved == step:
             return
-        if self.copies is not None and not self.copies.refused and not must:
+        if self.copies is not None and not self.copies.refused and not must and self.channel.memory.beside:
             if self._busy:  # the one before takes longer than the steps between them: what was asked for is not left out
                 self._await_writer()
             self.saved, self._since, self._busy = step, 0.0, True

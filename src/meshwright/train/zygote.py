@@ -1,8 +1,8 @@
 """The process from which ranks are forked: it imports torch once, so that a rank starts in hundredths of a second and shares its pages.
 
 Promises: it has one thread and no process group when it forks; ranks die with it (PR_SET_PDEATHSIG, end of their pipe) and it with its
-supervisor; the store of addresses listens on 127.0.0.1 alone (a socket bound here, before any fork) and is no rank's burden: it lives in a
-process of its own, so that no rank is special. It speaks JSON lines: commands on standard input, events on what was standard output.
+supervisor; the store of addresses listens on 127.0.0.1 alone, or on the one address by which the other machines of the job reach this one (a
+socket bound here, before any fork), and is no rank's burden: it lives in a process of its own, so that no rank is special. It speaks JSON lines: commands on standard input, events on what was standard output.
 
 | command | event |
 |---|---|
@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from meshwright.base.lines import LineReader, Message, write_line
-from meshwright.train.rank import become_rank, die_with, keep_heap
+from meshwright.base.link import interface_of
+from meshwright.train.rank import address, become_rank, die_with, keep_heap
 
 
 def warm(modules: list[str]) -> None:
@@ -64,7 +65,7 @@ class Zygote:
         self.commands = LineReader(commands)
         self.events = events
         self.children: dict[int, Child] = {}
-        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener = socket.create_server((address(), 0))
         self.port: int = self.listener.getsockname()[1]
         self.woken, self.waker = socket.socketpair()
         for end in (self.woken, self.waker):
@@ -170,7 +171,7 @@ class Zygote:
         self._forget()
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        store = TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False, master_listen_fd=self.listener.detach())
+        store = TCPStore(address(), self.port, is_master=True, wait_for_workers=False, master_listen_fd=self.listener.detach())
         while store is not None:
             signal.pause()
         os._exit(0)
@@ -186,7 +187,7 @@ def main() -> NoReturn:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     keep_heap()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address()) or ("lo0" if sys.platform == "darwin" else "lo")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for CUDA devices must not start its driver before the fork
     warm(sys.argv[2:])
     Zygote(commands, events).run()

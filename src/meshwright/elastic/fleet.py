@@ -1,0 +1,223 @@
+"""The ranks of several machines as one nursery, on the leader's side: those of this machine, and those of nodes that have come (node.py).
+
+Promises: ranks are given out in order, those of this machine first; a node whose connection ends, or that is silent for SILENCE seconds, is gone, and so
+are its ranks: each is told of once, with the node's name; a node may come or leave at any time, and `places` says how many ranks there is room for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.lines import Message
+from meshwright.base.link import Door, Link
+from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.lending import Lender
+from meshwright.elastic.node import ALIVE, SILENCE
+from meshwright.elastic.nursery import Nursery
+
+
+@dataclass
+class _Node:
+    name: str
+    link: Link
+    devices: int
+    heard: float
+    lender: str = ""
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Living ranks here and their generation."""
+    leaving: bool = False
+
+
+class Fleet(Nursery):
+    """`devices`: of this machine. `token` admits the nodes, at the door that this opens at `host` and `port`."""
+
+    def __init__(self, logs: Path, warm: Sequence[str], host: str, port: int, token: str, devices: int) -> None:
+        super().__init__(logs / "zygote.log", warm, {"MESHWRIGHT_ADDRESS": host})
+        self.devices, self.host = devices, host
+        self.nodes: list[_Node] = []
+        self._store: list[Any] = []
+        self._came: queue.SimpleQueue[tuple[socket.socket, Message]] = queue.SimpleQueue()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._homes: dict[str, list[str]] = {}
+        self._shared: dict[str, Holdings] = {}
+        self._signs: dict[int, tuple[str, float]] = {}
+        self._said = 0.0
+        self._lender = Lender(host, token, self._file)
+        self._door = Door(host, port, token, {"logs": str(logs), "warm": list(warm)}, self._enter)
+
+    # --- who is there ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> int:  # type: ignore[override]
+        return self.devices + sum(node.devices for node in self.nodes if not node.leaving)
+
+    def _enter(self, end: socket.socket, hello: Message) -> None:
+        """From the door's thread."""
+        self._came.put((end, hello))
+        self._waker.send(b"1")
+
+    def _admit(self) -> list[Message]:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        events: list[Message] = []
+        while not self._came.empty():
+            end, hello = self._came.get()
+            node = _Node(str(hello["name"]), Link(end, hello), int(hello["devices"]), time.monotonic())
+            self.nodes.append(node)
+            self.nodes.sort(key=lambda node: node.link.hello["order"])
+            events.append({"event": "came", "name": node.name, "devices": node.devices})
+        return events
+
+    def _lose(self, node: _Node, why: str) -> list[Message]:
+        self.nodes.remove(node)
+        node.link.close()
+        words = f"its node {node.name} {why}"
+        lost = [
+            {"event": "ended", "rank": rank, "generation": number, "status": -signal.SIGKILL, "words": words}
+            for rank, number in node.ranks.items()
+        ]
+        return [*lost, {"event": "lost", "name": node.name, "why": why}]
+
+    def _node_of(self, rank: int) -> _Node | None:
+        return next((node for node in self.nodes if rank in node.ranks), None)
+
+    def _home(self, rank: int) -> tuple[_Node | None, int, int]:
+        """Where a new rank goes, its number there, and how many may be there."""
+        if rank < self.devices:
+            return None, rank, self.devices
+        at = self.devices
+        for node in self.nodes:
+            if not node.leaving and rank < at + node.devices:
+                return node, rank - at, node.devices
+            at += 0 if node.leaving else node.devices
+        return None, rank, self.devices  # more ranks than places: they share the devices of this machine
+
+    # --- as a nursery ---------------------------------------------------------------------------------------------------------
+
+    def command(self, do: str, rank: int, **more: Any) -> None:
+        if do == "start" and rank >= 0:
+            self._start(rank, more)
+            return
+        node = self._node_of(rank)
+        if node is None:
+            super().command(do, rank, **more)
+        else:
+            self._tell(node, do=do, rank=rank, **more)
+
+    def _start(self, rank: int, more: Message) -> None:
+        memory, (node, local, most) = more["memory"], self._home(rank)
+        here = min(most, more["world"] - rank + local)
+        homes = self._homes.setdefault(memory["key"], [""] * more["world"])
+        homes[rank] = node.lender if node else self._lender.address
+        sources = self._homes.get(memory["source"], homes)
+        mine = node.lender if node else self._lender.address
+        there = [self._place(memory["source"], at, home, mine) for at, home in enumerate(sources)]
+        if node is None:
+            there = [place or memory["sources"][at] for at, place in enumerate(there)]
+            super().command("start", rank, **{**more, "memory": {**memory, "sources": there}, "local": [local, here]})
+            return
+        node.ranks[rank] = more["generation"]
+        self._tell(
+            node, do="start", rank=rank, **{**more, "memory": {**memory, "sources": there}, "local": [local, here], "store": self._store}
+        )
+
+    def _place(self, key: str, rank: int, home: str, mine: str) -> str:
+        """Where the copies of a rank are read from: empty for the reader's own node, an address, or nowhere."""
+        if home == mine:
+            return ""
+        alive = home == self._lender.address or any(node.lender == home for node in self.nodes)
+        return f"{AT}{home}/{key}/{rank}" if alive else NOWHERE
+
+    def hold(self, holdings: Holdings) -> None:
+        """What of this machine may be lent."""
+        self._shared = {key: held for key, held in self._shared.items() if held.is_open} | {holdings.key: holdings}
+
+    def released(self) -> None:
+        for node in [node for node in self.nodes if node.leaving and not node.ranks]:
+            self._tell(node, do="end", code=75, line="this node left; the others go on")
+
+    def _file(self, key: str, rank: int) -> int | None:
+        holdings = self._shared.get(key)
+        return holdings.file(rank) if holdings is not None else None
+
+    def events(self, timeout: float) -> list[Message]:
+        with selectors.DefaultSelector() as waiting:
+            for handle in (*(() if self.ended else (self.handle,)), self._woken.fileno(), *(node.link.handle for node in self.nodes)):
+                waiting.register(handle, selectors.EVENT_READ)
+            waiting.select(timeout)
+        events = [*super().events(0), *self._admit()]
+        for event in events:
+            if event["event"] == "ready":
+                self._store = [self.host, event["port"]]
+        now = time.monotonic()
+        for node in list(self.nodes):
+            messages, ended = node.link.read()
+            node.heard = now if messages else node.heard
+            for message in messages:
+                events.extend(self._hear(node, message))
+            if ended or now > node.heard + SILENCE:
+                events.extend(self._lose(node, "is gone" if ended else f"has been silent for {SILENCE:.0f} s"))
+        if now > self._said + ALIVE:
+            self._said = now
+            for node in self.nodes:
+                self._tell(node, do="alive")
+        return events
+
+    def _hear(self, node: _Node, event: Message) -> list[Message]:
+        if event["event"] == "lends":
+            node.lender = event["address"]
+            return []
+        if event["event"] == "ready":
+            return []  # what it is told meanwhile waits in its pipe
+        if event["event"] == "leaving":
+            node.leaving = True
+        elif event["event"] == "started":
+            event["pid"] = _number(event["rank"])
+        elif event["event"] == "ended":
+            node.ranks.pop(event["rank"], None)
+        elif event["event"] == "pulse":
+            self._signs |= {_number(int(rank)): (state, line) for rank, (state, line) in event["signs"].items()}
+        return [event | {"name": node.name}]
+
+    def signs(self, process: int) -> tuple[str, float]:
+        return self._signs.get(process, ("", 0.0)) if process < 0 else super().signs(process)
+
+    def again(self) -> None:
+        super().again()
+        for node in self.nodes:
+            self._tell(node, do="again")
+
+    def _tell(self, node: _Node, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # one that is gone is noticed by `events`
+            node.link.send(message)
+
+    def end(self, code: int, line: str) -> None:
+        """The run is over: nodes end as it did."""
+        for node in self.nodes:
+            self._tell(node, do="end", code=code, line=line)
+
+    def dissolve(self) -> None:
+        self._door.close()
+        self._lender.close()
+        for node in self.nodes:
+            node.link.close()
+        self.close()
+
+
+AT, NOWHERE = "at:", "nowhere:"
+"""How the place of a copy on another node begins, and the place of one that is lost with its node."""
+
+
+def _number(rank: int) -> int:
+    """In the place of a process of another machine."""
+    return -rank - 2

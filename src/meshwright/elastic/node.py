@@ -1,0 +1,151 @@
+"""A node of a run on several machines, on the node's side: ranks and their copies live here, what they do is decided by the leader's supervisor.
+
+Promises: the ranks of this node end when the leader is gone or silent for SILENCE seconds, so that a part of the machines that was cut off
+never goes on alone; a SIGTERM here tells the leader, which goes on with the other nodes and reads the copies of this one meanwhile; no process is left.
+
+| the leader says | this node says |
+|---|---|
+| start, tell, signal: as to a zygote (train/zygote.py) | started, said, ended: as a zygote |
+| again: ranks that will not die: all of them end with their zygote | ready: the zygote is there |
+| alive: nothing else for a while | pulse: generation, rows of signs of life, state and seconds in line of each rank's process |
+| end: code, line | leaving: a signal asks this node to go |
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.lines import Message
+from meshwright.base.link import Link
+from meshwright.base.signals import hearing
+from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.lending import Lender
+from meshwright.elastic.nursery import Nursery
+
+TICK = 0.05
+SILENCE = 15.0
+"""Seconds without a word after which the other side counts as gone. A link may be down for a third of it and nothing is lost."""
+
+ALIVE = 1.0
+"""Seconds after which a word is said in any case."""
+
+
+class Node:
+    """Serves one run as node `number`, reached at `host`. `environment` goes to the ranks; the leader's hello says which modules they need and where logs lie."""
+
+    def __init__(self, link: Link, host: str, token: str, number: int, environment: dict[str, str]) -> None:
+        self.link, self.number, self.environment = link, number, environment
+        self.logs = Path(link.hello["logs"])
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.nursery = self._nursery()
+        self.lender = Lender(host, token, self._file)
+        self.holdings: dict[str, Holdings] = {}
+        self.generation, self.key = -1, ""
+        self.processes: dict[int, int] = {}
+        self.leaving = False
+        self._heard = self._said = time.monotonic()
+        self._rows: dict[int, list[int]] = {}
+
+    def _nursery(self) -> Nursery:
+        return Nursery(self.logs / f"zygote-{self.number}.log", self.link.hello["warm"], self.environment)
+
+    def _file(self, key: str, rank: int) -> int | None:
+        holdings = self.holdings.get(key)
+        return holdings.file(rank) if holdings is not None else None
+
+    def run(self) -> tuple[int, str]:
+        """The exit code of the run, and the leader's last line. An empty line: the leader is gone."""
+        try:
+            with hearing(self._on_signal):
+                self._say(event="lends", address=self.lender.address)
+                return self._serve()
+        except OSError:
+            return 75, ""
+        finally:
+            self.nursery.close()
+            self.lender.close()
+            for holdings in self.holdings.values():
+                holdings.close()
+            self.link.close()
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        if not self.leaving:
+            self.leaving = True
+            self._say(event="leaving", signal=signal.Signals(number).name)
+
+    def _serve(self) -> tuple[int, str]:
+        while True:
+            with selectors.DefaultSelector() as waiting:
+                waiting.register(self.link.handle, selectors.EVENT_READ)
+                if not self.nursery.ended:
+                    waiting.register(self.nursery.handle, selectors.EVENT_READ)
+                waiting.select(TICK)
+            for event in self.nursery.events(0):
+                self._relay(event)
+            if self.nursery.ended:
+                self._bury()
+            messages, ended = self.link.read()
+            for message in messages:
+                self._heard = time.monotonic()
+                if message["do"] == "end":
+                    return int(message["code"]), str(message["line"])
+                self._obey(message)
+            if ended or time.monotonic() > self._heard + SILENCE:
+                return 75, ""
+            self._show()
+
+    def _obey(self, message: Message) -> None:
+        if message["do"] == "again":
+            self.nursery.close()
+            self._bury()
+        elif message["do"] == "start":
+            self._start(message)
+        elif message["do"] != "alive":
+            self.nursery.command(**message)
+
+    def _start(self, message: Message) -> None:
+        """A rank with the memory of this node: rows and copies here, copies elsewhere by address."""
+        memory, rank, world = message["memory"], message["rank"], message["world"]
+        if (message["generation"], memory["key"]) != (self.generation, self.key):
+            self.generation, self.key = message["generation"], memory["key"]
+            for key in set(self.holdings) - {memory["key"], memory["source"]}:
+                self.holdings.pop(key).close()
+            self.holdings.setdefault(self.key, Holdings(world)).begin()
+            self._rows.clear()
+        own, source = self.holdings[self.key], self.holdings.get(memory["source"])
+        sources = [place or (source.sources[at] if source else "") for at, place in enumerate(memory["sources"])]
+        self.nursery.command(**{**message, "memory": {**memory, **own.places(rank), "sources": sources}})
+
+    def _relay(self, event: Message) -> None:
+        if event["event"] == "started":
+            self.processes[event["rank"]] = event["pid"]
+        elif event["event"] == "ended":
+            self.processes.pop(event["rank"], None)
+        self._say(**event)
+
+    def _bury(self) -> None:
+        """The zygote is gone, and every rank with it; another one takes its place."""
+        for rank in list(self.processes):
+            self._relay({"event": "ended", "rank": rank, "generation": self.generation, "status": -signal.SIGKILL})
+        self.nursery.close()
+        self.nursery = self._nursery()
+
+    def _show(self) -> None:
+        """Signs of life, when there are new ones; and a word in any case after a while."""
+        now = time.monotonic()
+        if now < self._said + TICK:
+            return
+        holdings = self.holdings.get(self.key)
+        rows = {rank: list(holdings.pulse(rank).row) for rank in self.processes} if holdings else {}
+        if rows != self._rows or now > self._said + ALIVE:
+            self._rows = rows
+            signs = {rank: self.nursery.signs(process) for rank, process in self.processes.items()}
+            self._say(event="pulse", generation=self.generation, rows=rows, signs=signs)
+
+    def _say(self, **message: Any) -> None:
+        self._said = time.monotonic()
+        self.link.send(message)

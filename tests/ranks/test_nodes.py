@@ -1,0 +1,148 @@
+"""A run on several nodes, each a supervisor of its own: what happens on one of them, or to one of them, costs no step that can be kept."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_train_run import JOB, weights
+
+JOB = JOB.replace("steps: 40", "steps: 120").replace("dp2.z1", "dp4.z1").replace("checkpoint_every: 4", "checkpoint_every: 20, rejoin: 1.0")
+LINE = "print(1)\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nodes")
+    (folder / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n\n" for n in range(400)))
+    (folder / "job.yaml").write_text(JOB)
+    return folder
+
+
+class Nodes:
+    """Two nodes of two ranks each, on this machine's loopback."""
+
+    def __init__(self, place: Path, run: str, port: int | None = None) -> None:
+        self.place, self.run = place, run
+        if port is None:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+        self.port = port
+        self.processes = [self.start(0), self.start(1)]
+
+    def start(self, number: int, **more: str) -> subprocess.Popen:
+        environment = {
+            **os.environ, "MESHWRIGHT_CACHE": str(self.place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+            "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), **more,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{self.run}"]
+        return subprocess.Popen(command, cwd=self.place, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    @property
+    def folder(self) -> Path:
+        return self.place / "runs" / self.run
+
+    def step(self) -> int:
+        records = self.folder / "records.jsonl"
+        lines = records.read_text().splitlines() if records.exists() else []
+        return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("}") else 0
+
+    def wait_for(self, step: int) -> None:
+        while self.step() < step and self.processes[0].poll() is None:
+            time.sleep(0.005)
+
+    def ranks(self, number: int) -> list[psutil.Process]:
+        return [
+            child for child in psutil.Process(self.processes[number].pid).children(recursive=True) if child.name().startswith("mesh-rank")
+        ]
+
+    def end(self) -> tuple[int, str, int]:
+        """Exit code and words of the first node, exit code of the last one that was started."""
+        _, err = self.processes[0].communicate(timeout=240)
+        return self.processes[0].returncode, err, self.processes[-1].wait(60)
+
+    def losses(self) -> dict[int, float]:
+        return {record["step"]: record["loss"] for record in map(json.loads, (self.folder / "records.jsonl").read_text().splitlines())}
+
+    def events(self) -> list[dict]:
+        return list(map(json.loads, (self.folder / "events.jsonl").read_text().splitlines()))
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Nodes:
+    """A run that nothing disturbed."""
+    nodes = Nodes(place, "whole")
+    code, err, other = nodes.end()
+    assert (code, other) == (0, 0), err
+    return nodes
+
+
+def test_two_nodes_train_one_model_and_leave_no_secret(whole: Nodes) -> None:
+    losses = whole.losses()
+    assert sorted(losses) == list(range(121)) and losses[120] < 0.5 * losses[0]
+    assert not (whole.folder / "token").exists()
+
+
+def test_a_rank_killed_on_either_node_costs_no_step(place: Path, whole: Nodes) -> None:
+    nodes = Nodes(place, "ranks")
+    for step, node in ((10, 1), (40, 0), (70, 1)):
+        nodes.wait_for(step)
+        nodes.ranks(node)[-1].kill()
+        nodes.wait_for(step + 10)
+    code, err, other = nodes.end()
+    assert (code, other) == (0, 0), err
+    recoveries = [event for event in nodes.events() if event["kind"] == "recovery"]
+    assert [event.get("lost", 0) for event in recoveries] == [0, 0, 0] and {event["source"] for event in recoveries} == {"memory"}
+    assert nodes.losses() == whole.losses()
+    assert weights(place, "ranks", 120) == weights(place, "whole", 120) != {}
+
+
+def test_a_node_that_is_told_to_go_takes_no_step_with_it(place: Path, whole: Nodes) -> None:
+    """The others read the copies of the one that leaves, under a plan for fewer ranks."""
+    nodes = Nodes(place, "leaves")
+    nodes.wait_for(30)
+    nodes.processes[1].send_signal(signal.SIGTERM)
+    code, err, other = nodes.end()
+    assert (code, other) == (0, 75), err
+    (resized,) = [event for event in nodes.events() if event["kind"] == "recovery"]
+    assert resized.get("lost", 0) == 0 and resized["source"] == "memory"
+    assert "goes on with 2 instead of 4 ranks" in err
+    losses = nodes.losses()
+    assert all(abs(losses[step] - loss) <= 1e-3 * loss for step, loss in whole.losses().items())
+
+
+def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_its_ranks_come_back_with_it(place: Path, whole: Nodes) -> None:
+    nodes = Nodes(place, "lost")
+    nodes.wait_for(30)
+    nodes.processes[1].kill()
+    while "instead of 4" not in "".join(str(event) for event in nodes.events()) and nodes.step() < 40:
+        time.sleep(0.01)
+    nodes.processes.append(nodes.start(1))
+    code, err, other = nodes.end()
+    assert (code, other) == (0, 0), err
+    kinds = [event["kind"] for event in nodes.events()]
+    assert "lost" in kinds and "came" in kinds[kinds.index("lost") :]
+    assert "goes on with 4 instead of 2 ranks" in err
+    losses = nodes.losses()
+    assert sorted(losses) == list(range(121))
+    assert all(abs(losses[step] - loss) <= 1e-3 * loss for step, loss in whole.losses().items())
+
+
+def test_nobody_joins_without_the_token(place: Path, whole: Nodes) -> None:
+    nodes = Nodes(place, "secret")
+    nodes.wait_for(2)
+    with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
+        lines = stranger.makefile("rb")
+        assert "challenge" in json.loads(lines.readline())
+        stranger.sendall(b'{"proof":"00","challenge":"11","name":"x","devices":8,"order":0}\n')
+        assert json.loads(lines.readline()) == {"refused": "another token"}
+        assert lines.readline() == b""
+    code, err, _ = nodes.end()
+    assert code == 0 and "x has come" not in err
+    assert nodes.losses() == whole.losses()
