@@ -171,6 +171,8 @@ class Box:
     recompute: tuple[Again, ...]
     shards: tuple[Shards, ...]
     offload: tuple[tuple[Offload, ...], ...] = ((),)
+    weight: float = 1.0
+    """How many times an equal shard the shard of the priced rank is."""
 
     @property
     def tp(self) -> int:
@@ -302,8 +304,13 @@ class Box:
         )
 
 
+def portion(box: Box) -> Array:
+    """The part of the states of a replica that the priced rank holds, over AXES (z)."""
+    return lift(box.weight / box.holders, "z")
+
+
 def box_of(plan: Plan, batch: int, blocks: int) -> Box:
-    """The box that holds only `plan`. Raises InputError when the batch or the blocks do not divide."""
+    """The box that holds only `plan`, its largest shard for all. Raises InputError when the batch or the blocks do not divide."""
     dp, cp = plan.dp, plan.cp
     return Box(
         layout=Layout(plan.tp, plan.pp, plan.ep, plan.expert_tensor, plan.axes),
@@ -314,4 +321,5 @@ def box_of(plan: Plan, batch: int, blocks: int) -> Box:
         recompute=(Again(plan.recompute, plan.recompute_layers),),
         shards=(Shards(plan.zero, plan.dp_replicate, plan.dp_shard * cp) if plan.zero else Shards(0, dp * cp, 1),),
         offload=(plan.offload,),
+        weight=plan.shard_weight(),
     )

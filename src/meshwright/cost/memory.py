@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost import constants
-from meshwright.cost.box import AXES, Again, Array, Box, Cut, lift
+from meshwright.cost.box import AXES, Again, Array, Box, Cut, lift, portion
 from meshwright.cost.compute import local_share
 from meshwright.cost.context import on_the_way
 from meshwright.cost.held import Fullest, Held, stack
@@ -81,7 +81,7 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
     recipe, optimizer = setting.recipe, setting.job.workload.optimizer
     zero, where = box.zero, away(box)
     whole = states.numel + states.experts
-    shard = states.numel / lift(box.holders, "z") + states.experts / lift(box.expert_holders, "z")
+    shard = states.numel * portion(box) + states.experts / lift(box.expert_holders, "z")
     parameters = np.where(zero == 3, shard, whole) * recipe.size
     gradients = np.where(zero >= 2, shard, whole) * setting.gradient + np.where(zero == 0, states.numel * setting.practice.bucketed, 0)
     trained = setting.job.model.trained(box.tp)
@@ -124,7 +124,7 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     again = lift(np.minimum(box.counts - 1, constants.REDUCTIONS_IN_FLIGHT), "b")
     before = np.where(states.units > 1, again > 0, again / constants.REDUCTIONS_IN_FLIGHT)
     sent_whole = setting.on_host and not setting.shares_memory
-    copies = np.where(shards > 1, (constants.GLOO_COPIES if sent_whole else 1) + 1 / shards, 1)
+    copies = np.where(shards > 1, (constants.GLOO_COPIES if sent_whole else 1) + portion(box), 1)
     left = states.opening * before * copies
     filling = np.maximum(states.filling, states.expert)
     waiting = np.maximum(left, states.closing * copies) + filling
@@ -146,7 +146,7 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
 
 def shard_of(box: Box, states: States) -> Array:
     """Elements of the largest unit that one rank updates."""
-    return np.maximum(states.largest / np.where(box.zero >= 1, lift(box.holders, "z"), 1), states.expert / lift(box.expert_holders, "z"))
+    return np.maximum(states.largest * np.where(box.zero >= 1, portion(box), 1), states.expert / lift(box.expert_holders, "z"))
 
 
 def message(setting: Setting, box: Box, tokens: Array) -> Array:

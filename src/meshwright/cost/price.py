@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost import context, expert, offload
-from meshwright.cost.box import Again, Array, Box, Cut, Order, lift
+from meshwright.cost.box import Again, Array, Box, Cut, Order, lift, portion
 from meshwright.cost.buffers import states
 from meshwright.cost.collectives import group, send
 from meshwright.cost.compute import Work, work
@@ -301,12 +301,12 @@ class Pricer:
             return lift(0.0, "")
         ends = group(self.setting.fabric, 2, box.strides["pp"] * box.pp // 2)
         size = sum(entry.aligned(box.cut) for entry in copies) * self.setting.recipe.size
-        return lift(ends.reduce(size / box.holders), "z")
+        return lift(ends.reduce(size * box.weight / box.holders), "z")
 
 
 def held(box: Box, states: States, zero: int = 1) -> Array:
     """Elements that one rank holds of what ranks share from this ZeRO stage on."""
-    dense = states.numel / np.where(box.zero >= zero, lift(box.holders, "z"), 1)
+    dense = states.numel * np.where(box.zero >= zero, portion(box), 1)
     return dense + states.experts / np.where(box.zero >= zero, lift(box.expert_holders, "z"), 1)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost import constants
-from meshwright.cost.box import Array, Box, lift
+from meshwright.cost.box import Array, Box, lift, portion
 from meshwright.cost.collectives import Group, group, stack
 from meshwright.cost.expert import stride
 from meshwright.cost.hiding import beside
@@ -73,7 +73,8 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
     zero = box.zero
-    volumes = [Volume(states.numel * size, states.units, states.lone * size, states.first * size, *axis_groups(setting, box))]
+    dense = size * box.weight  # of unequal shards the largest is waited for
+    volumes = [Volume(states.numel * dense, states.units, states.lone * dense, states.first * dense, *axis_groups(setting, box))]
     if box.layout.ep > 1:
         experts = states.experts * size
         volumes.append(Volume(experts, states.expert_units, 0.0 * experts, 0.0 * experts, *expert_groups(setting, box)))
@@ -109,5 +110,5 @@ def update(setting: Setting, box: Box, states: States) -> Array:
     recipe, states_per_element = setting.recipe, setting.job.workload.optimizer.states
     master = recipe.state_size + states_per_element * recipe.state_size
     moved = constants.UPDATE_PASSES * (master + recipe.size) + (recipe.size if recipe.master else 0)
-    elements = states.numel / lift(box.holders, "z") + states.experts / lift(box.expert_holders, "z")
+    elements = states.numel * portion(box) + states.experts / lift(box.expert_holders, "z")
     return elements * (moved / (setting.device.bandwidth * constants.MEMORY_SHARE))

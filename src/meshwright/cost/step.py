@@ -23,7 +23,7 @@ from meshwright.spec.rules import check_plan
 def estimate(job: Job, plan: Plan) -> Estimate:
     """The price of one plan. Raises InputError when the plan cannot run, with the rule that it breaks."""
     check_plan(job, plan)
-    if plan.placement or plan.shares:
+    if plan.placement or plan.shares or plan.shard_weights:
         return placed(job, plan)
     pricer = Pricer(job)
     return estimate_of(pricer, box_of(plan, job.workload.batch, job.model.blocks))
@@ -55,22 +55,22 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
 
 
 def placed(job: Job, plan: Plan) -> Estimate:
-    """A plan whose ranks lie on unlike groups or whose replicas have unlike shares; `memory` and `limit` are of the rank that has least left."""
+    """A plan whose ranks lie on unlike groups or whose replicas have unlike shares or shards; `memory` and `limit` are of the rank that has least left."""
     whole = box_of(plan, job.workload.batch, job.model.blocks)
     kinds = unlike.replicas(job, plan)
-    used = sorted({group for placement, _ in kinds for group in placement})
+    used = sorted({group for kind in kinds for group in kind.placement})
     on = unlike.pricers(job, used, plan.world)
-    boxes = [replace(whole, micro_batches=(whole.micro_batches[0]._replace(number=number),)) for _, number in kinds]
+    boxes = [replace(whole, micro_batches=(whole.micro_batches[0]._replace(number=kind.micro_batches),)) for kind in kinds]
     ranks = [
-        (usable(on[group].setting), _per_stage(on[group], box)[rank], on[group].setting)
-        for (placement, _), box in zip(kinds, boxes, strict=True)
-        for rank, group in enumerate(placement)
+        (usable(on[group].setting), _per_stage(on[group], replace(box, weight=kind.weight))[rank], on[group].setting)
+        for kind, box in zip(kinds, boxes, strict=True)
+        for rank, group in enumerate(kind.placement)
     ]
     left = [limit - memory.reserved for limit, memory, _ in ranks]
     fullest = [min(range(rank, len(ranks), plan.pp), key=lambda at: left[at]) for rank in range(plan.pp)]
     least = min(fullest, key=lambda at: left[at])
     roomy = all(float(reserved(setting, np.array(memory.total))[1]) <= limit for limit, memory, setting in ranks)
-    parts = [unlike.seconds(on, placement, box) for (placement, _), box in zip(kinds, boxes, strict=True)]
+    parts = [unlike.seconds(on, kind.placement, box) for kind, box in zip(kinds, boxes, strict=True)]
     seconds = _together([_time(box, each) for box, each in zip(boxes, parts, strict=True)], parts)
     groups = job.cluster.groups
     devices = {group: plan.world // plan.pp * plan.placement.count(group) for group in used} if plan.placement else None

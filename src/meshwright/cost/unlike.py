@@ -13,6 +13,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,11 +33,20 @@ def pricers(job: Job, placement: Sequence[int], world: int) -> dict[int, Pricer]
     return found
 
 
-def replicas(job: Job, plan: Plan) -> list[tuple[tuple[int, ...], int]]:
-    """The unlike replicas of a plan: the group of each of their pipeline ranks, and their micro-batches. A rank that several groups hold, with
+class Replica(NamedTuple):
+    """The group of each of its pipeline ranks, its micro-batches, and its shard of the states as so many equal ones."""
+
+    placement: tuple[int, ...]
+    micro_batches: int
+    weight: float = 1.0
+
+
+def replicas(job: Job, plan: Plan) -> list[Replica]:
+    """The unlike replicas of a plan. A rank that several groups hold, with
     its tensor and context ranks, is as slow as the slowest. Devices are counted group by group."""
     if plan.placement:
-        return [(plan.placement, plan.micro_batches(job.workload.batch))]
+        shared = {(plan.micro_batches(job.workload.batch, replica), plan.shard_weight(replica)) for replica in range(plan.dp)}
+        return [Replica(plan.placement, *each) for each in sorted(shared)]
     groups, strides = job.cluster.groups, plan.strides()
     past = list(accumulate(group.nodes * group.devices for group in groups))
     rates = [group.device.peak[job.workload.precision] * group.device.efficiency for group in groups]
@@ -48,7 +58,11 @@ def replicas(job: Job, plan: Plan) -> list[tuple[tuple[int, ...], int]]:
         return min(held, key=lambda group: rates[group])
 
     found = {
-        (tuple(of_rank(replica, stage) for stage in range(plan.pp)), plan.micro_batches(job.workload.batch, replica))
+        Replica(
+            tuple(of_rank(replica, stage) for stage in range(plan.pp)),
+            plan.micro_batches(job.workload.batch, replica),
+            plan.shard_weight(replica),
+        )
         for replica in range(plan.dp)
     }
     return sorted(found)

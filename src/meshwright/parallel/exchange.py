@@ -60,10 +60,15 @@ def all_reduce(flat: torch.Tensor, group: Group | None, largest: bool = False, a
     return Pending(dist.all_reduce(flat, operation, group=group.process, async_op=True), None, group.meter)
 
 
-def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group | None, across: Across | None = None) -> Pending:
-    """`out` (n / ranks elements; it may lie inside `full`) becomes this rank's slice of the sum of `full` (n) over `group`."""
+def reduce_scatter(
+    full: torch.Tensor, out: torch.Tensor, group: Group | None, across: Across | None = None, sizes: Sequence[int] | None = None
+) -> Pending:
+    """`out` (n / ranks elements; it may lie inside `full`) becomes this rank's slice of the sum of `full` (n) over `group`.
+    `sizes`: elements of the slice of each rank, where they are unequal."""
     if group is None:
         return Pending(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
+    if sizes is not None:
+        return _reduce_scatter_unequal(full, out, group, sizes)
     if group.lanes is not None:
         return Pending(None, group.lanes.reduce_scatter(full, out, across), group.meter)
     if across is not None:
@@ -83,6 +88,17 @@ def _count(group: Group, whole: torch.Tensor, times: float = 1.0) -> None:
     group.meter.sent += times * (group.size - 1) / group.size * whole.numel() * whole.element_size()
 
 
+def _reduce_scatter_unequal(full: torch.Tensor, out: torch.Tensor, group: Group, sizes: Sequence[int]) -> Pending:
+    """Tiers keep a process group of all ranks, which this goes through: their slices are equal."""
+    if group.process is None and group.lanes is not None:
+        return Pending(None, group.lanes.reduce_scatter(full, out, None, sizes))
+    if group.native:
+        return Pending(dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True))
+    received = full.new_empty(out.numel() * group.size)
+    work = dist.all_to_all_single(received, full, [out.numel()] * group.size, list(sizes), group=group.process, async_op=True)
+    return Pending(work, lambda: _sum_into(out, received))
+
+
 def _copy(out: torch.Tensor, full: torch.Tensor) -> None:
     out.copy_(full)
 
@@ -91,10 +107,12 @@ def _sum_into(out: torch.Tensor, received: torch.Tensor) -> None:
     torch.sum(received.view(-1, out.numel()), dim=0, out=out)
 
 
-def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None) -> Pending:
-    """`full` becomes the shards of all ranks of `group` in order; `shard` may be this rank's slice of `full`."""
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None, sizes: Sequence[int] | None = None) -> Pending:
+    """`full` becomes the shards of all ranks of `group` in order; `shard` may be this rank's slice of `full`. `sizes` as above."""
     if group is None:
         return Pending(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
+    if sizes is not None:
+        return _all_gather_unequal(full, shard, group, sizes)
     if group.lanes is not None:
         return Pending(None, group.lanes.all_gather(full, shard), group.meter)
     _count(group, full)
@@ -105,6 +123,16 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None) -> 
     repeated = shard.repeat(group.size)
     work = dist.all_to_all_single(full, repeated, group=group.process, async_op=True)
     return Pending(work, lambda: _keep(repeated), group.meter)
+
+
+def _all_gather_unequal(full: torch.Tensor, shard: torch.Tensor, group: Group, sizes: Sequence[int]) -> Pending:
+    if group.process is None and group.lanes is not None:
+        return Pending(None, group.lanes.all_gather(full, shard, sizes))
+    if group.native:
+        return Pending(dist.all_gather(list(full.split(list(sizes))), shard, group=group.process, async_op=True))
+    repeated = shard.repeat(group.size)
+    work = dist.all_to_all_single(full, repeated, list(sizes), [shard.numel()] * group.size, group=group.process, async_op=True)
+    return Pending(work, lambda: _keep(repeated))
 
 
 def all_to_all(out: torch.Tensor, full: torch.Tensor, group: Group | None) -> Pending:

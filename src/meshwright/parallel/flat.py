@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 from torch import nn
 
+from meshwright.base.errors import InputError
 from meshwright.parallel.backlog import Backlog
 from meshwright.parallel.compression import coded
 from meshwright.parallel.exact import Sums
@@ -29,7 +31,7 @@ from meshwright.parallel.master import Master
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.spec.compression import Compression
-from meshwright.spec.layout import Unit
+from meshwright.spec.layout import Unit, shard_bounds
 from meshwright.spec.precision import Recipe
 
 
@@ -42,8 +44,8 @@ class FlatUnit:
         self.dtype = getattr(torch, recipe.compute)
         self.sums = Sums(recipe, mesh.device) if recipe.exact else None
         self.sharing, self.group, self.replicas = sharing, sharing.shard_group, sharing.copy_group
-        each = unit.numel // sharing.shards
-        self.own = slice(sharing.shard * each, (sharing.shard + 1) * each)
+        bounds = shard_bounds(unit.numel, sharing.shards, sharing.weights)
+        self.own = slice(*bounds[sharing.shard : sharing.shard + 2])
         self.arrivals = 1
         self._arrived = dict.fromkeys(unit.offsets, 0)
         self._full_gradient: torch.Tensor | None = None
@@ -58,6 +60,8 @@ class FlatUnit:
         self._lay_weights()
         self._lay_gradients()
         self._make_master(recipe)
+        if recipe.compression is not None and sharing.weights:
+            raise InputError(f"plan {mesh.plan.name}: compressed gradients go in equal parts: leave shards out, or compression")
         self._compress(recipe.compression)
         for name, parameter in parameters.items() if not self.frozen else ():
             parameter.register_post_accumulate_grad_hook(self._taker(name))
@@ -177,13 +181,13 @@ class FlatUnit:
         if self.zero == 0:
             return all_reduce(self.gradients, self.replicas, across=self.over_copies)
         if self.zero == 1:
-            return self._then_over_replicas(reduce_scatter(self.gradients, self.own_gradients, self.group, self.over_shards))
+            return self._then_over_replicas(reduce_scatter(self.gradients, self.own_gradients, self.group, self.over_shards, _sizes(self)))
         full = self._full_gradient
         assert full is not None
         self._full_gradient = None
         first = max(self._arrived.values()) == 1
         out = self.gradients if first else torch.empty_like(self.gradients)
-        scattering = reduce_scatter(full, out, self.group, self.over_shards)
+        scattering = reduce_scatter(full, out, self.group, self.over_shards, _sizes(self))
 
         def finish() -> None:
             scattering.wait()
@@ -221,7 +225,7 @@ class FlatUnit:
         if self.zero < 3 or self.is_open or self._gathering is not None:
             return
         self.weights.untyped_storage().resize_(self.unit.numel * self.weights.element_size())
-        self._gathering = all_gather(self.weights, self.shard, self.group)
+        self._gathering = all_gather(self.weights, self.shard, self.group, sizes=_sizes(self))
 
     def open(self) -> None:
         """Whole weights from here on."""
@@ -249,12 +253,18 @@ class FlatUnit:
 
     def share(self) -> Pending:
         """After the update: everyone's updated run into everyone's weights (ZeRO 1 and 2)."""
-        return all_gather(self.weights, self.shard, self.group) if self.zero in (1, 2) else DONE
+        return all_gather(self.weights, self.shard, self.group, sizes=_sizes(self)) if self.zero in (1, 2) else DONE
 
     def bytes(self) -> tuple[int, int]:
         """Held for weights and for gradients."""
         weights = self.shard if self.zero == 3 else self.weights
         return weights.numel() * weights.element_size(), self.gradients.numel() * self.gradients.element_size()
+
+
+def _sizes(flat: FlatUnit) -> list[int] | None:
+    """Elements of all shards, where they are unequal."""
+    bounds = shard_bounds(flat.unit.numel, flat.sharing.shards, flat.sharing.weights)
+    return [stop - start for start, stop in pairwise(bounds)] if flat.sharing.weights else None
 
 
 def _gaps(unit: Unit, parameters: dict[str, nn.Parameter]) -> list[slice]:

@@ -71,6 +71,8 @@ class Sharing:
     """The ranks that hold the same shard."""
     tensor_group: Group | None
     """The tensor ranks among which its tensors are split or alike."""
+    weights: tuple[int, ...] = ()
+    """Parts that the shards are of a copy; empty: equal ones."""
 
 
 def of_process(process: dist.ProcessGroup | None) -> Group | None:

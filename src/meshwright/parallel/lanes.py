@@ -108,20 +108,26 @@ class Lanes:
 
         return self.under_way.add(number, (POSTED, sum_all)) if small else self.under_way.add(number, (POSTED, sum_own), (HALFWAY, copy))
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, across: Across | None = None) -> Callable[[], None]:
+    def reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor, across: Across | None = None, sizes: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        """`sizes`: elements of each rank's slice, where they are unequal."""
         number, memory = self.begin(full)
+        first = sum(sizes[: self.index]) if sizes is not None else 0
+        own = slice_of(memory, self.index, len(self.ranks)) if sizes is None else slice(first, first + sizes[self.index])
 
         def scatter() -> None:
-            reduce_parts(self.parts(number, memory), slice_of(memory, self.index, len(self.ranks)), out)
+            reduce_parts(self.parts(number, memory), own, out)
             self.read(number)
 
         return self.under_way.add(number, (POSTED, scatter))
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None) -> Callable[[], None]:
         number, memory = self.begin(shard)
+        each = [shard.numel()] * len(self.ranks) if sizes is None else list(sizes)
 
         def gather() -> None:
-            for into, part in zip(full.view(len(self.ranks), -1), self.parts(number, memory), strict=True):
+            for into, part in zip(full.split(each), self.parts(number, memory, each), strict=True):
                 if into.data_ptr() != part.data_ptr():
                     into.copy_(part)
             self.read(number)

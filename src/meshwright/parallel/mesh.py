@@ -66,7 +66,9 @@ class Mesh:
     @property
     def sharing(self) -> Sharing:
         copy, shard = self.grid.holding(self.rank)
-        return Sharing(self.plan.shards, shard, self.plan.copies, copy, self.group("shards"), self.group("copies"), self.tp)
+        return Sharing(
+            self.plan.shards, shard, self.plan.copies, copy, self.group("shards"), self.group("copies"), self.tp, self.plan.shard_weights
+        )
 
     def pipeline_rank(self, pp: int) -> int:  # the global rank at pipeline position `pp` beside this one
         return self.grid.rank(self.place._replace(pp=pp))

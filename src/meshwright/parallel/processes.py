@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.spec.grid import Grid
 
@@ -16,7 +16,8 @@ def of_axes(grid: Grid, rank: int, device: torch.device) -> tuple[DeviceMesh, di
     """The device mesh over the axes of more than one rank, and its process groups; context ranks lie inside of shards or copies."""
     plan = grid.plan
     sizes = {name: size for name in ("pp", "copies", "shards", "tp") if (size := getattr(plan, name)) > 1}
-    device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    ordered = torch.tensor(sorted(range(plan.world), key=grid.place)).view(*sizes.values())
+    device_mesh = DeviceMesh(device.type, ordered, mesh_dim_names=tuple(sizes))
     groups: dict[str, dist.ProcessGroup | None] = {"world": dist.group.WORLD, **{name: device_mesh.get_group(name) for name in sizes}}
     for first in range(plan.world) if plan.cp > 1 else ():
         pieces = grid.along(first, "cp")

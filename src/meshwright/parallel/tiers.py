@@ -80,7 +80,10 @@ class Tiers(Lanes):
 
         return self.under_way.add(number, (POSTED, sum_own), (CROSSED, show), (HALFWAY, copy))
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, across: Across | None = None) -> Callable[[], None]:
+    def reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor, across: Across | None = None, sizes: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        assert sizes is None, "unequal slices go through the process group"
         number, memory = self.begin(full)
         each = out.numel()
 
@@ -91,11 +94,16 @@ class Tiers(Lanes):
                 start = row[self.index] * each
                 reduce_parts(self.parts(number, memory), slice(start, start + each), into)
             self.read(number)
-            return across.reduce_scatter(ours, out, self.sums, self.laters) if across is not None else exchange.reduce_scatter(ours, out, self.sums)
+            return (
+                across.reduce_scatter(ours, out, self.sums, self.laters)
+                if across is not None
+                else exchange.reduce_scatter(ours, out, self.sums)
+            )
 
         return self.under_way.add(number, (POSTED, sum_own), (CROSSED, _nothing))
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None) -> Callable[[], None]:
+        assert sizes is None, "unequal slices go through the process group"
         number, each = self.number(), shard.numel()
         theirs = self.stage(len(self.table) * each, shard.dtype)
         crossing = exchange.all_gather(theirs, shard, self.gathers)

@@ -1,6 +1,6 @@
 """Data parallelism over unlike groups: every replica lies on one group and takes as many micro-batches as its speed allows.
 
-The space: replicas of tp x pp ranks inside a group (a pipeline's ranks side by side), 1f1b, ZeRO 0 or 1, micro-batch, sequence parallelism,
+The space: replicas of tp x pp ranks inside a group (a pipeline's ranks side by side), 1f1b, ZeRO, micro-batch, sequence parallelism,
 recompute of none or all blocks. A step ends with its last replica, t_r seconds a micro-batch and f_r once: with n micro-batches in all, and
 parts of micro-batches, all would end at
 
@@ -8,6 +8,9 @@ parts of micro-batches, all would end at
 
 below which no shares go. Plans in the order of T get whole shares, as long as T is below what is found: each replica what it does by T, the rest one
 by one to whoever then ends first, which is the best that whole numbers can do; the best of these are priced by themselves.
+
+Where equal shards do not fit on every group, shards by memory may (`portions.py`): ZeRO 1 with any shares, ZeRO 2 and 3, whose replicas meet in every
+micro-batch, with equal ones.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer, Prices
 from meshwright.cost.setting import Setting
 from meshwright.cost.step import estimate
+from meshwright.search import portions
 from meshwright.search.space import divisors, even
 from meshwright.search.survey import TIGHT_GAIN
 from meshwright.spec.estimate import Fits
@@ -45,17 +49,19 @@ class Bounded(NamedTuple):
     at: tuple[int, ...]
     each: tuple[float, ...]
     once: tuple[float, ...]
+    weights: tuple[int, ...] = ()
 
     def shared(self, batch: int) -> tuple[float, Plan]:
         """With whole shares: the seconds of its step, nearly, and the plan."""
-        plan = self.box.plan(self.at)
-        counts = whole(batch // plan.micro_batch, self.each, self.once)
+        plan = self.box.plan(self.at).but(shard_weights=self.weights)
+        number = batch // plan.micro_batch
+        counts = whole(number, self.each, self.once) if plan.zero < 2 else (number // plan.dp,) * plan.dp
         end = max(count * each + once for count, each, once in zip(counts, self.each, self.once, strict=True))
         return end + self.after, plan.but(shares=counts) if len(set(counts)) > 1 else plan
 
 
 def plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
-    """The best plans with shares, with their scores."""
+    """The best plans with shares, or shards by memory, with their scores."""
     sizes = [group.nodes * group.devices for group in job.cluster.groups]
     found: list[Bounded] = []
     on = unlike.pricers(job, range(len(sizes)), job.cluster.devices)
@@ -70,7 +76,10 @@ def plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
         if len(best) >= top and candidate.least > best[top - 1][0]:
             break
         seconds, plan = candidate.shared(job.workload.batch)
-        if plan.shares and not any(faults(job, plan)):
+        if (plan.shares or plan.shard_weights) and not any(faults(job, plan)):
+            if plan.shard_weights:
+                priced = estimate(job, plan)
+                seconds = priced.time.step if priced.verdict != Fits.no else np.inf
             best = sorted([*best, (seconds, plan)], key=lambda pair: pair[0])[:top]
     for _, plan in best:
         priced = estimate(job, plan)
@@ -89,12 +98,12 @@ def box_of_all(job: Job, tp: int, pp: int) -> Box:
         tuple(MicroBatch(size, max(batch // (size * dp), 1)) for size in divisors(batch) if batch // size >= dp),
         parallel,
         (Again(Recompute.none), Again(Recompute.layer)),
-        (Shards(0, dp, 1), Shards(1, 1, dp)),
+        (Shards(0, dp, 1), *(Shards(zero, 1, dp) for zero in (1, 2, 3))),
     )
 
 
 def bounded(job: Job, box: Box, on: dict[int, Pricer], replicas: Sequence[int]) -> Iterator[Bounded]:
-    """The plans of `box` that fit on every group, `replicas` on each, with their bound."""
+    """The plans of `box` that fit on every group, `replicas` on each, with their bound; of those that need neither shares nor weights none."""
     if not box.micro_batches:
         return
     said = {group: pricer.price(box) for group, pricer in on.items()}
@@ -104,12 +113,16 @@ def bounded(job: Job, box: Box, on: dict[int, Pricer], replicas: Sequence[int]) 
     number = np.array([job.workload.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(1, -1, 1, 1, 1, 1)
     rate = sum(count / seconds for count, seconds in zip(replicas, each, strict=True))
     begun = sum(count * first / seconds for count, first, seconds in zip(replicas, once, each, strict=True))
-    bound = np.where(fits, (number + begun) / rate + after, np.inf)
+    held = portions.shared(portions.caps(on, box), replicas)
+    even = np.maximum.reduce([number / sum(replicas) * seconds + first for seconds, first in zip(each, once, strict=True)])
+    even = np.where(fits | (number % sum(replicas) > 0), np.inf, even)
+    bound = np.where(fits | np.isfinite(held[0]), np.where(box.zero[0] > 1, even, (number + begun) / rate) + after, np.inf)
     for index in map(tuple, np.argwhere(np.isfinite(bound)).tolist()):
         replicas_of = [(float(part[index]), float(first[index]), count) for part, first, count in zip(each, once, replicas, strict=True)]
         per = tuple(seconds for seconds, _, count in replicas_of for _ in range(count))
         first = tuple(seconds for _, seconds, count in replicas_of for _ in range(count))
-        yield Bounded(float(bound[index]), float(after[index]), box, index, per, first)
+        weights = () if fits[index] else portions.weights([float(part[index]) for part in held], replicas)
+        yield Bounded(float(bound[index]), float(after[index]), box, index, per, first, weights)
 
 
 def _each(prices: Prices) -> Array:

@@ -41,10 +41,9 @@ def plans(job: Job, top: int, runnable: bool = False) -> list[Scored]:
     groups, precision = job.cluster.groups, job.workload.precision
     if job.pins or all(group.device == job.cluster.groups[0].device for group in job.cluster.groups):
         return []
-    found: list[Scored] = [pair for pair in shares.plans(job, top) if runs(pair[1])] if runnable else list(shares.plans(job, top))
-    if runnable:
-        return sorted(found, key=lambda pair: (rounded(pair[0]), pair[1].name))[:top]
-    choices = [chosen for count in range(1, len(groups) + 1) for chosen in combinations(range(len(groups)), count)]
+    found: list[Scored] = [pair for pair in shares.plans(job, top) if runs(pair[1]) or not runnable]
+    fewest = len(groups) if runnable else 1  # ranks that are started all take part
+    choices = [chosen for count in range(fewest, len(groups) + 1) for chosen in combinations(range(len(groups)), count)]
     rates = {chosen: sum(groups[at].nodes * groups[at].devices * groups[at].device.peak[precision] for at in chosen) for chosen in choices}
     for chosen in sorted(choices, key=lambda chosen: -rates[chosen]):
         best = min((score for score, _ in found), default=np.inf)
@@ -54,8 +53,8 @@ def plans(job: Job, top: int, runnable: bool = False) -> list[Scored]:
 
 
 def alone(job: Job, group: int, top: int, ceiling: float) -> Iterator[Scored]:
-    """The best plans of one group by itself, of schedules that a placement can have."""
-    only = job.but(cluster=job.cluster.but(groups=(job.cluster.groups[group],)), pins={"virtual_stages": 1})
+    """The best plans of one group by itself, in the order that is priced for placements."""
+    only = job.but(cluster=job.cluster.but(groups=(job.cluster.groups[group],)), pins={"schedule": Schedule.one_f_one_b})
     try:
         best = survey(only, top, ceiling=ceiling).ranking.best
     except InputError:

@@ -1,8 +1,14 @@
-"""Ranks as coordinates: pp outermost, then dp_replicate, dp_shard, cp, and tp innermost, so that tensor ranks are neighbours.
+"""Ranks as coordinates: by default pp outermost, then dp_replicate, dp_shard, cp, and tp innermost, so that tensor ranks are neighbours; a plan may
+name another order of axes.
+
+[Note: placed ranks] Ranks are numbered as their devices are, group of nodes after group. Where a plan places pipeline ranks on groups, those of the
+first group come first, whatever stages they hold: pipeline rank 0 of `on1-0` is the second half of the ranks.
 
 >>> from meshwright.spec.plan import Plan
 >>> Grid(Plan(pp=2, dp_shard=2, zero=1, tp=2)).place(5)
 Place(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=1)
+>>> Grid(Plan(pp=2, dp_replicate=2, placement=(1, 0))).place(3), Grid(Plan(pp=2, dp_replicate=2, axes=("dp", "pp", "tp"))).place(1)
+(Place(pp=0, dp_replicate=1, dp_shard=0, cp=0, tp=0), Place(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=0))
 """
 
 from __future__ import annotations
@@ -27,20 +33,18 @@ class Grid:
 
     def __init__(self, plan: Plan) -> None:
         self.sizes = Place(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
+        self.strides = Place(**plan.strides())
         self.plan = plan
+        self._stage_of_block = sorted(range(plan.pp), key=lambda pp: plan.placement[pp]) if plan.placement else list(range(plan.pp))
+        self._block_of_stage = {pp: block for block, pp in enumerate(self._stage_of_block)}
 
     def place(self, rank: int) -> Place:
-        coordinates = []
-        for size in reversed(self.sizes):
-            rank, coordinate = divmod(rank, size)
-            coordinates.append(coordinate)
-        return Place(*reversed(coordinates))
+        place = Place(*(rank // stride % size for stride, size in zip(self.strides, self.sizes, strict=True)))
+        return place._replace(pp=self._stage_of_block[place.pp])
 
     def rank(self, place: Place) -> int:
-        rank = 0
-        for size, coordinate in zip(self.sizes, place, strict=True):
-            rank = rank * size + coordinate
-        return rank
+        place = place._replace(pp=self._block_of_stage[place.pp])
+        return sum(coordinate * stride for coordinate, stride in zip(place, self.strides, strict=True))
 
     def along(self, rank: int, axis: str) -> list[int]:
         """The ranks along `axis` through `rank`, in order."""

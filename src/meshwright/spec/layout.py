@@ -6,7 +6,7 @@ the embedding, the last stage holds, after all else, one more 'embedding' layer 
 unit a layer. Below it a unit is a bucket: layers in backward order until `bucket` bytes of gradients are reached. A layer with a tied
 weight is a unit alone, so that both of its holders shard it equally. Inside a unit stand first the tensors that tensor parallelism
 splits, then the whole ones (their gradients need one more sum under sequence parallelism: one contiguous run). Every tensor begins at a
-multiple of ALIGN elements, and the unit ends at a multiple of shards x ALIGN, so that shards are equal and aligned.
+multiple of ALIGN elements, and the unit ends at a multiple of shards x ALIGN, so that shards are equal and aligned; by `shard_weights` they are unequal and aligned.
 """
 
 from __future__ import annotations
@@ -59,6 +59,17 @@ def unit_of(layers: Sequence[LayerSlots], shards: int) -> Unit:
         if split:
             split_end = end
     return Unit(tuple(layer.name for layer in layers), offsets, split_end, align(end, shards * ALIGN))
+
+
+def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[int]:
+    """Where the shards of a unit of `numel` elements begin, and the last one ends: each at least ALIGN, the rest by `weights`, equally without.
+
+    >>> shard_bounds(384, 4), shard_bounds(384, 4, (1, 1, 2, 4)), shard_bounds(384, 4, (2, 2, 2, 2))
+    ([0, 96, 192, 288, 384], [0, 64, 128, 224, 384], [0, 96, 192, 288, 384])
+    """
+    rest, total = numel // ALIGN - shards, sum(weights) or shards
+    before = [sum(weights[:shard]) if weights else shard for shard in range(shards + 1)]
+    return [ALIGN * (shard + rest * weight // total) for shard, weight in enumerate(before)]
 
 
 def units(layers: Sequence[LayerSlots], zero: int, shards: int, bucket: int, size: int) -> list[Unit]:

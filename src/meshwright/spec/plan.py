@@ -5,7 +5,8 @@ Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (Z
 micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage),
 `rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `off-optimizer-files`, `ulysses` (how context ranks attend; else
-by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `ax-dp-pp-tp` (another order of axes).
+by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `shards3-1` (parts of
+the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes).
 
 World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies inside of dp.
 """
@@ -14,88 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from enum import StrEnum
-from typing import Literal
 
 from pydantic import Field, model_validator
 
 from meshwright.base.codec import build
 from meshwright.base.errors import InputError, did_you_mean
+from meshwright.spec.choices import AXES, BUCKET, FILES, HELD, Axis, Context, Offload, Recompute, Schedule, lies_as_v, rank_of
 from meshwright.spec.degrees import Degrees
-
-
-class Schedule(StrEnum):
-    """Pipeline orders; `schedules/` holds one file for each."""
-
-    gpipe = "gpipe"
-    one_f_one_b = "1f1b"
-    interleaved = "interleaved"
-    zb1 = "zb1"
-    """ZB-H1: 1F1B with a backward in two actions (arXiv 2401.10241)."""
-    zbv = "zbv"
-    """ZB-V: the same over two stages a rank, laid as a V."""
-    dualpipev = "dualpipev"
-    """DualPipe-V (arXiv 2412.19437), laid as a V too."""
-    actions = "actions"
-    """As the plan itself says, action by action."""
-
-
-HELD = {Schedule.zbv: 2, Schedule.dualpipev: 2}
-"""Stages a rank where they are not one; interleaved and actions have as many as one likes."""
-
-
-def rank_of(stage: int, pp: int, as_v: bool) -> int:
-    """The pipeline rank of a stage: round after round, or down and up again as a V. Arrays of stages give arrays of ranks.
-
-    >>> [rank_of(stage, 4, False) for stage in range(8)], [rank_of(stage, 4, True) for stage in range(8)]
-    ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0])
-    """
-    return (2 * pp - 1 - abs(2 * stage - 2 * pp + 1)) // 2 if as_v else stage % pp
-
-
-def lies_as_v(schedule: Schedule, actions: tuple[str, ...] = ()) -> bool:
-    """Whether the stages of a rank are s and 2 pp - 1 - s instead of s, s + pp, ... Actions say it themselves: the last rank runs stage pp."""
-    if schedule == Schedule.actions:
-        return len(actions) > 1 and re.search(rf"(^|\s){len(actions)}[FBW]", actions[-1]) is not None
-    return schedule in (Schedule.zbv, Schedule.dualpipev)
-
-
-class Recompute(StrEnum):
-    """Activation checkpointing: what backward computes again instead of keeping. Selective: the attention core (arXiv 2205.05198, section 5)."""
-
-    none = "none"
-    selective = "selective"
-    layer = "layer"
-
-
-class Offload(StrEnum):
-    """What waits in host memory, or in files of a disk."""
-
-    optimizer = "optimizer"
-    optimizer_files = "optimizer-files"
-    parameters = "parameters"
-    activations = "activations"
-
-
-FILES = (Offload.optimizer_files,)
-"""What waits in files; all else waits in host memory."""
-
-Axis = Literal["pp", "dp", "tp"]
-
-
-class Context(StrEnum):
-    """How the ranks that share a sequence attend over all of it."""
-
-    ring = "ring"
-    """Keys and values go round (Liu et al., Ring Attention, arXiv 2310.01889)."""
-    ulysses = "ulysses"
-    """Heads are exchanged for positions and back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509)."""
-
-
-AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
-"""Outermost first; dp is dp_replicate x dp_shard x cp."""
-
-BUCKET = 25 * 2**20
 
 
 class Plan(Degrees):
@@ -115,6 +41,9 @@ class Plan(Degrees):
         default=(), description="of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order"
     )
     shares: tuple[int, ...] = Field(default=(), description="micro-batches of each data replica in a step; empty: equally many")
+    shard_weights: tuple[int, ...] = Field(
+        default=(), description="parts of the states that each rank of a shard group holds; empty: equal parts"
+    )
     axes: tuple[Axis, ...] = Field(default=AXES, description="from the outermost to the innermost; cp lies inside of dp")
     bucket: int = Field(default=BUCKET, ge=1, description="bytes of gradients that one collective carries at least")
 
@@ -141,6 +70,8 @@ class Plan(Degrees):
             raise ValueError(f"placement names {len(self.placement)} ranks of pp({self.pp}); each has its group, in 1f1b or gpipe")
         if sorted(self.axes) != sorted(AXES):
             raise ValueError(f"axes {list(self.axes)} must name each of {', '.join(AXES)} once")
+        if self.placement and self.axes[0] != "pp":
+            raise ValueError(f"placement gives a group's devices to whole pipeline ranks: axes {list(self.axes)} must begin with pp")
         if list(self.offload) != sorted(set(self.offload), key=list(Offload).index):
             raise ValueError(
                 f"offload {[str(what) for what in self.offload]} names each of {', '.join(Offload)} at most once, in this order"
@@ -162,6 +93,17 @@ class Plan(Degrees):
             raise ValueError("shares: replicas of unlike numbers of micro-batches may meet once a step only: use z0 or z1, and ep1")
         if self.schedule not in (Schedule.gpipe, Schedule.one_f_one_b, Schedule.zb1, Schedule.zbv):
             raise ValueError(f"shares: {self.schedule} orders one number of micro-batches; gpipe, 1f1b, zb1 and zbv order any")
+        return self
+
+    @model_validator(mode="after")
+    def _sharded_out(self) -> Plan:
+        weights = self.shard_weights
+        if weights and (len(weights) != self.shards or self.shards < 2 or min(weights) < 1):
+            raise ValueError(
+                f"shard weights {list(weights)} give each of the {self.shards} ranks of a shard group at least 1, of two ranks or more at z1 to z3"
+            )
+        if weights and self.ep > 1:
+            raise ValueError("shard weights: experts on unlike ranks have shard groups of their own; use ep1")
         return self
 
     def _has_stages(self) -> None:
@@ -239,6 +181,18 @@ class Plan(Degrees):
         before = sum(self.shares[:replica]) if self.shares else replica * self.micro_batches(batch)
         return before * self.micro_batch
 
+    def shard_weight(self, replica: int | None = None) -> float:
+        """The shard of `replica`, or the largest one, as so many equal shards; of its context ranks the largest.
+
+        >>> parse_plan("dp2.z3.shards3-1").shard_weight(1), parse_plan("dp4.z3").shard_weight()
+        (0.5, 1.0)
+        """
+        if not self.shard_weights:
+            return 1.0
+        first = 0 if replica is None else replica % self.dp_shard * self.cp
+        held = self.shard_weights[first : None if replica is None else first + self.cp]
+        return max(held) * self.shards / sum(self.shard_weights)
+
     def stage_layers(self, blocks: int) -> tuple[int, ...]:
         """Blocks of each virtual stage; without `layers_per_stage` as even as can be, the first stages taking the rest."""
         if self.layers_per_stage:
@@ -296,6 +250,7 @@ def plan_name(plan: Plan) -> str:
     parts += [f"{plan.context}{plan.ulysses or ''}"] if plan.context != Context.ring else []
     parts += ["on" + "-".join(map(str, plan.placement))] if plan.placement else []
     parts += ["sh" + "-".join(map(str, plan.shares))] if plan.shares else []
+    parts += ["shards" + "-".join(map(str, plan.shard_weights))] if plan.shard_weights else []
     parts += ["ax-" + "-".join(plan.axes)] if plan.axes != AXES else []
     return ".".join(parts)
 
@@ -304,7 +259,19 @@ _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": 
 _WORDS = {"sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
 _KNOWN = (
     *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "zb1", "zbv", "dualpipev"),
-    *("ls10-11-11", "rc-selective", "rc-layer", "rc-layer8", "off-optimizer", "off-optimizer-files", "ulysses", "ax-dp-pp-tp"),
+    *(
+        "ls10-11-11",
+        "rc-selective",
+        "rc-layer",
+        "rc-layer8",
+        "off-optimizer",
+        "off-optimizer-files",
+        "ulysses",
+        "sh6-2",
+        "shards3-1",
+        "on0-1",
+        "ax-dp-pp-tp",
+    ),
 )
 
 
@@ -352,6 +319,8 @@ def parse_plan(name: str) -> Plan:
             put("placement", tuple(map(int, part[2:].split("-"))), part)
         elif re.fullmatch(r"sh\d+(-\d+)+", part):
             put("shares", tuple(map(int, part[2:].split("-"))), part)
+        elif re.fullmatch(r"shards\d+(-\d+)+", part):
+            put("shard_weights", tuple(map(int, part[6:].split("-"))), part)
         elif re.fullmatch(r"ax(-(pp|dp|tp)){3}", part):
             put("axes", tuple(part[3:].split("-")), part)
         elif part.startswith("off-") and part[4:] in list(Offload):
@@ -369,16 +338,6 @@ def parse_plan(name: str) -> Plan:
 
 
 __all__ = [
-    "AXES",
-    "BUCKET",
-    "FILES",
-    "Context",
-    "Offload",
-    "Plan",
-    "Recompute",
-    "Schedule",
-    "lies_as_v",
-    "parse_plan",
-    "plan_name",
-    "rank_of",
-]
+    "AXES", "BUCKET", "FILES", "HELD", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
+    "lies_as_v", "parse_plan", "plan_name", "rank_of",
+]  # fmt: skip

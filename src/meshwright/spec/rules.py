@@ -14,7 +14,7 @@ from typing import NamedTuple
 from meshwright.base.errors import InputError
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
-from meshwright.spec.plan import FILES, Context, Offload, Plan, Schedule
+from meshwright.spec.plan import FILES, Context, Plan, Schedule
 
 
 class Fault(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.spec.plan import AXES, Offload, Plan, Schedule
+from meshwright.spec.plan import Offload, Plan, Schedule
 
 RUNS: dict[str, tuple[Any, ...]] = {
     "schedule": tuple(Schedule),
@@ -19,8 +19,6 @@ RUNS: dict[str, tuple[Any, ...]] = {
         for optimizer in (None, Offload.optimizer, Offload.optimizer_files)
         for activations in (None, Offload.activations)
     ),
-    "placement": ((),),
-    "axes": (AXES,),
 }
 """Values of the fields of a plan that run; every other field runs with all of its values."""
 
@@ -30,8 +28,6 @@ def missing(plan: Plan) -> tuple[str, ...]:
     said = {
         "schedule": str(plan.schedule),
         "offload": ".".join(f"off-{what}" for what in plan.offload),
-        "placement": "on" + "-".join(map(str, plan.placement)),
-        "axes": "ax-" + "-".join(plan.axes),
     }
     return tuple(said[name] for name, values in RUNS.items() if getattr(plan, name) not in values)
 

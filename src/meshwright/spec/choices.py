@@ -1,0 +1,81 @@
+"""What the parts of a plan can be: orders of pipelines, what recomputes, what waits on the host, how context ranks attend, orders of axes."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Literal
+
+
+class Schedule(StrEnum):
+    """Pipeline orders; `schedules/` holds one file for each."""
+
+    gpipe = "gpipe"
+    one_f_one_b = "1f1b"
+    interleaved = "interleaved"
+    zb1 = "zb1"
+    """ZB-H1: 1F1B with a backward in two actions (arXiv 2401.10241)."""
+    zbv = "zbv"
+    """ZB-V: the same over two stages a rank, laid as a V."""
+    dualpipev = "dualpipev"
+    """DualPipe-V (arXiv 2412.19437), laid as a V too."""
+    actions = "actions"
+    """As the plan itself says, action by action."""
+
+
+HELD = {Schedule.zbv: 2, Schedule.dualpipev: 2}
+"""Stages a rank where they are not one; interleaved and actions have as many as one likes."""
+
+
+def rank_of(stage: int, pp: int, as_v: bool) -> int:
+    """The pipeline rank of a stage: round after round, or down and up again as a V. Arrays of stages give arrays of ranks.
+
+    >>> [rank_of(stage, 4, False) for stage in range(8)], [rank_of(stage, 4, True) for stage in range(8)]
+    ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0])
+    """
+    return (2 * pp - 1 - abs(2 * stage - 2 * pp + 1)) // 2 if as_v else stage % pp
+
+
+def lies_as_v(schedule: Schedule, actions: tuple[str, ...] = ()) -> bool:
+    """Whether the stages of a rank are s and 2 pp - 1 - s instead of s, s + pp, ... Actions say it themselves: the last rank runs stage pp."""
+    if schedule == Schedule.actions:
+        return len(actions) > 1 and re.search(rf"(^|\s){len(actions)}[FBW]", actions[-1]) is not None
+    return schedule in (Schedule.zbv, Schedule.dualpipev)
+
+
+class Recompute(StrEnum):
+    """Activation checkpointing: what backward computes again instead of keeping. Selective: the attention core (arXiv 2205.05198, section 5)."""
+
+    none = "none"
+    selective = "selective"
+    layer = "layer"
+
+
+class Offload(StrEnum):
+    """What waits in host memory, or in files of a disk."""
+
+    optimizer = "optimizer"
+    optimizer_files = "optimizer-files"
+    parameters = "parameters"
+    activations = "activations"
+
+
+FILES = (Offload.optimizer_files,)
+"""What waits in files; all else waits in host memory."""
+
+Axis = Literal["pp", "dp", "tp"]
+
+
+class Context(StrEnum):
+    """How the ranks that share a sequence attend over all of it."""
+
+    ring = "ring"
+    """Keys and values go round (Liu et al., Ring Attention, arXiv 2310.01889)."""
+    ulysses = "ulysses"
+    """Heads are exchanged for positions and back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509)."""
+
+
+AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
+"""Outermost first; dp is dp_replicate x dp_shard x cp."""
+
+BUCKET = 25 * 2**20

@@ -1,0 +1,77 @@
+"""Ranks in another order: pipeline ranks on the groups that a plan names, axes from the outermost to the innermost as it says. The loss stays that
+of one device, also where process groups of torch carry everything."""
+
+from __future__ import annotations
+
+import functools
+import os
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from equality import alone, check, train
+
+from meshwright.base.errors import InputError
+from meshwright.spec.grid import Grid
+from meshwright.spec.plan import parse_plan
+
+SAMPLE = [
+    ("llama", "dp2.pp2.z1.ls3-1.on1-0"), ("llama", "dp2.tp2.pp2.z3.mb2.ax-dp-pp-tp"), ("llama-tied", "dp2.pp2.z2.ax-dp-pp-tp"), ("gpt2", "tp2.pp2.mb2.ax-tp-dp-pp"),
+    ("llama", "dp2x2.z1.pp2.ax-pp-tp-dp"), ("llama-tied", "pp4.on1-0-1-0.mb2"),
+]  # fmt: skip
+MORE = [(model, plan) for model in ("llama", "llama-tied", "gpt2", "bert") for plan in (
+    *(f"dp2.tp2.sp.pp2.z{zero}.mb2.ax-{axes}" for zero, axes in enumerate(("pp-tp-dp", "dp-tp-pp", "tp-pp-dp", "tp-dp-pp"))),
+    "dp2.pp2.z3.gpipe.on1-0", "dp2.pp4.z1.ls1-1-1-1.on0-1-1-0", "pp2.tp2.mb2.zbv.ax-dp-tp-pp")]  # fmt: skip
+
+
+@functools.cache
+def single(model: str, precision: str) -> dict[str, Any]:
+    return alone(model, precision, 2)
+
+
+def between_hosts(model: str, plan: str) -> dict[str, Any]:
+    """As on ranks of different hosts: no memory is shared."""
+    os.environ["MESHWRIGHT_SHARED"] = "0"
+    try:
+        return train(model, plan, "fp64", 2)
+    finally:
+        del os.environ["MESHWRIGHT_SHARED"]
+
+
+@pytest.mark.parametrize(("model", "plan"), SAMPLE)
+def test_ranks_in_another_order_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
+    check(single(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+
+
+@pytest.mark.parametrize(("model", "plan"), SAMPLE[:2])
+def test_ranks_in_another_order_between_hosts_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
+    check(single(model, "fp64"), ranks.run(parse_plan(plan).world, between_hosts, model, plan), "fp64")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("model", "plan"), MORE)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_ranks_in_every_order_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str, precision: str) -> None:
+    check(single(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+
+
+@pytest.mark.parametrize("name", ["dp2x3.tp2.pp4.z1.ax-tp-pp-dp", "dp2.cp2.pp3.z3.ax-dp-pp-tp", "dp3.pp4.z1.on1-0-1-0"])
+def test_every_rank_has_one_place_and_axes_lie_as_far_apart_as_the_plan_says(name: str) -> None:
+    plan = parse_plan(name)
+    grid = Grid(plan)
+    assert sorted(grid.rank(grid.place(rank)) for rank in range(plan.world)) == list(range(plan.world))
+    for axis, stride in plan.strides().items():
+        ranks = grid.along(0, axis)
+        assert axis == "pp" or all(after - before == stride for before, after in pairwise(ranks))
+
+
+def test_placed_ranks_hold_the_devices_of_their_group() -> None:
+    plan = parse_plan("dp3.pp4.z1.on1-0-1-0")
+    by_stage = [{rank for rank in range(12) if Grid(plan).place(rank).pp == pp} for pp in range(4)]
+    assert by_stage == [{6, 7, 8}, {0, 1, 2}, {9, 10, 11}, {3, 4, 5}]
+
+
+def test_a_placement_that_would_tear_groups_apart_is_refused_in_one_line() -> None:
+    with pytest.raises(InputError) as error:
+        parse_plan("dp2.pp2.on0-1.ax-dp-pp-tp")
+    assert "must begin with pp" in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,94 @@
+"""Shards of unlike sizes: the loss is the loss of one device, ranks hold the parts they were given, and checkpoints fit any other plan."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from equality import alone, check, make_batch, make_model, make_optimizer, train
+
+from meshwright.base.errors import InputError
+from meshwright.spec.plan import parse_plan
+from meshwright.train.trainer import parallelize
+
+SAMPLE = [
+    ("llama", "dp2.z3.shards3-1"), ("llama", "dp2.z1.shards1-4"), ("llama", "dp4.z2.shards1-1-2-4"), ("llama-tied", "dp2.tp2.z2.mb2.shards2-1"),
+    ("gpt2", "dp2x2.z3.shards1-3.rc-layer"), ("llama", "dp2.z1.mb2.sh3-1.shards3-1"), ("llama-tied", "dp2.pp2.z1.shards1-2"),
+]  # fmt: skip
+MORE = [(model, plan) for model in ("llama", "llama-tied", "gpt2", "bert") for plan in (
+    "dp4.z1.shards5-1-1-1", "dp4.z3.shards1-2-3-4", "dp2.pp2.z3.mb2.shards1-3", "dp2.pp2.z2.mb2.zb1.shards4-1", "dp2.tp2.sp.z3.mb2.shards1-9")]  # fmt: skip
+
+
+@functools.cache
+def single(model: str, precision: str) -> dict[str, Any]:
+    return alone(model, precision, 2)
+
+
+def between_hosts(model: str, plan: str) -> dict[str, Any]:
+    """As on ranks of different hosts: no memory is shared."""
+    os.environ["MESHWRIGHT_SHARED"] = "0"
+    try:
+        return train(model, plan, "fp64", 2)
+    finally:
+        del os.environ["MESHWRIGHT_SHARED"]
+
+
+@pytest.mark.parametrize(("model", "plan"), SAMPLE)
+def test_unlike_shards_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
+    check(single(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+
+
+@pytest.mark.parametrize(("model", "plan"), SAMPLE[:2])
+def test_unlike_shards_between_hosts_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
+    check(single(model, "fp64"), ranks.run(parse_plan(plan).world, between_hosts, model, plan), "fp64")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("model", "plan"), MORE)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_unlike_shards_of_every_kind_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str, precision: str) -> None:
+    check(single(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+
+
+def held(plan: str, folder: str, load: bool) -> tuple[int, float]:
+    """Bytes of masters and optimizer states, and a loss: of two steps that are saved, or of one after what was saved."""
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", clip=1.0)
+    if load:
+        trainer.load(folder)
+        return trainer.bytes()["optimizer"], trainer.step(make_batch("llama", 2)).loss
+    for step in range(2):
+        trainer.step(make_batch("llama", step))
+    trainer.save(folder)
+    return trainer.bytes()["optimizer"], trainer.step(make_batch("llama", 2)).loss
+
+
+def test_ranks_hold_their_parts_and_any_other_plan_goes_on_from_their_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    unlike = ranks.run(2, held, "dp2.z3.shards3-1", str(tmp_path / "a"), False)
+    assert 2.7 < unlike[0][0] / unlike[1][0] < 3.1
+    path = next((tmp_path / "a").glob("step-*"))
+    for plan in ("dp2.z1.shards1-2", "dp4.z2", "tp2.mb4"):
+        (_, loss), *_ = ranks.run(parse_plan(plan).world, held, plan, str(path), True)
+        assert loss == pytest.approx(unlike[0][1], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("dp4.z3.shards1-1", "each of the 4 ranks of a shard group"),
+        ("dp2.shards1-2", "at z1 to z3"),
+        ("dp2.z1.shards1-0", "at least 1"),
+        ("dp4.ep2.z1.shards1-1-1-2", "use ep1"),
+    ],
+)
+def test_shards_that_fit_no_group_are_refused_in_one_line(plan: str, words: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_plan(plan)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_of_shards_read_back_from_their_name() -> None:
+    plan = parse_plan("dp2x2.z3.shards1-3.rc-layer")
+    assert plan.shard_weights == (1, 3) and parse_plan(plan.name) == plan
