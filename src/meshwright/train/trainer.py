@@ -29,6 +29,7 @@ from meshwright.parallel.offload.away import away_of
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.record import RunState, StepRecord
+from meshwright.train.agreement import agree_on_batch, agree_on_model
 from meshwright.train.scaler import LossScale
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def parallelize(
     Raises InputError when the world is not the plan's or a size does not divide.
     """
     plan = parse_plan(plan) if isinstance(plan, str) else plan
+    agree_on_model(model, plan, str(precision))
     mesh = make_mesh(plan)
     mesh = replace(mesh, away=away_of(plan, mesh.device, beside.get("offload_to")))
     kept = recipe(precision) if isinstance(precision, str) else precision
@@ -90,7 +92,7 @@ class Trainer:
         self.engine, self.optimizer, self.clip, self.seed = engine, optimizer, clip, seed
         self.mesh, self.plan = engine.mesh, engine.mesh.plan
         self.scale = LossScale.start(engine.recipe.loss_scaling)
-        self.steps = self.samples = 0
+        self.steps = self.samples = self._agreed = 0
         base = optimizer.defaults.get("lr") or 1.0
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
         self.on_phase: Callable[[Phase], None] = lambda phase: None
@@ -169,6 +171,11 @@ class Trainer:
         if self.engine.unfilled:
             name = min(self.engine.unfilled)
             raise InputError(f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) first")
+        whole = not isinstance(batch, Share)
+        if whole or not self._agreed:
+            given = [batch] if isinstance(batch, dict) else batch.micro_batches
+            agree_on_batch(given, self.mesh, whole=whole, numbers=self._agreed < 2)
+            self._agreed += 1
         if isinstance(batch, Share):
             batches = batch.micro_batches
             tokens = batch.tokens

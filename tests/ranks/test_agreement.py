@@ -1,0 +1,75 @@
+"""Ranks that were given unlike plans, models, weights or batches say so in one line, all of them, instead of waiting for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from equality import anatomy_of, make_batch, make_model, make_optimizer
+
+from meshwright.base.errors import InputError
+from meshwright.models.registry import build
+from meshwright.train.trainer import Share, parallelize
+
+OTHER = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 96, "seq": 32, "kind": "llama"}
+
+
+def refused(what: str) -> str:
+    """On every rank: what training says, where rank 1 was given something else."""
+    odd = dist.get_rank() == 1
+    model = make_model("llama")
+    plan, precision, batch = "tp2", "fp32", make_batch("llama", 0)
+    if odd:
+        plan = "pp2" if what == "plan" else plan
+        precision = "fp64" if what == "precision" else precision
+        model = build(OTHER) if what == "model" else model
+        if what == "weights":
+            model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+    try:
+        trainer = parallelize(model, make_optimizer, plan, precision=precision)
+        if what in ("late", "share"):
+            trainer.step(Share([batch], 9) if what == "share" and not odd else batch if what == "late" else Share([batch, batch], 9))
+        if odd:
+            batch = {"lengths": {key: value[:, :12] for key, value in batch.items()}, "names": {**batch, "extra": batch["labels"]}}.get(
+                what, batch
+            )
+            batch = make_batch("llama", 1) if what == "numbers" else batch
+            batch = {key: value[:4] for key, value in batch.items()} if what == "late" else batch
+        trainer.step(batch)
+    except InputError as error:
+        return str(error)
+    return "it ran"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("plan", "ranks disagree on the plan: ranks 0 and 1 were given tp2 and pp2"),
+        ("precision", "ranks disagree on the precision: fp32 on rank 0, fp64 on rank 1"),
+        ("model", "ranks disagree on the model: "),
+        ("weights", "ranks disagree on the weights: those of rank 1"),
+        ("lengths", "rank 0 was given input_ids [8, 16], labels [8, 16], rank 1 input_ids [8, 12], labels [8, 12]"),
+        ("names", "rank 1 extra [8, 16], input_ids [8, 16], labels [8, 16]; every rank gives the whole batch"),
+        ("numbers", "rank 1 was given other numbers than rank 0"),
+        ("late", "rank 1 input_ids [4, 16], labels [4, 16]"),
+        ("share", "rank 0 was given 1 micro-batches, rank 1 2 micro-batches; ranks of one replica read the same"),
+        ("nothing", "it ran"),
+    ],
+)
+def test_ranks_that_disagree_are_told_what_about_before_anything_hangs(ranks: Any, what: str, said: str) -> None:
+    for line in ranks.run(2, refused, what, timeout=60.0):
+        assert said in line and "\n" not in line
+
+
+def test_replicas_may_read_rows_of_other_lengths_each(ranks: Any) -> None:
+    assert ranks.run(2, of_two_lengths) == [True, True]
+
+
+def of_two_lengths() -> bool:
+    trainer = parallelize(make_model("llama"), make_optimizer, "dp2.z1", precision="fp64", anatomy=anatomy_of("llama"))
+    width = 16 - 4 * dist.get_rank()
+    return bool(
+        torch.isfinite(torch.tensor(trainer.step(Share([{key: value[:, :width] for key, value in make_batch("llama", 0).items()}])).loss))
+    )
