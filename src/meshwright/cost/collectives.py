@@ -10,8 +10,9 @@ The last term is what filling a pipeline of pieces costs when their size is the 
 half of the bandwidth need tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce inside a node runs at the link's `adding` times B, and
 its pipeline is one hop deep.
 
-Over gloo an all-gather and a reduce-scatter are an all-to-all each (`exchange`): every rank hands its part to every other, so that what crosses
-nodes crosses them once for each rank there.
+Over gloo ranks that are alone on their nodes gather and scatter by an all-to-all each (`exchange`). Several ranks of a node go in tiers: what
+crosses crosses once for each node, spread over its ranks (parallel/tiers.py): with h nodes of m ranks all of these take, one way,
+(h - 1) / (h m) S / far + (m - 1) / m S / near. Compressed gradients (`Wire`) change the first term only.
 
 Rings that cross nodes leave each node once per rank of the group in it, so that B is the link inside or that many network shares,
 whichever is less. A group is `ranks` ranks, `stride` devices apart, beginning at a multiple of ranks * stride; it lies in one domain when
@@ -85,8 +86,28 @@ def _pipelined(wire: Any, hops: Any) -> Any:
     return wire + hops + PIPELINING * np.sqrt(wire * hops)
 
 
-def group(links: Fabric, ranks: int, stride: int) -> Group:
-    """
+class Wire(NamedTuple):
+    """Bytes of compressed gradients between nodes over plain ones: of a reduce-scatter, and of an all-reduce for each node but one that sends."""
+
+    scatter: float = 1.0
+    reduce: float = 1.0
+    gathered: bool = False
+    """All nodes send all of theirs to all others: (h - 1) instead of 2 (h - 1) / h times as much."""
+
+    def reducing(self, nodes: int) -> float:
+        """
+        >>> Wire(0.25, 0.25, True).reducing(2), Wire().reducing(2)
+        (0.25, 1.0)
+        """
+        return self.reduce * (nodes / 2 if self.gathered else 1.0)
+
+
+PLAIN = Wire()
+
+
+def group(links: Fabric, ranks: int, stride: int, wire: Wire = PLAIN) -> Group:
+    """`wire`: of gradients that are compressed.
+
     >>> group(Fabric(7, Link(name="in", bandwidth=100.0, efficiency=1.0), Link(name="out", bandwidth=9.0, efficiency=1.0)), 2, 1).bandwidth
     9.0
     """
@@ -100,11 +121,29 @@ def group(links: Fabric, ranks: int, stride: int) -> Group:
         return Group(ranks, rate, adding, turn, START + ceil(log2(ranks)) * near.latency, rate, turn)
     beside = max(links.domain // stride, 1) if ranks * stride > links.domain else 1
     nodes = ceil(ranks / beside)
-    wire = far.bandwidth * far.efficiency * beside
-    bandwidth = min(wire, near.bandwidth * near.efficiency) if beside > 1 else wire
+    share = far.bandwidth * far.efficiency * beside
+    bandwidth = min(share, near.bandwidth * near.efficiency) if beside > 1 else share
     turn = START + (ranks - nodes) * near.latency + (nodes - 1) * far.latency
-    gathering, hops = _handed(links, ranks, beside) if links.handed else (bandwidth, turn)
+    gathering, hops = bandwidth, turn
+    if links.handed and beside > 1:
+        gathering, bandwidth = (_tiered(links, ranks, beside, times) for times in (wire.scatter, wire.reducing(nodes)))
+    elif links.handed:
+        gathering, hops = _handed(links, ranks, beside)
+    if beside == 1 or not links.handed:
+        gathering, bandwidth = gathering / wire.scatter, bandwidth / wire.reducing(nodes if links.handed else ranks)
     return Group(ranks, bandwidth, bandwidth, turn, START + ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency, gathering, hops)
+
+
+def _tiered(links: Fabric, ranks: int, beside: int, times: float) -> float:
+    """Bytes/s of a ring that takes as long as tiers do, which send `times` as much between nodes.
+
+    >>> links = Fabric(2, Link(name="in", bandwidth=1e12, efficiency=1.0), Link(name="out", bandwidth=10.0, efficiency=1.0))
+    >>> round(_tiered(links, 4, 2, 1.0), 3), round(_tiered(links, 4, 2, 0.25), 3)      # of 4 bytes each rank sends 1, a ring would send 3 over 2 wires
+    (30.0, 120.0)
+    """
+    near, far = links.near, links.far
+    across = times * (ranks // beside - 1) / ranks / (far.bandwidth * far.efficiency)
+    return (ranks - 1) / ranks / (across + (beside - 1) / beside / (near.bandwidth * near.efficiency))
 
 
 def _handed(links: Fabric, ranks: int, beside: int) -> tuple[float, float]:

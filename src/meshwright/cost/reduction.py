@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.cost import constants
 from meshwright.cost.box import Array, Box, lift, portion
-from meshwright.cost.collectives import Group, group, stack
+from meshwright.cost.collectives import PLAIN, Group, Wire, group, stack
 from meshwright.cost.expert import stride
 from meshwright.cost.hiding import beside
 from meshwright.cost.memory import States
@@ -43,26 +43,27 @@ class Volume(NamedTuple):
     lone: Array
     last: Array
     shard: Group
+    scatter: Group
     replicate: Group
 
 
-def axis_groups(setting: Setting, box: Box) -> tuple[Group, Group]:
+def axis_groups(setting: Setting, box: Box, wire: Wire = PLAIN) -> tuple[Group, Group]:
     """The shard group and the replica group of each z, over AXES. Below a shard group context ranks are replicas."""
     inner, holders = box.strides["dp"], [shards.holders for shards in box.shards]
     replicas, apart = [shards.replicas for shards in box.shards], [inner * count for count in holders]
-    return _over(setting, holders, [inner] * len(holders)), _over(setting, replicas, apart)
+    return _over(setting, holders, [inner] * len(holders), wire), _over(setting, replicas, apart, wire)
 
 
-def expert_groups(setting: Setting, box: Box) -> tuple[Group, Group]:
+def expert_groups(setting: Setting, box: Box, wire: Wire = PLAIN) -> tuple[Group, Group]:
     """The same for experts: what is left of the shard group and its tensor ranks when each expert has its own."""
     inner, apart = stride(box) * box.layout.ep, box.layout.ep * box.layout.expert_tensor
     replicas = [shards.replicas if shards.zero else max(shards.replicas * box.tp // apart, 1) for shards in box.shards]
     beyond = [inner * int(holders) for holders in box.expert_holders]
-    return _over(setting, box.expert_holders.tolist(), [inner] * len(replicas)), _over(setting, replicas, beyond)
+    return _over(setting, box.expert_holders.tolist(), [inner] * len(replicas), wire), _over(setting, replicas, beyond, wire)
 
 
-def _over(setting: Setting, ranks: list[int], strides: list[int]) -> Group:
-    found = stack([group(setting.fabric, count, stride) for count, stride in zip(ranks, strides, strict=True)])
+def _over(setting: Setting, ranks: list[int], strides: list[int], wire: Wire) -> Group:
+    found = stack([group(setting.fabric, count, stride, wire) for count, stride in zip(ranks, strides, strict=True)])
     return Group(*(lift(values, "z") for values in found))
 
 
@@ -74,12 +75,14 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
         forward, backward = forward * 0.0, backward * 0.0
     zero = box.zero
     dense = size * box.weight  # of unequal shards the largest is waited for
-    volumes = [Volume(states.numel * dense, states.units, states.lone * dense, states.first * dense, *axis_groups(setting, box))]
+    plain, coded = axis_groups(setting, box), axis_groups(setting, box, setting.wire)
+    volumes = [Volume(states.numel * dense, states.units, states.lone * dense, states.first * dense, plain[0], *coded)]
     if box.layout.ep > 1:
         experts = states.experts * size
-        volumes.append(Volume(experts, states.expert_units, 0.0 * experts, 0.0 * experts, *expert_groups(setting, box)))
-    scatter: Array = sum(each.shard.gather(each.whole * sent, each.units) for each in volumes)
-    share: Array = scatter if sent == 1 else sum(each.shard.gather(each.whole, each.units) for each in volumes)
+        plain, coded = expert_groups(setting, box), expert_groups(setting, box, setting.wire)
+        volumes.append(Volume(experts, states.expert_units, 0.0 * experts, 0.0 * experts, plain[0], *coded))
+    scatter: Array = sum(each.scatter.gather(each.whole * sent, each.units) for each in volumes)
+    share: Array = scatter if sent == 1 and setting.wire == PLAIN else sum(each.shard.gather(each.whole, each.units) for each in volumes)
     over_replicas: Array = sum(each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes)
     fetched_alone: Array = sum(each.shard.gather(each.lone) for each in volumes)
 
@@ -89,7 +92,7 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
     each_micro_batch = np.where(zero == 3, at_three, np.where(zero == 2, at_two, 0.0))
     reduce = np.where(zero == 0, over_replicas, np.where(zero == 1, scatter, 0.0))
     if practice.reduce_hidden and not setting.on_host:
-        last = [np.where(zero == 0, each.replicate.reduce(each.last * sent), each.shard.gather(each.last * sent)) for each in volumes]
+        last = [np.where(zero == 0, each.replicate.reduce(each.last * sent), each.scatter.gather(each.last * sent)) for each in volumes]
         reduce = beside(reduce, backward) + sum(last)
     fetched = beside(share, forward) if practice.gather_hidden else share
     after = np.where(zero == 0, 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), fetched, 0.0)

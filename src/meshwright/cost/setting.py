@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from meshwright.base.errors import InputError
 from meshwright.cost.box import Cut
-from meshwright.cost.collectives import Fabric, fabric
+from meshwright.cost.collectives import PLAIN, Fabric, Wire, fabric
 from meshwright.cost.practice import OURS, Practice
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.job import Job
@@ -79,6 +80,22 @@ class Setting:
     def shares_memory(self) -> bool:
         """All ranks are processes of one host and read each other's buffers instead of being sent them."""
         return self.on_host and sum(group.nodes for group in self.job.cluster.groups) == 1
+
+    @cached_property
+    def wire(self) -> Wire:
+        """What compression leaves of gradients between nodes: of all matrices two thin factors, of all else its code."""
+        asked, size = self.job.workload.compression, self.gradient
+        if asked is None:
+            return PLAIN
+        if asked.kind != "low-rank":
+            return Wire(asked.bytes_per_element / size, asked.bytes_per_element / size, True)
+        shapes = [(parameter.shape, layer.repeat) for layer in self.job.model.layers for parameter in layer.parameters]
+        whole = sum(prod(shape) * times for shape, times in shapes)
+        left = sum(
+            min(prod(shape), asked.rank * (shape[0] + prod(shape[1:])) if len(shape) > 1 else prod(shape)) * times
+            for shape, times in shapes
+        )
+        return Wire(2.0 * left / whole, left / whole)
 
     @cached_property
     def head(self) -> Entry | None:

@@ -1,0 +1,225 @@
+"""Slow links between two emulated nodes of two ranks: sums in tiers beside flat ones, compressed gradients, and how much of it backward hides.
+
+sudo python -m bench links [--rate 12.5e6] [--rounds 5]: bytes/s of a node's wire each way. Linux and root only. Wires are real (shaped pairs of
+virtual devices), ranks are processes on the cores that this machine has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.ranks import warm
+from meshwright.emulate.run import Emulated, emulated
+from meshwright.emulate.scale import Scaled
+from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.parallel import exchange
+from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.shared import SWITCH
+from meshwright.spec.compression import Compression
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.precision import recipe
+from meshwright.train.trainer import Trainer, parallelize
+
+RESULTS = Path(__file__).parent / "results"
+BUFFER = 2**21
+"""Elements of a collective: 8 MiB."""
+
+SIZES = {"layers": 6, "hidden": 192, "ffn": 512, "vocab": 512, "sequence": 64, "batch": 32}
+BUCKET = 2**20
+
+
+@contextmanager
+def shared(on: bool) -> Any:
+    os.environ[SWITCH] = str(int(on))
+    try:
+        yield
+    finally:
+        del os.environ[SWITCH]
+
+
+def timed(call: Callable[[], Any], rounds: int) -> float:
+    """The median over rounds of the slowest rank's seconds."""
+    found = []
+    for _ in range(rounds):
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        seconds = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        found.append(float(seconds))
+    return statistics.median(found)
+
+
+def collectives(rounds: int) -> dict[str, dict[str, float]]:
+    world = dist.get_world_size()
+    full = torch.ones(BUFFER)
+    own = torch.ones(BUFFER // world)
+    found: dict[str, dict[str, float]] = {}
+    for name, on in (("flat", False), ("tiers", True)):
+        with shared(on):
+            group = make_mesh(Plan(tp=world)).world
+        for kind, call in _calls(full, own, group).items():
+            call()
+            found.setdefault(kind, {})[name] = timed(call, rounds)
+    return found
+
+
+def _calls(full: torch.Tensor, own: torch.Tensor, group: Any) -> dict[str, Callable[[], Any]]:
+    return {
+        "all-reduce": lambda: exchange.all_reduce(full, group).wait(),
+        "reduce-scatter": lambda: exchange.reduce_scatter(full, own, group).wait(),
+        "all-gather": lambda: exchange.all_gather(full, own, group).wait(),
+    }
+
+
+def model() -> Llama:
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(SIZES["layers"], SIZES["hidden"], 4, 4, SIZES["ffn"], SIZES["vocab"], SIZES["sequence"]))
+
+
+def trainer_of(plan: str, kind: str, on: bool, bucket: int = BUCKET) -> Trainer:
+    asked = recipe("fp32").but(compression=Compression(kind=kind) if kind else None)  # type: ignore[arg-type]
+    with shared(on):
+        return parallelize(
+            model(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), parse_plan(plan).but(bucket=bucket), precision=asked
+        )
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, SIZES["vocab"], (SIZES["batch"], SIZES["sequence"]), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def training(rounds: int) -> list[dict[str, Any]]:
+    """Seconds of a step, waited and sent, of every system; what a step without data ranks takes."""
+    rows, found = batch(), []
+    systems = [("flat", "", False), ("tiers", "", True), *((f"tiers, {kind}", kind, True) for kind in ("bf16", "int8"))]
+    for plan in ("dp4", "dp4.z1"):
+        for name, kind, on in systems:
+            trainer = trainer_of(plan, kind, on)
+            records = []
+            trainer.step(rows)
+            seconds = timed(lambda trainer=trainer, records=records: records.append(trainer.step(rows)), rounds)
+            exposed = statistics.median(record.exposed["data"] for record in records)
+            found.append({"plan": plan, "system": name, "step": seconds, "exposed": exposed, "sent": records[-1].sent.get("data", 0.0)})
+            trainer.close()
+    return found
+
+
+def hidden(rounds: int) -> dict[str, float]:
+    """Of dp4 with one micro-batch: seconds of its reductions alone, of backward alone, and of reductions that a step waits for."""
+    rows, mine = batch(), batch()
+    each = SIZES["batch"] // dist.get_world_size()
+    mine = {name: value[:each] for name, value in mine.items()}
+    trainer = trainer_of(f"dp4.mb{each}", "", True)
+    zero = trainer.engine.zero
+
+    def reduce() -> None:
+        for pending in [unit.reduce() for unit in reversed(zero.trained)]:
+            pending.wait()
+
+    trainer.step(rows)
+    alone = timed(reduce, rounds)
+    records: list[Any] = []
+    timed(lambda: records.append(trainer.step(rows)), rounds)
+    plain, backward = model(), []
+
+    def one() -> None:
+        loss = plain(input_ids=mine["input_ids"]).logits.logsumexp(-1).sum()
+        began = time.perf_counter()
+        loss.backward()
+        backward.append(time.perf_counter() - began)
+
+    timed(one, rounds)
+    exposed = statistics.median(record.exposed["data"] for record in records)
+    beside = statistics.median(backward)
+    trainer.close()
+    return {"alone": alone, "exposed": exposed, "backward": beside, "hidden": (alone - exposed) / min(alone, beside)}
+
+
+def on_ranks(cluster: Emulated, function: Callable[[], Any]) -> Any:
+    """Rank 0's `function()`, which every rank calls."""
+    ours, theirs = os.pipe()
+    pids = []
+    for rank in range(cluster.world):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                cluster.enter(rank)
+                os.environ.update(cluster.environment(rank))
+                torch.set_num_threads(1)
+                dist.init_process_group("gloo", rank=rank, world_size=cluster.world, timeout=timedelta(seconds=600))
+                found = function()
+                if rank == 0:
+                    with os.fdopen(theirs, "wb") as pipe:
+                        pipe.write(pickle.dumps(found))
+                dist.barrier()
+                code = 0
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as said:
+        data = said.read()
+    codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    if any(codes):
+        raise SystemExit("links: a rank failed")
+    return pickle.loads(data)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench links")
+    parser.add_argument("--rate", type=float, default=12.5e6)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="collectives,training,hidden")
+    given = parser.parse_args(arguments)
+    warm()
+    parts = {"collectives": collectives, "training": training, "hidden": hidden}
+    found: dict[str, Any] = {"rate": given.rate}
+    for name in given.only.split(","):
+        scaled = Scaled(shares=(1.0,) * 4, nodes=(0, 0, 1, 1), wires=(given.rate,) * 2, motion=1.0)
+        with emulated(scaled) as cluster:
+            found[name] = on_ranks(cluster, lambda name=name: parts[name](given.rounds))
+        print(json.dumps(found[name], indent=1), flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    before = json.loads((RESULTS / "links.json").read_text()) if (RESULTS / "links.json").exists() else {}
+    (RESULTS / "links.json").write_text(json.dumps({**before, **found}, indent=1) + "\n")
+    (RESULTS / "links.md").write_text(page({**before, **found}))
+
+
+def page(found: dict[str, Any]) -> str:
+    """What was measured, as tables."""
+    lines = [f"# Two nodes of two ranks, {found['rate'] * 8 / 1e6:.0f} Mbit/s between them", ""]
+    if "collectives" in found:
+        lines += ["8 MiB of float32, milliseconds.", "", "| collective | flat | tiers | times |", "|---|---|---|---|"]
+        lines += [
+            f"| {kind} | {it['flat'] * 1e3:.0f} | {it['tiers'] * 1e3:.0f} | {it['flat'] / it['tiers']:.2f} |"
+            for kind, it in found["collectives"].items()
+        ]
+    if "training" in found:
+        lines += ["", "A step of a small Llama; times: of the flat step of the same plan.", ""]
+        lines += ["| plan | system | ms a step | waited, ms | MB sent by a rank | times |", "|---|---|---|---|---|---|"]
+        flat = {it["plan"]: it["step"] for it in found["training"] if it["system"] == "flat"}
+        lines += [
+            f"| {it['plan']} | {it['system']} | {it['step'] * 1e3:.0f} | {it['exposed'] * 1e3:.0f} | {it['sent'] / 1e6:.2f} | {flat[it['plan']] / it['step']:.2f} |"
+            for it in found["training"]
+        ]
+    if "hidden" in found:
+        it = found["hidden"]
+        lines += ["", f"Reductions alone {it['alone'] * 1e3:.0f} ms, backward alone {it['backward'] * 1e3:.0f} ms, a step waits for "]
+        lines[-1] += f"{it['exposed'] * 1e3:.0f} ms: {it['hidden']:.0%} of what can be hidden is."
+    return "\n".join(lines) + "\n"
