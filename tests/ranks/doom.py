@@ -106,7 +106,8 @@ class Preset(Guard):
 
 
 def train(channel: Channel, payload: dict[str, Any]) -> int:
-    POISON[:], LEFT_OUT[:] = payload.get("poison", []), payload.get("left_out", [])
+    hit = payload.get("poisoned", channel.rank) == channel.rank
+    POISON[:], LEFT_OUT[:] = payload.get("poison", []) if hit else [], payload.get("left_out", [])
     recovery.Guard = Preset  # type: ignore[misc]
     loop.Loader = Poisoned  # type: ignore[misc]
     FAULTS[:] = [{**fault, "mark": f"{payload['folder']}/fault-{number}"} for number, fault in enumerate(payload["faults"])]

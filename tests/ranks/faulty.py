@@ -71,6 +71,7 @@ def train(
 ) -> None:
     """`plans`: what is chosen for another number of ranks."""
     Path(work.run.folder).mkdir(exist_ok=True)
+    Path(work.run.folder, "launch.json").write_text(work.to_json())
     said = [] if notes is None else notes
     pause = 0.15 if plans else 0.0
     replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause, **more)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from meshwright.checkpoint.load import full, full_tensors
 from meshwright.checkpoint.verify import Reader, verify
 from meshwright.elastic.failure import RankFailed
 from meshwright.elastic.nursery import Nursery
-from meshwright.spec.plan import parse_plan
 
 PLANS = ["dp2.tp2.z1", "dp2.pp2.z2.mb2", "dp4.mb2", "dp2x2.z2.mb2", "dp2.tp2.z3", "dp4.z3"]
 
@@ -100,40 +98,8 @@ def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_righ
         train(nursery, work, [{"rank": 1, "step": 7, "phase": "backward", "how": "flip"}])
 
 
-TABLE = Path(__file__).parents[2] / "bench" / "results" / "faults.md"
-KINDS = {"killed": ["SIGKILL"], "crashed": ["SIGSEGV", "SIGABRT", "exit"], "frozen": ["SIGSTOP"], "hung": ["livelock", "lock"]}
-FAULTS, LONG = 20, 80
-
-
-@pytest.mark.soak
-def test_twenty_faults_of_each_kind_under_every_kind_of_plan_lose_nothing(nursery: Nursery, tmp_path: Path, text: Path) -> None:
-    rows = []
-    for plan in PLANS:
-        world = parse_plan(plan).world
-        whole = launch(text, tmp_path / f"{plan}-whole", plan, LONG)
-        train(nursery, whole, [])
-        for kind, how in KINDS.items():
-            folder = tmp_path / f"{plan}-{kind}"
-            faults = random_faults(FAULTS, world, how, seed=len(rows), last=LONG)
-            train(nursery, launch(text, folder, plan, LONG), faults)
-            found = events(folder)
-            broken = [event for event in found if event.kind == "fault"]
-            healed = [event for event in found if event.kind == "recovery"]
-            named = sum(
-                any(event.step in (fault["step"], fault["step"] + 1) and event.rank == fault["rank"] for event in broken)
-                for fault in faults
-            )
-            same = state(folder, LONG) == state(tmp_path / f"{plan}-whole", LONG) != {} and losses(folder) == losses(
-                tmp_path / f"{plan}-whole"
-            )
-            silence, seconds = ([getattr(event, name) for event in held] for held, name in ((broken, "detection"), (healed, "seconds")))
-            rows.append(
-                f"| {plan} | {kind} | {len(faults)} | {named} | {sum(event.lost for event in healed)} | {'equal' if same else 'DIFFERENT'} "
-                f"| {median(silence):.2f} | {median(seconds):.2f} | {max(seconds):.2f} |"
-            )
-            TABLE.write_text(
-                "# Faults in real runs\n\nSeconds on the machine that ran this, whatever else ran on it: silence before a hang was noticed, and from the decision "
-                "to the end of the next new step.\n\n| plan | fault | injected | culprit named | steps lost | final state | silence (median) | recovery "
-                "(median) | (largest) |\n|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
-            )
-            assert same and healed and not any(event.lost for event in healed), rows[-1]
+def test_ranks_that_share_rows_and_read_other_bytes_end_the_run_with_their_names(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    work = launch(text, tmp_path / "run", "tp2.dp2.mb2")
+    with pytest.raises(MeshwrightError, match=r"step 6: rank [23] and rank [23] share their rows and read different bytes"):
+        train(nursery, work, [], poison=[5], poisoned=3)
+    assert max(losses(tmp_path / "run")) == 5

@@ -11,6 +11,12 @@ import torch
 from faulty import STEPS, events, launch, losses, tensors, train
 
 from meshwright.elastic.nursery import Nursery
+from meshwright.report.run import read_run, summarise
+
+
+def contents(folder: Path) -> dict[int, str]:
+    """The digest of what was read, of the steps whose ranks lived to say it."""
+    return {record.batch: record.content for record in read_run(folder).steps if record.batch is not None}
 
 
 def asking(folder: Path, asks: dict[int, int]) -> Callable[[int, dict[str, Any]], None]:
@@ -77,6 +83,11 @@ def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(nursery: Nurs
     train(nursery, moved, faults, plans=plans, hear=asking(tmp_path / "moved", {3: 3, 7: 2, 11: 4}))
     assert [event.kind for event in events(tmp_path / "moved")].count("resize") == 3
     assert losses(tmp_path / "moved") == losses(tmp_path / "whole")
+    whole_contents = contents(tmp_path / "whole")
+    assert all(content in ("", whole_contents[batch]) for batch, content in contents(tmp_path / "moved").items())
+    for name in ("moved", "whole"):
+        ledger = summarise(read_run(tmp_path / name)).ledger
+        assert ledger is not None and ledger.problems == () and ledger.proven >= STEPS - 4
     one, other = tensors(tmp_path / "whole"), tensors(tmp_path / "moved")
     names = [name for name in one if not name.startswith("rank/")]
     assert len(names) > 30 and all(torch.equal(one[name], other[name]) for name in names)

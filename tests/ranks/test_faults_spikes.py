@@ -10,6 +10,7 @@ from faulty import events, launch, losses, state, train
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.elastic.nursery import Nursery
+from meshwright.report.run import read_run, summarise
 from meshwright.spec.record import StepRecord
 from meshwright.train.spikes import IN_ROW, MOST, WINDOW, Guard
 
@@ -26,6 +27,9 @@ def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(nursery: 
     found = events(tmp_path / "hurt")
     [spike] = [event for event in found if event.kind == "spike"]
     assert (spike.step, spike.lost, spike.batches) == (55, 7, (51, 55))
+    found_ledger = summarise(read_run(tmp_path / "hurt")).ledger
+    assert found_ledger is not None and found_ledger.problems == () and found_ledger.left_out == 4
+    assert found_ledger.proven >= LONG - 1
     train(nursery, clean, [], left_out=[[51, 55]])
     assert losses(tmp_path / "hurt") == losses(tmp_path / "clean")
     assert state(tmp_path / "hurt", LONG) == state(tmp_path / "clean", LONG) != {}

@@ -46,12 +46,12 @@ def agree_on_ranks() -> tuple[StepRecord, Sequence[float], Phases | None]:
         memory={"parameters": 10.0 * (rank == 0), "resident": float(rank)},
         exposed={"data": 0.5, "pipeline": rank / 4},
     )
-    return agree(mine, (float(rank == 1),), everyone())
+    return agree(mine, (float(rank == 1),), everyone(), (float(rank), 2.0**53 - 1))
 
 
 def test_a_record_has_the_slowest_and_the_fullest_rank_and_one_wish_to_stop_is_everyones(ranks: Pool) -> None:
-    for agreed, (stop,), phases in ranks.run(3, agree_on_ranks):
-        assert stop
+    for agreed, (stop,), phases, by_rank in ranks.run(3, agree_on_ranks):
+        assert stop and by_rank == [[rank, 2.0**53 - 1] for rank in range(3)]
         assert phases == Phases((0.0, 0.0, 1.0), (3.0, 2.0, 1.0), (0.5, 0.75, 1.0))
         assert (agreed.seconds, agreed.data_seconds) == (3.0, 3.0)
         assert agreed.memory == {"parameters": 10.0, "resident": 2.0}

@@ -20,6 +20,7 @@ from pydantic import Field
 from meshwright.base.codec import Noun, NounType, build, read, read_text
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.report.faults import Goodput, goodput, read_events
+from meshwright.report.ledger import Balance, balance
 from meshwright.spec.estimate import Estimate, Memory, Time
 from meshwright.spec.event import EVENTS, Event
 from meshwright.spec.job import Job
@@ -114,6 +115,7 @@ class Summary(Noun):
     checkpoints: tuple[int, ...]
     goodput: Goodput | None = None
     events: tuple[Event, ...] = Field(default=(), description="what broke and how the run went on")
+    ledger: Balance | None = Field(default=None, description="whether every sample was read once")
 
     def pair(self, kind: str, name: str) -> Pair:
         """The row `name` of `time` or `memory`; empty where the run has none."""
@@ -210,6 +212,7 @@ def summarise(run: Run) -> Summary:
         checkpoints=run.checkpoints,
         goodput=goodput(run.records, run.again, run.events),
         events=run.events,
+        ledger=balance(steps, noun.workload.batch, run.events) if (noun := run.launch or run.job) else None,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from meshwright.base.units import show_bytes, show_count, show_seconds
 from meshwright.report.faults import faults_text, goodput_text
+from meshwright.report.ledger import balance_text
 from meshwright.report.run import Curve, Pair, Run, Summary, summarise
 from meshwright.report.text import columns, lines, sparkline
 
@@ -22,6 +23,8 @@ def run_text(run: Run) -> str:
         facts.append(("held out", f"{_curve(summary.held_out)}{share}  {sparkline(curve)}"))
     facts.append(("skipped", f"{_steps(summary.skipped)}: a gradient was not finite" if summary.skipped else "none"))
     facts.append(("checkpoints", _steps(summary.checkpoints) if summary.checkpoints else "none"))
+    if summary.ledger:
+        facts.append(("samples", balance_text(summary.ledger)))
     if summary.goodput and run.events:
         facts.append(("goodput", goodput_text(summary.goodput)))
     parts = [f"run {summary.run}", lines(facts, "  ")]

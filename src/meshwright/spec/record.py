@@ -38,6 +38,9 @@ class StepRecord(Noun):
     )
     balance_loss: float | None = Field(default=None, description="the part of the loss that balances experts, where the model has one")
     held_out_loss: float | None = None
+    batch: int | None = Field(default=None, description="number in the order of the data, from 0")
+    samples: str = Field(default="", description="what all ranks read of it: how many samples, and their numbers squared and added")
+    content: str = Field(default="", description="digest of the bytes that all ranks read")
 
 
 class RunState(Noun):

@@ -20,9 +20,11 @@ from meshwright.base.pulse import Phase, Pulse, Word, opened
 from meshwright.base.units import show_count
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import Batch, Loader
+from meshwright.data.sampler import batch_of
 from meshwright.parallel.group import of_process
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
+from meshwright.train.ledger import joined, line_of
 from meshwright.train.memory import cuda_memory, resident, watching
 from meshwright.train.metrics import Records, agree
 from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
@@ -180,14 +182,17 @@ class Loop:
                 if self.device.type == "cuda":
                     memory |= cuda_memory(self.device)
                 seconds = time.perf_counter() - start
-                record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds})
+                number = batch_of(step, self.loader.left_out)
+                record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds, "batch": number})
                 if self.trainer.mesh.world is not None and self._due(step + 1, self.launch.run.compare_every):
                     self.pulse.at(Phase.compare)
                     for mended in compare(self.trainer):
                         self._say("divergence", line=mended.line, rank=mended.ranks[0], step=self.trainer.steps)
                 self.recovery.copy(record)
                 asked = (float(bool(self.channel.stop)), *self.recovery.flags)
-                record, (stop, *flags), phases = agree(record, asked, self.control)
+                read = line_of(batch, ranges, number * rows)
+                record, (stop, *flags), phases, by_rank = agree(record, asked, self.control, read.numbers)
+                record = record.model_copy(update=joined(by_rank, self.trainer.mesh.grid, step + 1).fields)
                 self.stopping = stop > 0
                 self.recovery.agreed(record, flags)
                 yield record, phases

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,28 +25,40 @@ LAST = 1 << 16
 """Bytes at the end of the records in which the last one is looked for."""
 
 
-def agree(record: StepRecord, flags: Sequence[float], group: Group | None) -> tuple[StepRecord, Sequence[float], Phases | None]:
+class Agreed(NamedTuple):
+    """What all ranks know after a step. `by_rank`: what each of them brought of its own."""
+
+    record: StepRecord
+    flags: Sequence[float]
+    phases: Phases | None
+    by_rank: Sequence[Sequence[float]]
+
+
+def agree(record: StepRecord, flags: Sequence[float], group: Group | None, own: Sequence[float] = ()) -> Agreed:
     """`record` with the largest of each time and size over the ranks, the largest of each of `flags`, such as the wish to stop, and the phases
-    of each rank. All ranks call it."""
-    phases = None
+    and the `own` numbers (none below 0) of each rank. All ranks call it."""
+    phases: Phases | None = None
+    by_rank: Sequence[Sequence[float]] = [list(own)]
     if group is not None:
         kinds = [(name, kind) for name in ("memory", "exposed", "sent") for kind in sorted(getattr(record, name))]
         mine = [record.seconds, record.data_seconds, *flags, *(getattr(record, name)[kind] for name, kind in kinds)]
-        largest = torch.zeros(len(mine) + 3 * group.size, dtype=torch.float64)
+        each = 3 + len(own)
+        largest = torch.zeros(len(mine) + each * group.size, dtype=torch.float64)
         waiting = sum(record.exposed.values())
-        own = [max(record.seconds - record.data_seconds - waiting, 0.0), record.data_seconds, waiting]
+        brought = [max(record.seconds - record.data_seconds - waiting, 0.0), record.data_seconds, waiting, *own]
         largest[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
-        largest[len(mine) + 3 * group.index :][:3] = torch.tensor(own, dtype=torch.float64)  # nobody else fills it: the largest is it
+        place = len(mine) + each * group.index
+        largest[place : place + each] = torch.tensor(brought, dtype=torch.float64)  # nobody else fills it: the largest is it
         all_reduce(largest, group, largest=True).wait()
-        by_rank = largest[len(mine) :].view(-1, 3).T.tolist()
-        phases = Phases(*map(tuple, by_rank))
+        rows = largest[len(mine) :].view(-1, each).tolist()
+        phases, by_rank = Phases(*zip(*(row[:3] for row in rows), strict=True)), [row[3:] for row in rows]
         seconds, data_seconds, *rest = largest[: len(mine)].tolist()
         flags, rest = rest[: len(flags)], rest[len(flags) :]
         most: dict[str, dict[str, float]] = {"memory": {}, "exposed": {}, "sent": {}}
         for (name, kind), value in zip(kinds, rest, strict=True):
             most[name][kind] = value
         record = record.model_copy(update={"seconds": seconds, "data_seconds": data_seconds, **most})
-    return record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), flags, phases
+    return Agreed(record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), flags, phases, by_rank)
 
 
 class Records:
