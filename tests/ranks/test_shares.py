@@ -15,7 +15,7 @@ from meshwright.spec.plan import parse_plan
 from meshwright.spec.reduced import reduced
 from meshwright.spec.rules import batch_faults
 from meshwright.train.metrics import agree
-from meshwright.train.straggler import FIRST, WINDOW, Watch
+from meshwright.train.straggler import FIRST, STEADY, WINDOW, Watch
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
@@ -85,7 +85,7 @@ def slowed(naps: tuple[float, float], count: int) -> tuple[list[float], list[str
 
 
 def test_a_rank_that_is_slow_is_named_its_shares_shrink_while_it_runs_and_the_loss_stays_that_of_one_device(ranks: Any) -> None:
-    count = FIRST + WINDOW + 3
+    count = FIRST + WINDOW + STEADY + 3
     results = ranks.run(2, slowed, (0.02, 0.1), count)
     for losses, said, plan in results:
         assert losses == results[0][0]

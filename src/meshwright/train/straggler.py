@@ -4,9 +4,11 @@
     data         waiting for the batch: its reader or its disk is slow
     communication   everyone waits longer for others than before, though nobody computes longer: a link is slow
 
-Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middle of its peers, the ranks that hold the same stage, and at least
-PART of the step more; computing counts by micro-batch, as peers may have unlike shares. A verdict falls when it changes, and again when
-all is well: WINDOW / 2 slow steps turn a median. All ranks see the same numbers and come to the same verdict, with no message of its own.
+Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middle of its peers, the ranks that hold the same stage, at least
+PART of the step more, and SPREADS times as much more as its steps, or its peers', differ among themselves (the median of their distances from
+the median), in MOST of the steps by half of that ratio: where other programs take cores now from one rank and now from another, steps differ as
+much as ranks do and nothing is said. Computing counts by micro-batch, as peers may have unlike shares. A verdict falls when the same is found
+STEADY steps in a row, and again when all is well. All ranks see the same numbers and come to the same verdict, with no message of its own.
 
 [Note: adjusted shares] Where replicas meet once a step, the shares follow the speeds at a step boundary: what changes is who reads which rows. The loss stays
 that of one device; the order of its sums does not, so that a run that adjusts itself is not repeated bit for bit. It must be asked for.
@@ -27,6 +29,7 @@ from meshwright.spec.shares import by_speed
 
 WINDOW = 10
 RATIO, PART = 1.3, 0.1
+SPREADS, MOST, STEADY = 4.0, 0.9, 8
 GAIN = 0.05
 """Part of the step that new shares must promise."""
 
@@ -71,7 +74,8 @@ class Watch:
         self.batch, self.say, self.slow = batch, say, frozenset[tuple[int, Phase]]()
         self.grid = Grid(plan)
         self.follow(plan)
-        self._seen = 0
+        self._seen = self._steady = 0
+        self._found = frozenset[tuple[int, Phase]]()
         self._usual: float | None = None
 
     def follow(self, plan: Plan) -> None:
@@ -104,8 +108,11 @@ class Watch:
             return None
         found = sorted(self._slow(), key=lambda slow: -slow.times)
         now = frozenset((slow.rank, slow.phase) for slow in found)
-        changed, self.slow = now != self.slow, now
-        return found if changed else None
+        self._steady, self._found = self._steady + 1 if now == self._found else 1, now
+        if self._steady < STEADY or now == self.slow:
+            return None
+        self.slow = now
+        return found
 
     def better(self) -> tuple[Plan, float] | None:
         """The plan whose shares follow the speeds of now, and by how many times a step should be shorter; None where that is not worth it, or not legal."""
@@ -132,6 +139,19 @@ class Watch:
         """By rank the median over the window."""
         return [median(getattr(each, phase)[rank] for each in self._window) for rank in range(self.plan.world)]
 
+    def _spread(self, phase: str, rank: int) -> float:
+        """How far the steps of a rank lie from their median, in the middle."""
+        steps = [getattr(each, phase)[rank] for each in self._window]
+        middle = median(steps)
+        return median(abs(step - middle) for step in steps)
+
+    def _often(self, phase: Phase, rank: int, peers: Sequence[int]) -> bool:
+        """Whether `rank` takes longer than its peers in most steps."""
+        counts = self.counts if phase == Phase.computing else [1] * self.plan.world
+        half = (1.0 + RATIO) / 2.0
+        steps = [[seconds / count for seconds, count in zip(getattr(each, phase), counts, strict=True)] for each in self._window]
+        return sum(step[rank] > half * median(step[other] for other in peers) for step in steps) >= MOST * len(steps)
+
     def _by_micro_batch(self) -> list[float]:
         return [max(seconds, 1e-9) / count for seconds, count in zip(self._middle("computing"), self.counts, strict=True)]
 
@@ -145,10 +165,13 @@ class Watch:
                 continue
             for phase, seconds, count in ((Phase.computing, each, self.counts[rank]), (Phase.data, data, 1)):
                 usual = median(seconds[other] for other in peers)
-                if seconds[rank] > RATIO * usual and (seconds[rank] - usual) * count > PART * step:
+                often = self._often(phase, rank, peers)
+                differing = max(self._spread(phase, other) for other in (rank, *peers))
+                if often and seconds[rank] > RATIO * usual and (seconds[rank] - usual) * count > max(PART * step, SPREADS * differing):
                     found.append(Slow(rank, phase, seconds[rank] / max(usual, 1e-6)))
-        least = min(waiting)
-        if not found and self._usual is not None and least > RATIO * self._usual and least - self._usual > PART * step:
+        least, differing = min(waiting), max(self._spread("waiting", rank) for rank in range(self.plan.world))
+        more = least - (self._usual or 0.0)
+        if not found and self._usual is not None and least > RATIO * self._usual and more > max(PART * step, SPREADS * differing):
             found.append(Slow(-1, Phase.communication, least / max(self._usual, 1e-6)))
         elif not found and self._usual is None:
             self._usual = least
