@@ -99,7 +99,7 @@ def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_p
     frozen = any(parameter.frozen for parameter in layer.parameters)
     if frozen:  # gradients of inputs alone
         backward_products = backward_products / 2.0
-    rate = sustained(setting, setting.recipe.name) * device.attention * practice.attention
+    rate = sustained(setting, setting.recipe.rate) * device.attention * practice.attention
     attention = layer.attention_flops / tp * context * tokens / rate
     scores = layer.context_moved / tp * context * tokens * (size / bandwidth)
     rest = layer.moved * tokens[:, None] * local_share(layer, size, tp, sequence_parallel) * (size / bandwidth) + scores[:, None]

@@ -23,6 +23,7 @@ from meshwright.cost.compute import local_share
 from meshwright.cost.context import on_the_way
 from meshwright.cost.held import Fullest, Held, stack
 from meshwright.cost.offload import away, windows
+from meshwright.cost.optimizer import passing, state_bytes
 from meshwright.cost.setting import BLOCK, HEAD, Entry, Setting
 from meshwright.spec.model import Layer
 from meshwright.spec.plan import Recompute
@@ -78,7 +79,7 @@ class Footprint(NamedTuple):
 
 def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: Array) -> Footprint:
     """Everything on each kind of rank."""
-    recipe, optimizer = setting.recipe, setting.job.workload.optimizer
+    recipe = setting.recipe
     zero, where = box.zero, away(box)
     whole = states.numel + states.experts
     shard = states.numel * portion(box) + states.experts / lift(box.expert_holders, "z")
@@ -86,7 +87,7 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
     gradients = np.where(zero >= 2, shard, whole) * setting.gradient + np.where(zero == 0, states.numel * setting.practice.bucketed, 0)
     trained = setting.job.model.trained(box.tp)
     gradients = gradients * trained
-    held = np.where(zero >= 1, shard, whole) * (recipe.master + optimizer.states * recipe.state_size) * trained
+    held = np.where(zero >= 1, shard, whole) * (recipe.master + state_bytes(setting)) * trained
     moving = moved(setting, box, states, tokens)
     at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere
     fullest = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)
@@ -125,9 +126,10 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     before = np.where(states.units > 1, again > 0, again / constants.REDUCTIONS_IN_FLIGHT)
     sent_whole = setting.on_host and not setting.shares_memory
     copies = np.where(shards > 1, (constants.GLOO_COPIES if sent_whole else 1) + portion(box), 1)
-    left = states.opening * before * copies
+    wide = setting.recipe.gradient_size / size
+    left = states.opening * before * copies * wide
     filling = np.maximum(states.filling, states.expert)
-    waiting = np.maximum(left, states.closing * copies) + filling
+    waiting = np.maximum(left, states.closing * copies * wide) + filling * wide
     elsewhere = np.where(zero == 3, waiting + 2 * filling, np.where(zero == 2, waiting, 0))
     elsewhere = elsewhere + where.parameters * constants.FETCHED * (zero < 3) * np.maximum(states.largest, states.expert)
     at_head = np.where(zero == 3, left + states.last, np.where(zero == 2, left, 0))
@@ -139,7 +141,7 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = shard_of(box, states)
     gone = where.optimizer + where.optimizer_files
-    master = np.where(gone > 0, np.minimum(largest, constants.WINDOW), largest) * setting.recipe.master * (setting.on_host | (gone == 0))
+    master = np.where(gone > 0, np.minimum(largest, constants.WINDOW), largest) * passing(setting) * (setting.on_host | (gone == 0))
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     return Moving(at_head * size, elsewhere * size, at_end)
 

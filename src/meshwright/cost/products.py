@@ -35,7 +35,7 @@ def sustained(setting: Setting, precision: str) -> float:
 
 def products(setting: Setting, parts: Matrices, tokens: Array, inside: bool) -> tuple[Array, Array]:
     """Forward and backward of all products of a layer, (b)."""
-    precision = setting.practice.products if inside and setting.practice.products else setting.recipe.name
+    precision = setting.practice.products if inside and setting.practice.products else setting.recipe.rate
     rate = sustained(setting, precision)
     size = setting.recipe.size
     flops = parts.flops[:, None] * tokens

@@ -23,6 +23,7 @@ from meshwright.cost.collectives import PLAIN, Group, Wire, group, stack
 from meshwright.cost.expert import stride
 from meshwright.cost.hiding import beside
 from meshwright.cost.memory import States
+from meshwright.cost.optimizer import products, state_bytes
 from meshwright.cost.setting import Setting
 
 
@@ -70,7 +71,7 @@ def _over(setting: Setting, ranks: list[int], strides: list[int], wire: Wire) ->
 def traffic(setting: Setting, box: Box, states: States, forward: Array, backward: Array) -> Traffic:
     """`forward` and `backward`: seconds of one micro-batch on each kind of rank, beside which communication can run."""
     size, practice = setting.recipe.size, setting.practice
-    sent = (practice.reduced or size) / size
+    sent = (practice.reduced or setting.recipe.gradient_size) / size
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
     zero = box.zero
@@ -110,8 +111,8 @@ def converted(setting: Setting, states: States) -> Array:
 
 def update(setting: Setting, box: Box, states: States) -> Array:
     """Seconds of the optimizer on each kind of rank: it reads and writes masters and states, reads gradients, writes weights."""
-    recipe, states_per_element = setting.recipe, setting.job.workload.optimizer.states
-    master = recipe.state_size + states_per_element * recipe.state_size
-    moved = constants.UPDATE_PASSES * (master + recipe.size) + (recipe.size if recipe.master else 0)
+    recipe = setting.recipe
+    master = recipe.state_size + state_bytes(setting)
+    moved = constants.UPDATE_PASSES * (master + recipe.gradient_size) + (recipe.size if recipe.master else 0)
     elements = states.numel * portion(box) + states.experts / lift(box.expert_holders, "z")
-    return elements * (moved / (setting.device.bandwidth * constants.MEMORY_SHARE))
+    return elements * (moved / (setting.device.bandwidth * constants.MEMORY_SHARE) + products(setting))

@@ -18,7 +18,7 @@ from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.job import Job
 from meshwright.spec.layout import align
 from meshwright.spec.model import Layer, Parameter
-from meshwright.spec.precision import RECIPES, Recipe
+from meshwright.spec.precision import Recipe
 
 BLOCK, EMBEDDING, HEAD = "block", "embedding", "head"
 
@@ -105,7 +105,7 @@ class Setting:
     @property
     def gradient(self) -> int:
         """Bytes of one element of a held gradient."""
-        return self.practice.gradient or self.recipe.size
+        return self.practice.gradient or self.recipe.gradient_size
 
     @cached_property
     def host_bandwidth(self) -> float:
@@ -133,28 +133,30 @@ class Setting:
     @property
     def rate(self) -> float:
         """FLOP/s of matrix products at the job's precision, as sold."""
-        return self.device.peak[self.recipe.name]
+        return self.device.peak[self.recipe.rate]
 
 
 def setting(job: Job, practice: Practice = OURS) -> Setting:
     """Raises InputError when no device of the cluster computes at the job's precision."""
-    recipe = RECIPES[job.workload.precision].but(exact=job.workload.exact > 0)
+    recipe = job.workload.recipe
     practice = practice._replace(gradient=EXACT, reduced=EXACT) if recipe.exact else practice
     recipe = recipe if practice.master < 0 else recipe.but(master=practice.master)
-    device, notes = slowest(job.cluster, recipe.name)
+    practice = practice._replace(products=practice.products or recipe.products, reduced=practice.reduced or recipe.reduced)
+    device, notes = slowest(job.cluster, recipe.rates)
     return Setting(job, recipe, device, fabric(job.cluster), entries(job.model.layers), notes, practice)
 
 
-def slowest(cluster: Cluster, precision: str) -> tuple[Device, tuple[str, ...]]:
+def slowest(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Device, tuple[str, ...]]:
     """One device with the least of everything that the groups have; the note that says it where they differ."""
     devices = [group.device for group in cluster.groups]
     for device in devices:
-        if not device.peak.get(precision):
-            known = ", ".join(name for name, rate in device.peak.items() if rate)
-            raise InputError(f"device {device.name} has no rate for precision {precision}; it has {known}")
+        for precision in rates_needed:
+            if not device.peak.get(precision):
+                known = ", ".join(name for name, rate in device.peak.items() if rate)
+                raise InputError(f"device {device.name} has no rate for precision {precision}; it has {known}")
     if all(device == devices[0] for device in devices):
         return devices[0], ()
-    rates = [device.peak[precision] * device.efficiency for device in devices]
+    rates = [device.peak[rates_needed[0]] * device.efficiency for device in devices]
     slow = devices[rates.index(min(rates))]
     names = " + ".join(dict.fromkeys(device.name for device in devices))
     even = slow.but(

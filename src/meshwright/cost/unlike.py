@@ -49,7 +49,7 @@ def replicas(job: Job, plan: Plan) -> list[Replica]:
         return [Replica(plan.placement, *each) for each in sorted(shared)]
     groups, strides = job.cluster.groups, plan.strides()
     past = list(accumulate(group.nodes * group.devices for group in groups))
-    rates = [group.device.peak[job.workload.precision] * group.device.efficiency for group in groups]
+    rates = [group.device.peak[job.workload.recipe.rate] * group.device.efficiency for group in groups]
 
     def of_rank(replica: int, stage: int) -> int:
         outer, inner = divmod(replica, plan.dp_shard)

@@ -200,8 +200,7 @@ def usual_precision(cluster: Cluster) -> str:
 def check_precision(workload: Workload, cluster: Cluster) -> None:
     """InputError when a device has no rate for the precision of the workload."""
     for group in cluster.groups:
-        if workload.precision not in group.device.peak:
-            known = ", ".join(group.device.peak)
-            raise InputError(
-                f"device {group.device.name!r} has no rate for {workload.precision}; it has {known}; choose one with --precision"
-            )
+        for rate in workload.recipe.rates:
+            if rate not in group.device.peak:
+                known = ", ".join(group.device.peak)
+                raise InputError(f"device {group.device.name!r} has no rate for {rate}; it has {known}; choose one with --precision")

@@ -30,8 +30,11 @@ from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import LossFunction, Objective
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.place import drop_absent, give_places, kept_paths, place_layers, second_copy, stage_bounds
+from meshwright.parallel.products import check_plan, use_products
 from meshwright.parallel.statistics import check_passes, over_batch
 from meshwright.parallel.tensor import partial_names, shard_model
+from meshwright.parallel.update.door import ELEMENTWISE, Rule
+from meshwright.parallel.update.whole import Needs, give_whole
 from meshwright.parallel.zero import Zero
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
@@ -39,17 +42,17 @@ from meshwright.spec.runs import missing
 
 
 def parallelize_model(
-    model: nn.Module, mesh: Mesh, recipe: Recipe, loss: LossFunction | None = None, anatomy: Anatomy | None = None
+    model: nn.Module, mesh: Mesh, recipe: Recipe, loss: LossFunction | None = None, anatomy: Anatomy | None = None, rule: Rule = ELEMENTWISE
 ) -> Parallel:
     """Shard `model` in place. Its parameters must be whole and the same on every rank. `anatomy`: what `read` finds, where it is known.
+    `rule`: which tensors the optimizer needs whole.
 
     Raises InputError before anything is changed when a size does not divide.
     """
     plan = mesh.plan
     anatomy = (anatomy or read(model, lend=True)).over(plan.tp)
     _check(anatomy, mesh)
-    if recipe.exact:
-        _check_exact(model, mesh, recipe)
+    _check_recipe(model, mesh, recipe)
     statistics = over_batch(model)
     check_passes(statistics, plan, 1)
     _prepare(model, mesh.device, recipe)
@@ -70,22 +73,18 @@ def parallelize_model(
     mixtures = shard_experts(model, anatomy, experts, plan.sequence_parallel)
     give_places(model, mesh.device)
     parameters = dict(model.named_parameters())
+    needs = Needs.of(rule, [(layer.name, layer.parameters) for layer in table], shapes)
     stages = plan.stages_of(mesh.place.pp)
     mine = {stage: [layer for layer in table if layer.stage == stage] for stage in stages}
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
     drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute), kept_paths(cut, wants))
     second = second_copy(model, anatomy) if tie_here and 0 in stages else None
-    flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second)
+    flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second, needs.names)
     by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
     put_off_weights(model, cut, plan, stage_bounds(cut, mesh), flat)
-    zero = Zero(
-        mesh,
-        flat,
-        partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set(),
-        tied,
-        tie_group(mesh) if anatomy.tied else None,
-    )
+    partial = partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set()
+    zero = Zero(mesh, flat, partial, tied, tie_group(mesh) if anatomy.tied else None)
     weights = {storage_of(unit.weights) for unit in zero.units}
     run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(plan, weights), carry=Carry(wants) if wants else None)
     gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table})
@@ -98,6 +97,8 @@ def parallelize_model(
     engine.balance = balance_of(model, loss, mesh, context.cut_labels if context else None)
     engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
     engine.mixtures = still_in(model, mixtures)
+    give_whole(engine, needs)
+    use_products(model, anatomy, recipe)
     return engine
 
 
@@ -126,8 +127,12 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
     check_experts(anatomy, plan)
 
 
-def _check_exact(model: nn.Module, mesh: Mesh, recipe: Recipe) -> None:
-    """What exact sums rest on (exact.py): one thread, no draws that differ between ranks, gradients of their own size."""
+def _check_recipe(model: nn.Module, mesh: Mesh, recipe: Recipe) -> None:
+    """What float8 products need, and what exact sums rest on (exact.py): one thread, no draws that differ between ranks, gradients of their
+    own size."""
+    check_plan(recipe, mesh.plan)
+    if not recipe.exact:
+        return
     if recipe.loss_scaling:
         raise InputError(f"exact: {recipe.name} scales its loss, so that gradients are not of their own size; use bf16 or fp32")
     if drops(model):

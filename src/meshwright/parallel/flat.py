@@ -30,9 +30,13 @@ from meshwright.parallel.group import Sharing
 from meshwright.parallel.master import Master
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.windows import AwayMaster
+from meshwright.parallel.update.lean import Lean
 from meshwright.spec.compression import Compression
 from meshwright.spec.layout import Unit, shard_bounds
 from meshwright.spec.precision import Recipe
+
+GRADIENTS = {2: torch.bfloat16, 4: torch.float32}
+"""By the bytes that a recipe reduces in."""
 
 
 class FlatUnit:
@@ -58,7 +62,7 @@ class FlatUnit:
         self.frozen = not any(parameter.requires_grad for parameter in parameters.values())
         """Weights that are not trained: no gradients, no optimizer, no float32 copy, no part in any reduction."""
         self._lay_weights()
-        self._lay_gradients()
+        self._lay_gradients(GRADIENTS.get(recipe.reduced, self.dtype) if self.sums is None else self.sums.dtype)
         self._make_master(recipe)
         if recipe.compression is not None and sharing.weights:
             raise InputError(f"plan {mesh.plan.name}: compressed gradients go in equal parts: leave shards out, or compression")
@@ -87,13 +91,13 @@ class FlatUnit:
             return self.mesh.host.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.mesh.device)
 
-    def _lay_gradients(self) -> None:
-        kind = self.dtype if self.sums is None else self.sums.dtype
+    def _lay_gradients(self, dtype: torch.dtype) -> None:
+        """`dtype`: in which they are held, summed and sent."""
         if self.frozen:
-            self.gradients = self.own_gradients = self._zeros(0, False, kind)
+            self.gradients = self.own_gradients = self._zeros(0, False, dtype)
             return
         size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
-        self.gradients = self._zeros(size, self.zero < 2 or self.replicas is not None, kind)
+        self.gradients = self._zeros(size, self.zero < 2 or self.replicas is not None, dtype)
         self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
     def _make_master(self, recipe: Recipe) -> None:
@@ -104,7 +108,9 @@ class FlatUnit:
             self.master: Master = AwayMaster(self.mesh.away, self.shard, torch.float32 if self.has_master else self.dtype, vectors)
             self.has_master = self.master.copies
             return
-        self.master = Master(self.shard.to(torch.float32) if self.has_master else self.shard, vectors)
+        flat = self.shard.to(torch.float32) if self.has_master else self.shard
+        lean = (recipe.rounds or recipe.eight) and not self.frozen
+        self.master = Lean(flat, vectors, recipe.rounds) if lean else Master(flat, vectors)
 
     def _compress(self, asked: Compression | None) -> None:
         """How sums over the shard group and over the copies go between hosts, and what this host holds back of them."""
@@ -166,12 +172,11 @@ class FlatUnit:
     def _full(self) -> torch.Tensor:
         """ZeRO 2 and 3: the buffer in which one backward pass gathers whole gradients, where ranks of this host can read it."""
         if self._full_gradient is None:
-            kind = self.dtype if self.sums is None else self.sums.dtype
             lanes = self.group.lanes if self.group is not None else None
             if lanes is not None:
-                self._full_gradient = lanes.stage(self.unit.numel, kind)
+                self._full_gradient = lanes.stage(self.unit.numel, self.gradients.dtype)
             else:
-                self._full_gradient = torch.empty(self.unit.numel, dtype=kind, device=self.mesh.device)
+                self._full_gradient = torch.empty(self.unit.numel, dtype=self.gradients.dtype, device=self.mesh.device)
             for gap in self._gaps:
                 self._full_gradient[gap].zero_()
         return self._full_gradient
@@ -248,6 +253,7 @@ class FlatUnit:
 
     def write_back(self) -> None:
         """After the update: the master's values into the weights of the compute type."""
+        self.master.loaded()
         if self.has_master:
             self.shard.copy_(self.master.flat)
 

@@ -23,9 +23,10 @@ def lay_flat(
     recipe: Recipe,
     parameters: dict[str, nn.Parameter],
     second: nn.Parameter | None,
+    whole: Collection[str] = (),
 ) -> tuple[dict[int, list[FlatUnit]], dict[int, bool], dict[str, list[FlatUnit]]]:
     """Flat units by stage, tied units with whether they count in the norm here, and the units of each layer: what is trained and what is
-    frozen lie apart. `second`: the tied weight of the last stage where another stage of this rank holds the first."""
+    frozen lie apart, and what an optimizer needs `whole`. `second`: the tied weight of the last stage where another stage of this rank holds the first."""
     plan = mesh.plan
     tied_layer = next((layer for layer in table if layer.name == "embedding"), None) if anatomy.tied else None
     stages: dict[int, list[FlatUnit]] = {}
@@ -38,8 +39,10 @@ def lay_flat(
         stages[stage] = []
         if shares_tie and tied_layer is not None and second is not None:
             parameters = {**parameters, **dict.fromkeys(tied_layer.parameters, second)}
-        for trained in (True, False):
-            slots = [_slots(layer, parameters, split, trained, layer is tied_layer) for layer in present]
+        trained = [name for name, tensor in parameters.items() if tensor.requires_grad]
+        frozen = parameters.keys() - trained
+        for names in (set(trained) - set(whole), set(trained) & set(whole), frozen):
+            slots = [_slots(layer, {name: parameters[name] for name in names}, split, layer is tied_layer) for layer in present]
             for unit in units(slots, plan.zero, plan.shards, plan.bucket, recipe.size):
                 flat = FlatUnit(unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe, mesh.sharing)
                 stages[stage].append(flat)
@@ -47,10 +50,13 @@ def lay_flat(
                     by_layer.setdefault(COPY if shares_tie and name == "embedding" else name, []).append(flat)
                 if tied_layer is not None and plan.stages > 1 and tied_layer.name in unit.layers:
                     tied[id(flat)] = stage == 0
+        if whole:  # units of both kinds in forward order: backward then completes them in the reverse of it
+            places = {layer.name: place for place, layer in enumerate(present)}
+            stages[stage].sort(key=lambda flat: places[flat.unit.layers[0]])
     return stages, tied, by_layer
 
 
-def _slots(layer: Layer, parameters: dict[str, nn.Parameter], split: Collection[str], trained: bool, alone: bool) -> LayerSlots:
-    """The layer's parameters that are trained, or those that are not; of those in `parameters`."""
-    held = {name: parameters[name] for name in layer.parameters if name in parameters and parameters[name].requires_grad == trained}
+def _slots(layer: Layer, parameters: dict[str, nn.Parameter], split: Collection[str], alone: bool) -> LayerSlots:
+    """The layer's parameters among `parameters`."""
+    held = {name: parameters[name] for name in layer.parameters if name in parameters}
     return LayerSlots(layer.name, tuple(Slot(name, tensor.numel(), name in split) for name, tensor in held.items()), alone)

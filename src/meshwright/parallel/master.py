@@ -9,10 +9,13 @@ here, the optimizer holds views of them: what a checkpoint writes does not know 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from meshwright.parallel.update.whole import WholeUnit
 
 RUN = 1 << 17
 """Elements that an optimizer updates at a time on a CPU."""
@@ -39,6 +42,9 @@ def runs_of(flat: torch.Tensor, vectors: Sequence[tuple[int, int]]) -> list[Run]
 class Master:
     """`flat` is the whole tensor, `runs` are views of it."""
 
+    tensors: WholeUnit | None = None
+    """What the optimizer is given instead of runs, where it needs whole tensors."""
+
     def __init__(self, flat: torch.Tensor, vectors: Sequence[tuple[int, int]] = ()) -> None:
         self._flat, self.runs = flat, runs_of(flat, vectors)
         self._states: dict[str, torch.Tensor] = {}
@@ -49,6 +55,13 @@ class Master:
 
     def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return flat.split([run.numel() for run in self.runs])
+
+    def loaded(self) -> None:
+        """After `states` were written from outside."""
+
+    def state_bytes(self) -> int:
+        """Held for states beside the optimizer's own."""
+        return 0
 
     def bytes(self) -> int:
         return self.flat.numel() * self.flat.element_size()

@@ -32,7 +32,7 @@ def _runs(engine: Parallel, kind: str, unit: FlatUnit, flat: torch.Tensor, savin
         length, copies, copy = last - first, unit.sharing.copies, unit.sharing.copy
         first, last = first + length * copy // copies, first + length * (copy + 1) // copies
     for name, offset in unit.unit.offsets.items():
-        split, index, ranks, before = _cut(engine, unit, name)
+        split, index, ranks, before = cut_of(engine, unit, name)
         if saving and split is None and index:
             continue
         begin, end = max(offset, first), min(offset + unit.parameters[name].numel(), last)
@@ -46,7 +46,7 @@ def _runs(engine: Parallel, kind: str, unit: FlatUnit, flat: torch.Tensor, savin
             yield Held(piece, flat[begin - unit.own.start : end - unit.own.start])
 
 
-def _cut(engine: Parallel, unit: FlatUnit, name: str) -> tuple[Split | None, int, int, int]:
+def cut_of(engine: Parallel, unit: FlatUnit, name: str) -> tuple[Split | None, int, int, int]:
     """How parameter `name` is split, this rank's place among the ranks that split it or have it alike, their number, and the elements of
     that share that lie before this rank's: of experts, which lie one behind the other, those of the ranks before."""
     mesh, experts = engine.mesh, engine.experts
@@ -84,21 +84,49 @@ def gradient_pieces(engine: Parallel) -> Iterator[Held]:
 
 
 def optimizer_pieces(engine: Parallel, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[Held]:
-    """States that have one element per weight. Scalars such as the step count stand in `optimizer_scalars`."""
+    """States that have one element per weight, and all of tensors that are updated whole. Scalars stand in `optimizer_scalars`."""
     for unit in _units(engine, saving):
+        if unit.master.tensors is not None:
+            yield from _whole_states(unit, optimizer, saving)
+            continue
         for key, value in unit.master.states(optimizer).items():
             yield from _runs(engine, f"optimizer/{key}", unit, value, saving)
+
+
+def _whole_states(unit: FlatUnit, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[Held]:
+    """States of the tensors that this rank owns, in whatever shape; those that several ranks own alike are saved by one."""
+    assert unit.master.tensors is not None
+    for part, parameter in zip(unit.master.tensors.mine, unit.master.tensors.parameters, strict=True):
+        if saving and (unit.sharing.copy or (not part.split and unit.master.tensors.rank)):
+            continue
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor):
+                dtype = str(value.dtype).removeprefix("torch.")
+                piece = Piece(f"optimizer/{key}/{part.name}", tuple(value.shape), dtype, None, (), 0, value.numel())
+                yield Held(piece, value.view(-1))
+
+
+def addresses(engine: Parallel, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Where weights and states lie: who keeps views of them has to take new ones when this changes."""
+    found = [unit.master.flat.data_ptr() for unit in engine.zero.units]
+    found += [value.data_ptr() for unit in engine.zero.trained for value in unit.master.states(optimizer).values()]
+    for unit in engine.zero.trained:
+        for parameter in unit.master.tensors.parameters if unit.master.tensors is not None else ():
+            found += [value.data_ptr() for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
+    return found
 
 
 def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Numbers of the optimizer: types of the states, scalars of a unit (equal for all), options of the groups."""
     kinds: dict[str, str] = {}
     scalars: dict[str, float] = {}
+    owned = [parameter for unit in engine.zero.trained if unit.master.tensors is not None for parameter in unit.master.tensors.parameters]
+    whole = any(optimizer.state.get(parameter) for parameter in owned)
     for unit in engine.zero.trained:
         kinds |= {key: str(value.dtype).removeprefix("torch.") for key, value in unit.master.states(optimizer).items()}
         scalars |= dict(unit.master.scalars(optimizer))
     options = [{key: value for key, value in group.items() if key != "params" and _is_plain(value)} for group in optimizer.param_groups]
-    return {"kinds": kinds, "scalars": scalars, "groups": options}
+    return {"kinds": kinds, "scalars": scalars, "groups": options, **({"whole": True} if whole else {})}
 
 
 def _is_plain(value: Any) -> bool:
@@ -108,6 +136,12 @@ def _is_plain(value: Any) -> bool:
 def prepare_optimizer(engine: Parallel, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading."""
     for unit in engine.zero.trained:
+        if unit.master.tensors is not None:
+            for parameter in unit.master.tensors.parameters:
+                optimizer.state.pop(parameter, None)
+            if saved.get("whole"):
+                unit.master.tensors.make_states(optimizer)
+            continue
         unit.master.prepare(optimizer, saved["kinds"], saved["scalars"])
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})

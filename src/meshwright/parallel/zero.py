@@ -19,8 +19,10 @@ from meshwright.parallel import exact
 from meshwright.parallel.exchange import Pending, all_reduce
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.group import Group, part, settle
+from meshwright.parallel.master import Run
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.update import update_away
+from meshwright.parallel.update.step import update
 from meshwright.schedules.action import Action, Kind
 
 IN_FLIGHT = 2
@@ -183,40 +185,19 @@ class Zero:
     # --- update ---------------------------------------------------------------------------------------------------------------
 
     def masters(self) -> list[nn.Parameter]:
-        return [run for unit in self.trained for run in unit.master.runs]
+        """What the optimizer is given: flat runs, and of units that it needs whole the tensors that this rank updates."""
+        given = [unit.master.runs if unit.master.tensors is None else unit.master.tensors.parameters for unit in self.trained]
+        return [parameter for each in given for parameter in each] or [Run(torch.zeros(0), False)]
 
-    def update(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
-        """Gradients times `scale` through the optimizer.
-
-        With master weights the update goes unit by unit: torch's optimizers pass over parameters without a gradient, so only one
-        unit's gradients exist in float32 at a time.
-        """
+    def update(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
+        """Gradients times `scale` through the optimizer (update/step.py)."""
         self.settle()
         if self.mesh.away is not None:
             update_away(self.mesh.away, self.trained, optimizer, scale)
         else:
-            self._update_here(optimizer, scale)
+            update(self.trained, optimizer, scale, step)
         for pending in [unit.share() for unit in self.trained]:
             self._wait(pending)
-
-    def _update_here(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
-        plain = [unit for unit in self.trained if not unit.has_master]
-        for unit in plain:
-            if scale != 1.0:
-                unit.own_gradients.mul_(scale)
-            unit.master.give(unit.own_gradients)
-        if plain:
-            optimizer.step()
-        for unit in plain:
-            unit.master.take_back()
-            unit.master.adopt(optimizer)
-        for unit in self.trained:
-            if unit.has_master:
-                unit.master.give(unit.own_gradients.to(torch.float32).mul_(scale))
-                optimizer.step()
-                unit.master.take_back()
-                unit.master.adopt(optimizer)
-                unit.write_back()
 
     # --- gathering for use ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from meshwright.search.space import divisors
 from meshwright.search.survey import survey
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, Recompute
-from meshwright.spec.precision import recipe
 from meshwright.words.say import Sentence, tell
 
 NEIGHBOURS = 3
@@ -47,13 +46,13 @@ def alone(job: Job) -> Job:
 
 def _size(job: Job) -> Sentence:
     """Question 1."""
-    kept, states = recipe(job.workload.precision), job.workload.optimizer.states
+    each = job.workload.bytes_per_parameter
     priced = [estimate(alone(job), Plan(recompute=choice)).memory.activations for choice in (Recompute.none, Recompute.layer)]
     return tell(
         "advice.size",
         parameters=job.model.parameters,
-        each=kept.bytes_per_parameter(states),
-        states=job.model.parameters * kept.bytes_per_parameter(states),
+        each=each,
+        states=job.model.parameters * each,
         activations=priced[0],
         sequence=job.workload.sequence,
         recomputed=priced[1],

@@ -20,7 +20,6 @@ from meshwright.search.survey import first
 from meshwright.spec.cluster import Cluster, NodeGroup
 from meshwright.spec.job import Job
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.precision import recipe
 from meshwright.spec.workload import Workload
 
 ANY = "any plan"
@@ -102,10 +101,10 @@ def holds(job: Job) -> Largest | None:
 
 def bytes_per_parameter(strategy: str, workload: Workload, devices: int) -> float:
     """What a rank holds for each parameter of the model at least. Source: Rajbhandari et al., ZeRO, section 3.1."""
-    kept = recipe(workload.precision)
-    states = kept.master + workload.optimizer.states * kept.state_size
+    kept = workload.recipe
+    states = kept.master + workload.optimizer.states * workload.optimizer.state_bytes(kept.state_size)
     shards = {"DDP": (1, 1, 1), "ZeRO-1": (1, 1, devices), "ZeRO-2": (1, devices, devices)}.get(strategy, (devices,) * 3)
-    return kept.size / shards[0] + kept.size / shards[1] + states / shards[2]
+    return kept.size / shards[0] + kept.gradient_size / shards[1] + states / shards[2]
 
 
 def largest(strategy: str, cluster: Cluster, workload: Workload, known: Patterns, least: float = SMALLEST) -> Largest | None:

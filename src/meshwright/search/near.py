@@ -19,7 +19,6 @@ from meshwright.search.ranking import Candidate
 from meshwright.search.survey import Survey, first, survey
 from meshwright.search.why_not import illegal
 from meshwright.spec.job import Job
-from meshwright.spec.precision import recipe
 from meshwright.words.say import Sentence, say, tell
 from meshwright.words.verdict import largest_kind
 
@@ -126,7 +125,7 @@ def pins_less(job: Job) -> Iterator[Change]:
 def more_nodes(job: Job) -> Iterator[Change]:
     """More nodes of the same kinds; pins hold, but for the replicas, which more devices need more of."""
     pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
-    states = recipe(job.workload.precision).bytes_per_parameter(job.workload.optimizer.states) * job.model.parameters
+    states = job.workload.bytes_per_parameter * job.model.parameters
     least = states / (job.cluster.memory * job.cluster.devices)
     for times in islice((times for times in multiples() if times >= least), TRIED):
         groups = tuple(group.but(nodes=group.nodes * times) for group in job.cluster.groups)

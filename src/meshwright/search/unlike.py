@@ -38,7 +38,7 @@ Scored = tuple[float, Plan]
 
 def plans(job: Job, top: int, runnable: bool = False) -> list[Scored]:
     """The best plans that place ranks on groups or share micro-batches out unevenly, with their scores; `runnable`: of those that run."""
-    groups, precision = job.cluster.groups, job.workload.precision
+    groups, precision = job.cluster.groups, job.workload.recipe.rate
     if job.pins or all(group.device == job.cluster.groups[0].device for group in job.cluster.groups):
         return []
     found: list[Scored] = [pair for pair in shares.plans(job, top) if runs(pair[1]) or not runnable]
@@ -67,7 +67,7 @@ def across(job: Job, groups: tuple[int, ...]) -> list[Scored]:
     """The best plan of every layout of a pipeline over `groups`."""
     kinds = [job.cluster.groups[group] for group in groups]
     sizes = {group: kind.nodes * kind.devices for group, kind in zip(groups, kinds, strict=True)}
-    precision, world = job.workload.precision, sum(sizes.values())
+    precision, world = job.workload.recipe.rate, sum(sizes.values())
     orders = {
         groups,
         tuple(sorted(groups, key=lambda at: -job.cluster.groups[at].device.memory)),

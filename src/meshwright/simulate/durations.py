@@ -160,7 +160,7 @@ def data_of(setting: Setting, box: Box) -> Data:
     dense = Cost(shard, replicate, int(box.holders.item()))
     shard, replicate = map(_numbers, expert_groups(setting, box))
     experts = Cost(shard, replicate, int(box.expert_holders.item()))
-    return Data(dense, experts, setting.recipe.size, setting.practice.reduced or setting.recipe.size, box.shards[0].zero)
+    return Data(dense, experts, setting.recipe.size, setting.practice.reduced or setting.recipe.gradient_size, box.shards[0].zero)
 
 
 def _numbers(group: Group) -> Group:

@@ -1,18 +1,25 @@
 """Precision recipes as values: what is stored, computed and reduced in which type, and the bytes that follow.
 
-| recipe | weights | gradients | optimizer with AdamW | total |
-|---|---|---|---|---|
-| fp64 | 8 | 8 | 16 | 32 |
-| fp32 | 4 | 4 | 8 | 16 |
-| bf16, fp16 | 2 | 2 | 4 (master) + 8 | 16 |
+| recipe | weights | gradients | optimizer with AdamW | total | matrix products |
+|---|---|---|---|---|---|
+| fp64 | 8 | 8 | 16 | 32 | float64 |
+| fp32 | 4 | 4 | 8 | 16 | float32 |
+| tf32 | 4 | 4 | 8 | 16 | float32 whose factors have 10 bits of mantissa |
+| bf16, fp16 | 2 | 2 | 4 (master) + 8 | 16 | bfloat16, float16 |
+| fp8 | 2 | 2 | 4 (master) + 8 | 16 | float8 in the linear layers of blocks, else bfloat16 |
+| bf16-pure | 2 | 2 | 4 | 8 | bfloat16; weights and states rounded stochastically |
 
-Source: Rajbhandari et al., ZeRO, section 3.1 (2 + 2 + 12 bytes per parameter).
+Gradients are held, summed and sent in the type of `reduce` where a workload names one (2 bytes a bf16, 4 an fp32), else as here.
+Sources: Rajbhandari et al., ZeRO, section 3.1 (2 + 2 + 12 bytes per parameter); Micikevicius et al., FP8 Formats for Deep Learning, 2022;
+Gupta et al., Deep Learning with Limited Numerical Precision, 2015 (stochastic rounding).
 
 >>> RECIPES["bf16"].bytes_per_parameter(states=2)
 16
 """
 
 from __future__ import annotations
+
+from pydantic import Field
 
 from meshwright.base.codec import Noun
 from meshwright.base.errors import InputError, did_you_mean
@@ -25,34 +32,72 @@ class Recipe(Noun):
     name: str
     compute: str
     size: int
+    rate: str = Field(description="which of a device's rates of matrix products it reaches")
     master: int = 0
     loss_scaling: bool = False
     exact: bool = False
     """Gradients are added as integers: the same bits for any number of data-parallel ranks."""
     compression: Compression | None = None
     """Of gradients between hosts."""
+    products: str = Field(default="", description="another rate, of the linear layers of blocks")
+    rounds: bool = Field(default=False, description="weights and states are kept in the compute type, rounded stochastically")
+    eight: bool = Field(default=False, description="states are kept in 8 bits")
+    reduced: int = Field(default=0, description="bytes of a gradient that is held and summed; 0: of the compute type")
 
     @property
     def state_size(self) -> int:
         """Bytes of one element of an optimizer state: the master type, or the weights' own."""
         return self.master or self.size
 
-    def bytes_per_parameter(self, states: int) -> int:
-        return self.size + self.size + self.master + states * self.state_size
+    @property
+    def gradient_size(self) -> int:
+        """Bytes of one element of a held gradient."""
+        return self.reduced or self.size
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """The rates that a device must have."""
+        return (self.rate, self.products) if self.products else (self.rate,)
+
+    def bytes_per_parameter(self, states: float) -> float:
+        return self.size + self.gradient_size + self.master + states * self.state_size
 
 
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe(name="fp64", compute="float64", size=8),
-        Recipe(name="fp32", compute="float32", size=4),
-        Recipe(name="bf16", compute="bfloat16", size=2, master=4),
-        Recipe(name="fp16", compute="float16", size=2, master=4, loss_scaling=True),
+        Recipe(name="fp64", compute="float64", size=8, rate="fp64"),
+        Recipe(name="fp32", compute="float32", size=4, rate="fp32"),
+        Recipe(name="tf32", compute="float32", size=4, rate="tf32"),
+        Recipe(name="bf16", compute="bfloat16", size=2, rate="bf16", master=4),
+        Recipe(name="bf16-pure", compute="bfloat16", size=2, rate="bf16", rounds=True),
+        Recipe(name="fp16", compute="float16", size=2, rate="fp16", master=4, loss_scaling=True),
+        Recipe(name="fp8", compute="bfloat16", size=2, rate="bf16", master=4, products="fp8"),
     )
 }
 
 
-def recipe(name: str) -> Recipe:
+REDUCE = {"bf16": 2, "fp32": 4}
+"""Bytes of the types in which gradients can be held and summed by choice."""
+
+
+def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Recipe:
+    """The recipe `name`, with gradients in `reduce` and optimizer states in `state` (8bit) where these are given.
+
+    >>> recipe("bf16", "fp32").gradient_size, recipe("bf16-pure").bytes_per_parameter(states=2)
+    (4, 8)
+    """
     if name not in RECIPES:
         raise InputError(f"precision {name!r} is not one of {', '.join(RECIPES)}{did_you_mean(name, RECIPES)}")
-    return RECIPES[name]
+    found = RECIPES[name]
+    if state is not None:
+        if state != "8bit" or found.rounds or name == "fp64":
+            raise InputError(f"states of {state} do not go with precision {name}: '8bit' goes with fp32, tf32, bf16, fp16 and fp8")
+        found = found.but(eight=True)
+    if reduce is None:
+        return found
+    if reduce not in REDUCE:
+        raise InputError(f"reduce {reduce!r} is not one of {', '.join(REDUCE)}{did_you_mean(reduce, REDUCE)}")
+    if name == "fp64" or (name == "fp16" and reduce == "bf16"):
+        raise InputError(f"reduce {reduce} would lose what precision {name} keeps: leave reduce out")
+    return found.but(reduced=0 if REDUCE[reduce] == found.size else REDUCE[reduce])

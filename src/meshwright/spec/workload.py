@@ -8,29 +8,64 @@ from pydantic import Field, model_validator
 
 from meshwright.base.codec import Noun
 from meshwright.spec.compression import Compression
+from meshwright.spec.precision import Recipe, recipe
 
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
+"""Tensors of a state beside each parameter, of the weights' shape; `Optimizer.elements` knows the rules that differ by shape."""
+
+BLOCK_OF_STATES = 32
+"""Elements of an 8-bit state that share a scale of 4 bytes: as the flat buffers align, so that no block lies on two ranks."""
 
 
 class Optimizer(Noun):
     """The update rule. `warmup` steps (at most half of all) rise linearly to `lr`, then a cosine falls to `final_lr` x `lr` at the last step."""
 
-    name: Literal["adamw", "adam", "sgd", "sgd-momentum"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "sgd-momentum", "muon", "adafactor"] = "adamw"
     lr: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     decay: Literal["matrices", "all"] = Field(default="matrices", description="what weight decay falls on; biases and norms are vectors")
-    momentum: float = Field(default=0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd-momentum and muon")
+    matrix_lr: float | None = Field(default=None, gt=0, description="muon: of the matrices of blocks; null: lr")
+    state: Literal["8bit"] | None = Field(default=None, description="8bit: states in a byte an element; null: as the precision says")
     warmup: int = Field(default=0, ge=0)
     final_lr: float = Field(default=0.1, ge=0, le=1)
     schedule: Literal["constant", "cosine"] = "cosine"
     clip: float | None = Field(default=1.0, gt=0, description="largest norm of the whole gradient; null: no clipping")
 
+    @model_validator(mode="after")
+    def _known(self) -> Optimizer:
+        if self.state is not None and self.name not in ("adamw", "adam", "sgd-momentum"):
+            raise ValueError(f"{self.name} has no states of 8 bits; adamw, adam and sgd-momentum have: leave state out")
+        if self.matrix_lr is not None and self.name != "muon":
+            raise ValueError(f"matrix_lr is of muon; {self.name} has one rate: leave it out")
+        return self
+
     @property
     def states(self) -> int:
         """State tensors per parameter."""
         return OPTIMIZER_STATES[self.name]
+
+    def state_bytes(self, size: int) -> float:
+        """Of one element of a state that is else held in `size` bytes.
+
+        >>> Optimizer(state="8bit").state_bytes(4), Optimizer().state_bytes(4)
+        (1.125, 4)
+        """
+        return 1 + 4 / BLOCK_OF_STATES if self.state == "8bit" else size
+
+    def elements(self, shape: tuple[int, ...], in_block: bool) -> float:
+        """State elements beside one weight of a parameter, whole.
+
+        >>> Optimizer(name="muon").elements((64, 16), True), Optimizer(name="adafactor").elements((64, 16), True)
+        (1.0, 0.078125)
+        """
+        if self.name == "muon" and in_block and len(shape) == 2:
+            return 1.0
+        if self.name == "adafactor" and len(shape) > 1:
+            return 1.0 / shape[-1] + 1.0 / shape[-2]
+        return float(self.states)
 
 
 class Lora(Noun):
@@ -49,7 +84,10 @@ class Workload(Noun):
     sequence: int = Field(default=256, ge=1)
     batch: int = Field(default=32, ge=1)
     steps: int = Field(default=200, ge=1)
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp64", "fp32", "tf32", "bf16", "bf16-pure", "fp16", "fp8"] = "fp32"
+    reduce: Literal["fp32", "bf16"] | None = Field(
+        default=None, description="type in which gradients are held, summed and sent; null: the precision's own"
+    )
     optimizer: Optimizer = Optimizer()
     seed: int = Field(default=1, ge=0)
     spikes: Literal["skip", "keep"] = Field(
@@ -67,11 +105,33 @@ class Workload(Noun):
     lora: Lora | None = Field(default=None, description="train adapters only; null: all weights")
 
     @model_validator(mode="after")
-    def _consistent(self) -> Workload:
+    def _agrees(self) -> Workload:
+        chosen = self.recipe
         if self.compression is not None and (self.exact or self.precision == "fp16"):
             what = "exact sums lose nothing" if self.exact else "what fp16 keeps back for the next step has another loss scale there"
             raise ValueError(f"compression {self.compression.kind}: {what}: leave compression out, or choose another precision")
+        if chosen.exact and self.reduce is not None:
+            raise ValueError(f"exact adds gradients as integers, reduce {self.reduce} as numbers: leave one out")
+        if chosen.rounds and self.optimizer.name in ("muon", "adafactor"):
+            raise ValueError(
+                f"precision {chosen.name} rounds states of an element for each weight, which {self.optimizer.name} has not: use bf16"
+            )
         return self
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is held in which type."""
+        return recipe(self.precision, self.reduce, self.optimizer.state).but(exact=self.exact > 0, compression=self.compression)
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Of weights, gradients and optimizer, where states have the weights' shape.
+
+        >>> Workload(precision="bf16").bytes_per_parameter, Workload(precision="bf16-pure", reduce="fp32").bytes_per_parameter
+        (16.0, 10.0)
+        """
+        kept = self.recipe
+        return kept.bytes_per_parameter(0) + self.optimizer.states * float(self.optimizer.state_bytes(kept.state_size))
 
     @property
     def fixed(self) -> dict[str, int]:

@@ -23,6 +23,7 @@ from meshwright.base.units import show_bytes
 from meshwright.checkpoint.distant import memory_at
 from meshwright.checkpoint.memory import Kept, Layout, Memory, lay_out
 from meshwright.checkpoint.save import Ranks
+from meshwright.parallel.state import addresses
 from meshwright.train.keep import pieces_of, random_of, state_of
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ class Copies:
     def _lay(self) -> Layout | None:
         """What is copied. It is found out once, and again when a buffer has moved."""
         engine = self.trainer.engine
-        held = [tensor for unit in engine.zero.units for tensor in (unit.master.flat, *unit.master.states(self.trainer.optimizer).values())]
-        places = [tensor.data_ptr() for tensor in (*held, *engine.model.buffers())]
+        places = addresses(engine, self.trainer.optimizer) + [buffer.data_ptr() for buffer in engine.model.buffers()]
+        if engine.recipe.eight:  # their values are made anew for each copy
+            places.append(self.trainer.steps)
         if self._layout is None or places != self._places:
             self._places = places
             self._layout = lay_out(pieces_of(self.trainer), random_of(self.trainer), self.trainer.mesh.plan, self.trainer.mesh.rank)

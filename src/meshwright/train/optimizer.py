@@ -1,7 +1,10 @@
 """The update rule of a workload as a torch optimizer, and the learning rate of each step.
 
-The trainer hands over flat runs of matrices and of vectors: weight decay falls on matrices alone unless the rule says all. Fused kernels: on
-a CPU they cost a quarter of the loop.
+The trainer hands over flat runs of matrices and of vectors, or whole tensors where the rule needs them (parallel/update/door.py): weight decay
+falls on matrices alone unless the rule says all. Fused kernels: on a CPU they cost a quarter of the loop.
+
+Muon is torch's, for the matrices of blocks; embeddings, heads, vectors and stacked experts have AdamW. Its updates are as large as AdamW's
+(`match_rms_adamw`: 0.2 sqrt(larger side)), so that both go by `lr`; with a `matrix_lr` they are as Jordan et al. scale them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 
 from meshwright.base.errors import InputError
 from meshwright.spec.plan import Plan
-from meshwright.spec.precision import Recipe, recipe
+from meshwright.spec.precision import Recipe
 from meshwright.spec.rules import exact_faults
 from meshwright.spec.workload import Optimizer, Workload
 
@@ -23,7 +26,7 @@ def recipe_of(workload: Workload, plan: Plan) -> Recipe:
     """How the numbers of `workload` are held. Raises InputError where `plan` adds other micro-batches up than an exact workload names."""
     for fault in exact_faults(plan, workload.exact):
         raise InputError(f"plan {plan.name}: {fault.message}")
-    return recipe(workload.precision).but(exact=workload.exact > 0, compression=workload.compression)
+    return workload.recipe
 
 
 def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
@@ -36,6 +39,10 @@ def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], to
                 [each for each in parameters if getattr(each, "is_matrix", each.ndim > 1) is kind] for kind in (True, False)
             )
             parameters = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        if rule.name == "muon":
+            return _muon(rule, parameters)
+        if rule.name == "adafactor":
+            return torch.optim.Adafactor(parameters, rule.lr, weight_decay=rule.weight_decay)
         if rule.name == "adamw":
             return torch.optim.AdamW(parameters, rule.lr, rule.betas, rule.eps, rule.weight_decay, fused=True)
         if rule.name == "adam":
@@ -44,6 +51,37 @@ def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], to
         return torch.optim.SGD(parameters, rule.lr, momentum, weight_decay=rule.weight_decay, fused=True)
 
     return make
+
+
+def _muon(rule: Optimizer, groups: list[Any]) -> torch.optim.Optimizer:
+    matrices: list[Any] = []
+    others = []
+    for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
+        chosen = [each.ndim == 2 and getattr(each, "in_block", False) for each in group["params"]]
+        matrices += [each for each, is_chosen in zip(group["params"], chosen, strict=True) if is_chosen]
+        others.append({**group, "params": [each for each, is_chosen in zip(group["params"], chosen, strict=True) if not is_chosen]})
+    adjust = "match_rms_adamw" if rule.matrix_lr is None else "original"
+    return Several(
+        [
+            torch.optim.AdamW(others, rule.lr, rule.betas, rule.eps, rule.weight_decay, fused=True),
+            torch.optim.Muon([{"params": matrices}], rule.matrix_lr or rule.lr, rule.weight_decay, rule.momentum, adjust_lr_fn=adjust),
+        ],
+        rule.lr,
+    )
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers with parameters of their own, as one: groups and states are those of all."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+        super().__init__([group for each in optimizers for group in each.param_groups], {"lr": lr})
+        self.optimizers = optimizers
+        for each in optimizers:
+            each.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.optimizers:
+            each.step()
 
 
 def learning_rate(rule: Optimizer, step: int, steps: int) -> float:

@@ -7,7 +7,7 @@ sum over all valid labels of the batch divided by their number, so ranks with un
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -26,6 +26,9 @@ from meshwright.parallel.expert import loads, pairs_by_expert, said
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.parallel.offload.away import away_of
+from meshwright.parallel.products import check_device
+from meshwright.parallel.update.door import MakeOptimizer, check_away, rule_of
+from meshwright.parallel.update.places import give_places
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.record import RunState, StepRecord
@@ -52,9 +55,6 @@ class Beside(TypedDict, total=False):
     offload_to: str | Path | None
 
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
 def parallelize(
     model: nn.Module,
     optimizer: MakeOptimizer,
@@ -67,9 +67,11 @@ def parallelize(
 ) -> Trainer:
     """Shard `model` over the ranks of the default process group as `plan` says, and return what trains it.
 
-    `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters, of one group or several:
-    it is given flat float tensors, so its rule must be elementwise (AdamW, SGD, ...); `is_matrix` of each says whether it holds elements of
-    matrices or of vectors (biases, norms), which most rules do not let decay. `clip` is the largest norm of the whole gradient. `loss(output, batch)`
+    `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters, of one group or several.
+    It is tried first (update/door.py): an elementwise rule (AdamW, SGD, ...) is given flat runs of tensors, one that needs whole tensors (Muon,
+    Adafactor, ...) whole ones, with their `path`; `is_matrix` of each says whether it holds elements of matrices or of vectors (biases,
+    norms), which most rules do not let decay, `in_block` whether of a repeated block. `precision`: a name or a recipe of
+    `meshwright.recipe`. `clip` is the largest norm of the whole gradient. `loss(output, batch)`
     is needed only where the model returns no logits; it gives a mean over the rows of the batch. `anatomy` says how the model is built
     where that is known, from `meshwright.anatomy.read` or written by hand; else it is found out. `offload_to` is the folder for what the plan
     keeps in files, on a local disk; without it the system's folder for temporary files.
@@ -77,10 +79,14 @@ def parallelize(
     """
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     agree_on_model(model, plan, str(precision))
+    chosen = recipe(precision) if isinstance(precision, str) else precision
+    rule = rule_of(optimizer)
     mesh = make_mesh(plan)
     mesh = replace(mesh, away=away_of(plan, mesh.device, beside.get("offload_to")))
-    kept = recipe(precision) if isinstance(precision, str) else precision
-    engine = parallelize_model(model, mesh, kept, beside.get("loss"), beside.get("anatomy"))
+    check_device(chosen, mesh.device)
+    check_away(mesh.away is not None, rule, chosen, plan)
+    engine = parallelize_model(model, mesh, chosen, beside.get("loss"), beside.get("anatomy"), rule)
+    give_places(engine, seed)
     torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
     return Trainer(engine, optimizer(engine.zero.masters()), clip, seed)
 
@@ -116,7 +122,7 @@ class Trainer:
             factor = 1.0 / scale_used
             if self.clip is not None and norm > self.clip:
                 factor *= self.clip / (norm + 1e-6)
-            self.engine.zero.update(self.optimizer, factor)
+            self.engine.zero.update(self.optimizer, factor, self.steps)
         self.scale.update(finite)
         self.steps += 1
         self.samples += self._rows
@@ -246,6 +252,7 @@ class Trainer:
         """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits elsewhere of these."""
         held = [unit.bytes() for unit in self.engine.zero.units]
         optimizer = sum(unit.master.bytes() for unit in self.engine.zero.units if unit.has_master)
+        optimizer += sum(unit.master.state_bytes() for unit in self.engine.zero.trained)
         away = self.mesh.away
         for values in self.optimizer.state.values() if away is None else ():
             optimizer += sum(

@@ -53,7 +53,7 @@ class Ground:
         work = self.launch.workload
         try:
             plan.micro_batches(work.batch)
-            trainer = parallelize(self._model(), optimizer_of(work.optimizer), plan, precision=work.precision, clip=work.optimizer.clip)
+            trainer = parallelize(self._model(), optimizer_of(work.optimizer), plan, precision=work.recipe, clip=work.optimizer.clip)
         except InputError as error:
             return Timed(None, str(error))
         if trainer.engine.unfilled:

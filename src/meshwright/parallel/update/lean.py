@@ -1,0 +1,174 @@
+"""Weights and states of a flat unit in fewer bytes than their update is computed in.
+
+Between two steps they are kept so: `bf16` (rounded stochastically, [Note: random bits of an element]) or, states alone, `8bit` (a byte an
+element and a scale for each BLOCK of them, by torchao's dynamic map). For its update, one unit at a time, all of it is float32: the
+optimizer is any of torch's and never sees another type. What it leaves is kept again.
+
+Blocks of 8-bit states are as long as flat buffers align ([Note: flat layout]), so that no block lies on two ranks: ZeRO and pipelines keep the
+same numbers as one device. Tensor ranks cut matrices across their rows, so that other elements share a scale there: alike within its rounding.
+Checkpoints hold 8-bit states as float32: making them 8-bit again gives the same bytes.
+
+Sources: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; torchao's optim package for the map.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from meshwright.base.errors import InputError
+from meshwright.parallel.master import Master
+from meshwright.parallel.update.rounding import TILE, Places, round_into
+from meshwright.spec.workload import BLOCK_OF_STATES as BLOCK
+
+LEAST = 1e-30
+"""What is less counts as zero: its products with codes would not be exact."""
+
+
+class Eight:
+    """[Note: eight bits] The scale of a block is its element of the largest magnitude, with its sign, which so has the code of 1: making
+    the same bytes again of what they say is exact, which torchao's own scale (a magnitude) is not, as its map has no -1.
+
+    A flat float32 tensor in 8 bits an element. `signed` False: none of its elements is negative."""
+
+    def __init__(self, values: torch.Tensor, signed: bool) -> None:
+        """`values` is flat, of a multiple of BLOCK elements."""
+        self.library = library()
+        self.map = torch.tensor(self.library.create_dynamic_map(signed=signed), dtype=torch.float32, device=values.device)
+        self.codes = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
+        self.scales = torch.empty(values.numel() // BLOCK, device=values.device)
+        self.keep(values)
+
+    def _tiles(self) -> Iterator[tuple[slice, slice]]:
+        """Elements and their scales, as many at a time as stay in the cache."""
+        longest = TILE if self.codes.device.type == "cpu" else max(self.codes.numel(), BLOCK)
+        for first in range(0, self.codes.numel(), longest):
+            last = min(first + longest, self.codes.numel())
+            yield slice(first, last), slice(first // BLOCK, last // BLOCK)
+
+    def keep(self, values: torch.Tensor) -> None:
+        """Become `values`."""
+        for taken, blocks in self._tiles():
+            rows = values[taken].view(-1, BLOCK)
+            scales = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
+            scales = torch.where(scales.abs() < LEAST, 1.0, scales)
+            self.codes[taken] = self.library.quantize_8bit_with_qmap((rows / scales).view(-1), self.map)
+            self.scales[blocks] = scales.view(-1)
+
+    def values(self) -> torch.Tensor:
+        """In float32."""
+        out = torch.empty(self.codes.numel(), device=self.codes.device)
+        for taken, blocks in self._tiles():
+            out[taken] = self.library.dequant_with_qmap(self.codes[taken], self.map, self.scales[blocks])
+        return out
+
+    def bytes(self) -> int:
+        return self.codes.numel() + self.scales.numel() * self.scales.element_size()
+
+
+def library() -> Any:
+    """torchao's functions of quantised optimizer states. Raises InputError where it is not installed."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it says on import which of its CUDA kernels are not there
+    try:
+        from torchao.optim import quant_utils
+    except ImportError as error:
+        raise InputError(
+            f"optimizer.state 8bit needs the package torchao ({error}): pip install 'meshwright[lowbit]', or leave state out"
+        ) from None
+    return quant_utils
+
+
+class Lean(Master):
+    """A master whose states, and with `rounds` whose weights, are kept in fewer bytes."""
+
+    def __init__(self, flat: torch.Tensor, vectors: Sequence[tuple[int, int]], rounds: bool) -> None:
+        super().__init__(flat, vectors)
+        self.rounds = rounds
+        self.places: Sequence[Places] = ()
+        self.seed = self._step = 0
+        self._eight: dict[str, Eight] = {}
+        self._shown: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
+        self._wide: torch.Tensor | None = None
+
+    # --- one update -----------------------------------------------------------------------------------------------------------
+
+    def widen(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Weights and states in float32, for the step that follows. Roundings after it go by the number of the step."""
+        self._step = step
+        self._shown = weakref.WeakValueDictionary()
+        if self.rounds:
+            self._wide = self.flat.to(torch.float32)
+            for run, part in zip(self.runs, self._split(self._wide), strict=True):
+                run.data = part
+        for key, whole in self._whole().items():
+            wide = whole.to(torch.float32)
+            for run, part in zip(self.runs, self._split(wide), strict=True):
+                optimizer.state[run][key] = part
+
+    def narrow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep what the step left."""
+        for key in [key for key, value in optimizer.state.get(self.runs[0], {}).items() if self._is_state(value)]:
+            wide = torch.cat([optimizer.state[run].pop(key) for run in self.runs])
+            if not self.rounds:
+                self._keep_eight(key, wide)
+            else:
+                kept = self._states.setdefault(key, torch.empty_like(self.flat))
+                round_into(kept, wide, self.places, self.seed, self._step, key)
+        if self._wide is not None:
+            round_into(self.flat, self._wide, self.places, self.seed, self._step, "weight")
+            self._wide = None
+            for run, part in zip(self.runs, self._split(self.flat), strict=True):
+                run.data = part
+
+    def _is_state(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.runs[0].shape
+
+    def _keep_eight(self, key: str, wide: torch.Tensor) -> None:
+        if key in self._eight:
+            self._eight[key].keep(wide)
+        else:
+            self._eight[key] = Eight(wide, signed=not key.endswith("_sq"))
+
+    def _whole(self) -> dict[str, torch.Tensor]:
+        return self._states if self.rounds else {key: kept.values() for key, kept in self._eight.items()}
+
+    # --- states ---------------------------------------------------------------------------------------------------------------
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        self.narrow(optimizer)
+
+    def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """As they are kept; of 8-bit states their values, which `loaded` keeps as long as somebody holds them."""
+        if self.rounds or self._states:
+            return self._states
+        values = self._whole()
+        self._shown = weakref.WeakValueDictionary(values)
+        return values
+
+    def scalars(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
+        for key, value in optimizer.state.get(self.runs[0], {}).items():
+            if isinstance(value, torch.Tensor | int | float):
+                yield key, float(value)
+
+    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float]) -> None:
+        super().prepare(optimizer, kinds, scalars)
+        for run in self.runs:
+            for key in kinds:
+                optimizer.state[run].pop(key, None)
+
+    def loaded(self) -> None:
+        """Values that were written into what `states` gave are kept."""
+        if not self.rounds:
+            for key, values in (*self._states.items(), *self._shown.items()):
+                self._keep_eight(key, values)
+            self._states, self._shown = {}, weakref.WeakValueDictionary()
+
+    def state_bytes(self) -> int:
+        """Held for states beside the optimizer's own."""
+        return sum(state.numel() * state.element_size() for state in self._states.values()) + sum(
+            each.bytes() for each in self._eight.values()
+        )

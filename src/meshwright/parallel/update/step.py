@@ -1,0 +1,55 @@
+"""The update of this rank's flat units, one after the other where what is kept is not what is computed in.
+
+torch's optimizers pass over parameters without a gradient: so units whose gradients or weights exist in the type of the update for a moment
+only are given to the optimizer one at a time, and all others at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.update.lean import Lean
+
+
+def is_alone(unit: FlatUnit) -> bool:
+    """Whether `unit` is updated by itself."""
+    return unit.master.tensors is not None or isinstance(unit.master, Lean) or unit.own_gradients.dtype != unit.master.flat.dtype
+
+
+def update(units: Iterable[FlatUnit], optimizer: torch.optim.Optimizer, scale: float, step: int) -> None:
+    """Gradients times `scale` through the optimizer; `step` counts those of the run."""
+    together: list[FlatUnit] = []
+    alone: list[FlatUnit] = []
+    for unit in units:
+        (alone if is_alone(unit) else together).append(unit)
+    for unit in together:
+        if scale != 1.0:
+            unit.own_gradients.mul_(scale)
+        unit.master.give(unit.own_gradients)
+    if together:
+        optimizer.step()
+    for unit in together:
+        unit.master.take_back()
+        unit.master.adopt(optimizer)
+        unit.write_back()
+    for unit in alone:
+        _one(unit, optimizer, scale, step)
+        unit.write_back()
+
+
+def _one(unit: FlatUnit, optimizer: torch.optim.Optimizer, scale: float, step: int) -> None:
+    master = unit.master
+    kind = torch.float64 if master.flat.dtype == torch.float64 else torch.float32
+    gradients = unit.own_gradients.to(kind).mul_(scale)
+    if unit.master.tensors is not None:
+        unit.master.tensors.update(optimizer, master.flat, gradients)
+        return
+    if isinstance(master, Lean):
+        master.widen(optimizer, step)
+    master.give(gradients)
+    optimizer.step()
+    master.take_back()
+    master.adopt(optimizer)

@@ -1,0 +1,88 @@
+"""Optimizers that need whole tensors, and those that a person brings: what one device computes, under every kind of plan."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import check
+from updates import RULES, alone, by_dimensions, go_on, train
+
+from meshwright.base.errors import InputError
+from meshwright.parallel.update.door import ELEMENTWISE, Rule, rule_of
+from meshwright.spec.plan import parse_plan
+
+SAMPLE = [
+    ("muon", "llama", "dp2.z1"), ("muon", "llama", "dp2.tp2.z3.mb2"), ("muon", "llama-tied", "dp2.pp2.z2"), ("muon", "gpt2", "tp2.mb4"),
+    ("adafactor", "llama", "dp2.z3"), ("adafactor", "llama", "dp2.tp2.z1.mb2"), ("adafactor", "llama-tied", "tp2.pp2.mb2"),
+    ("given AdamW by dimensions", "llama", "dp2.z2"), ("given RMSprop", "llama", "dp2.pp2.z1"),
+]  # fmt: skip
+PLANS = ("dp1", "dp2", "dp2.z1", "dp4.z2", "dp2.z3.mb2", "dp2x2.z1", "tp2.mb4", "tp4.sp.mb4", "pp4", "dp2.tp2.z3.mb2",
+         "tp2.pp2.mb2.interleaved2", "dp2.pp2.z1.zb1", "dp2.tp2.pp2.z2.mb2", "dp2.cp2.z1", "pp2.zbv")  # fmt: skip
+
+
+@functools.cache
+def expected(rule: str, model: str) -> dict[str, Any]:
+    return alone(rule, model, steps=2)
+
+
+@pytest.mark.parametrize(("rule", "model", "plan"), SAMPLE)
+def test_a_rule_updates_whole_tensors_as_one_device_does(ranks: Any, rule: str, model: str, plan: str) -> None:
+    check(expected(rule, model), ranks.run(parse_plan(plan).world, train, rule, model, plan, 2), "fp64")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", ["llama", "llama-tied", "gpt2", "bert"])
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_rule_under_every_kind_of_plan_updates_as_one_device_does(ranks: Any, rule: str, model: str, plan: str) -> None:
+    if rule == "adafactor" and model in ("gpt2", "bert"):
+        pytest.skip("a key's bias moves no score: its gradient is rounding, of which Adafactor makes whole steps")
+    check(expected(rule, model), ranks.run(parse_plan(plan).world, train, rule, model, plan, 2), "fp64")
+
+
+@pytest.mark.parametrize(("rule", "before", "after"), [("muon", "dp2.tp2.z1.mb2", "dp2.z3"), ("adafactor", "dp2.z3", "dp2.tp2.z1.mb2")])
+def test_whole_states_go_on_under_another_plan(ranks: Any, tmp_path: Path, rule: str, before: str, after: str) -> None:
+    ranks.run(parse_plan(before).world, train, rule, "llama", before, 1, str(tmp_path))
+    saved = next(path for path in tmp_path.iterdir() if path.name.startswith("step"))
+    gone_on = ranks.run(parse_plan(after).world, go_on, rule, "llama", after, 1, str(saved))[0]
+    whole = expected(rule, "llama")
+    assert gone_on["losses"][0] == pytest.approx(whole["losses"][1], rel=1e-10)
+    for name, weight in whole["weights"].items():
+        assert float((gone_on["weights"][name] - weight).norm() / weight.norm()) <= 1e-9, name
+
+
+def test_the_door_tells_elementwise_rules_from_those_that_need_whole_tensors() -> None:
+    plain = (torch.optim.SGD, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adadelta)
+    assert all(rule_of(lambda given, kind=kind: kind(given)) == ELEMENTWISE for kind in plain)
+    assert rule_of(RULES["muon"]) == Rule(matrices=True, others=False)
+    assert rule_of(RULES["adafactor"]) == rule_of(by_dimensions) == Rule(matrices=True, others=True)
+
+
+class Joined(torch.optim.SGD):
+    """Divides by the norm of all gradients: no tensor is updated by itself."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        norm = torch.stack([each.grad.norm() for each in held]).norm()
+        for each in held:
+            each.grad = each.grad / norm
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda given: Joined(given, lr=0.1), "depends on others"),
+        (lambda given: torch.optim.LBFGS(given), "closure"),
+        (lambda given: torch.optim.Muon(given), "Muon only supports 2D"),
+        (lambda given: torch.optim.SparseAdam(list(given)), "dense gradients"),
+    ],
+)
+def test_an_optimizer_that_no_part_of_a_model_can_follow_is_refused_in_one_line(make: Any, line: str) -> None:
+    with pytest.raises(InputError, match=line) as refused:
+        rule_of(make)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,152 @@
+"""Recipes: what is kept in which type, rounded how, summed in what; on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import anatomy_of, make_batch, make_model, measured
+
+from meshwright.base.errors import InputError
+from meshwright.parallel.products import Float8, check_device, check_plan
+from meshwright.parallel.update.rounding import Places, bits, key_of, round_into, rounded
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.precision import Recipe, recipe
+from meshwright.spec.workload import Optimizer
+from meshwright.train.optimizer import optimizer_of
+from meshwright.train.trainer import Trainer, parallelize
+
+RULE = Optimizer(lr=1e-3)
+
+
+def make_trainer(plan: str, chosen: Recipe, seed: int = 1) -> Trainer:
+    return parallelize(make_model("llama"), optimizer_of(RULE), plan, precision=chosen, clip=1.0, anatomy=anatomy_of("llama"), seed=seed)
+
+
+def train(plan: str, chosen: Recipe, steps: int, save: str = "") -> dict[str, Any]:
+    return measured(make_trainer(plan, chosen), "llama", steps, save)
+
+
+def go_on(plan: str, chosen: Recipe, steps: int, folder: str) -> dict[str, Any]:
+    trainer = make_trainer(plan, chosen)
+    trainer.load(folder)
+    for _ in range(steps):
+        trainer.step(make_batch("llama", trainer.steps))
+    return {"weights": trainer.full_state_dict()}
+
+
+def update_with(plan: str, chosen: Recipe, steps: int) -> dict[str, torch.Tensor] | None:
+    """Steps whose gradients are the same numbers under every plan."""
+    trainer = make_trainer(plan, chosen)
+    engine = trainer.engine
+    for step in range(steps):
+        for unit in engine.zero.trained:
+            unit.own_gradients.zero_()
+            for name, offset in unit.unit.offsets.items():
+                whole = torch.randn(engine.shapes[name], generator=torch.Generator().manual_seed(step + len(name)))
+                first, last = max(offset, unit.own.start), min(offset + unit.parameters[name].numel(), unit.own.stop)
+                if first < last:
+                    local = share(trainer, name, whole)
+                    unit.own_gradients[first - unit.own.start : last - unit.own.start] = local.flatten()[first - offset : last - offset]
+        engine.zero.update(trainer.optimizer, 1.0, step)
+    return trainer.full_state_dict()
+
+
+def share(trainer: Trainer, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """What this tensor rank holds of it."""
+    from meshwright.anatomy import local_slice
+
+    split = trainer.engine.anatomy.splits.get(name) if trainer.plan.tp > 1 else None
+    return whole if split is None else local_slice(whole, split, trainer.mesh.place.tp, trainer.plan.tp)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_stochastic_rounding_is_right_on_average_and_never_further_than_a_neighbour() -> None:
+    values = torch.full((200_000,), 1.0 + 2.0**-7 * 0.3)
+    found = rounded(values, bits(torch.arange(len(values)), key_of(1))).float()
+    assert set(found.tolist()) == {1.0, 1.0 + 2.0**-7}
+    assert float((found > 1).double().mean()) == pytest.approx(0.3, abs=0.005)
+    special = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.5])
+    kept = rounded(special, torch.full((5,), 65535, dtype=torch.int32)).float()
+    assert kept[:2].tolist() == special[:2].tolist() and kept[2].isnan() and kept[3:].tolist() == [0.0, -0.5]
+
+
+def test_an_element_is_rounded_alike_wherever_it_lies() -> None:
+    values = torch.randn(40)
+    whole, parts = torch.empty(40, dtype=torch.bfloat16), torch.empty(44, dtype=torch.bfloat16)
+    round_into(whole, values, [Places("w", 0, 0, 40)], 7)
+    apart = torch.cat([values[20:], torch.zeros(4), values[:20]])
+    round_into(parts, apart, [Places("w", 24, 0, 20), Places("w", 0, 20, 20)], 7)
+    assert torch.equal(whole, torch.cat([parts[24:], parts[:20]]))
+
+
+@pytest.mark.parametrize("plan", ["dp2.z1", "dp2.tp2.z3", "pp2"])
+def test_pure_bfloat16_rounds_as_one_device_does_bit_for_bit(ranks: Any, plan: str) -> None:
+    alone = ranks.run(1, update_with, "dp1", recipe("bf16-pure"), 3)[0]
+    found = ranks.run(parse_plan(plan).world, update_with, plan, recipe("bf16-pure"), 3)[0]
+    assert equal(alone, found)
+
+
+@pytest.mark.parametrize("plan", ["dp2.z2", "dp2.pp2.z1"])
+def test_eight_bit_states_are_those_of_one_device_bit_for_bit(ranks: Any, plan: str) -> None:
+    chosen = recipe("fp32", state="8bit")
+    assert equal(ranks.run(1, update_with, "dp1", chosen, 3)[0], ranks.run(parse_plan(plan).world, update_with, plan, chosen, 3)[0])
+
+
+@pytest.mark.parametrize("chosen", [recipe("bf16-pure"), recipe("bf16", "fp32", "8bit"), recipe("fp32", "bf16")], ids=str)
+def test_going_on_from_a_checkpoint_is_never_having_stopped(ranks: Any, tmp_path: Path, chosen: Recipe) -> None:
+    plan = "dp2.z1"
+    whole = ranks.run(2, train, plan, chosen, 3)[0]
+    ranks.run(2, train, plan, chosen, 2, str(tmp_path))
+    saved = next(path for path in tmp_path.iterdir() if path.name.startswith("step"))
+    assert equal(whole["weights"], ranks.run(2, go_on, plan, chosen, 1, str(saved))[0]["weights"])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "far"),
+    [(recipe("bf16-pure"), 0.03), (recipe("bf16", "fp32"), 0.02), (recipe("fp32", "bf16"), 0.02), (recipe("fp32", state="8bit"), 0.02)],
+    ids=str,
+)
+def test_lossy_recipes_stay_near_float32_and_hold_the_bytes_that_they_say(ranks: Any, chosen: Recipe, far: float) -> None:
+    exact, found = ranks.run(2, train, "dp2.z1", recipe("fp32"), 4)[0], ranks.run(2, train, "dp2.z1", chosen, 4)[0]
+    for mine, other in zip(found["losses"], exact["losses"], strict=True):
+        assert abs(mine / other - 1) <= far
+    weights = exact["bytes"]["parameters"] // 4
+    states = 2 * RULE.but(state="8bit" if chosen.eight else None).state_bytes(chosen.state_size)
+    expected = {"parameters": chosen.size, "gradients": chosen.gradient_size, "optimizer": (chosen.master + states) / 2}
+    assert found["bytes"] == {kind: each * weights for kind, each in expected.items()}
+
+
+def test_float8_products_are_near_exact_ones_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in ((32, 64), (48, 64)))
+    gradient = torch.randn(32, 48, dtype=torch.bfloat16)
+    output = Float8.apply(x, weight)
+    output.backward(gradient)
+    pairs = [(output, x @ weight.t()), (x.grad, gradient @ weight), (weight.grad, gradient.t() @ x)]
+    for found, exact in pairs:
+        assert float((found - exact).detach().float().norm() / exact.detach().float().norm()) <= 0.08
+
+
+@pytest.mark.parametrize(("name", "line"), [("fp8", "capability 8.9 or newer"), ("tf32", "capability 8.0 or newer")])
+def test_a_device_without_such_products_is_refused_in_one_line(name: str, line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        check_device(recipe(name), torch.device("cpu"))
+    with pytest.raises(InputError, match="fp8 runs without tensor parallelism"):
+        check_plan(recipe("fp8"), parse_plan("tp2"))
+
+
+def test_contradictory_recipes_are_refused_in_one_line() -> None:
+    for given, line in (
+        (("bf17",), "did you mean 'bf16'"),
+        (("fp64", "fp32"), "leave reduce out"),
+        (("bf16-pure", None, "8bit"), "do not go with"),
+        (("bf16", "fp33"), "did you mean 'fp32'"),
+    ):
+        with pytest.raises(InputError, match=line):
+            recipe(*given)

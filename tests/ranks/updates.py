@@ -1,0 +1,80 @@
+"""Optimizers beside one device: the plain model with torch's own optimizer, and the same rule under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from equality import anatomy_of, loss_of, make_batch, make_model, measured
+from torch import nn
+
+from meshwright.anatomy import layers
+from meshwright.parallel.update.door import Whole
+from meshwright.spec.workload import Optimizer
+from meshwright.train.optimizer import optimizer_of
+from meshwright.train.trainer import Trainer, parallelize
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+RULES: dict[str, Make] = {
+    "muon": optimizer_of(Optimizer(name="muon", lr=1e-2, matrix_lr=2e-2)),
+    "muon as AdamW": optimizer_of(Optimizer(name="muon", lr=1e-3)),
+    "adafactor": optimizer_of(Optimizer(name="adafactor", lr=1e-2, weight_decay=0.1)),
+    "given NAdam": lambda given: torch.optim.NAdam(given, lr=1e-3),
+    "given RMSprop": lambda given: torch.optim.RMSprop(given, lr=1e-3, momentum=0.9, centered=True),
+}
+
+
+def by_dimensions(given: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """What scripts write: decay by the number of dimensions, which flat runs have not."""
+    held = list(given)
+    matrices, vectors = [each for each in held if each.ndim > 1], [each for each in held if each.ndim < 2]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+
+
+RULES["given AdamW by dimensions"] = by_dimensions
+
+
+def make_trainer(rule: str, model: str, plan: str, precision: Any = "fp64") -> Trainer:
+    return parallelize(make_model(model), RULES[rule], plan, precision=precision, clip=1.0, anatomy=anatomy_of(model))
+
+
+def train(rule: str, model: str, plan: str, steps: int, save: str = "") -> dict[str, Any]:
+    """On every rank."""
+    return measured(make_trainer(rule, model, plan), model, steps, save)
+
+
+def go_on(rule: str, model: str, plan: str, steps: int, folder: str) -> dict[str, Any]:
+    """On every rank: `steps` more from the checkpoint."""
+    trainer = make_trainer(rule, model, plan)
+    trainer.load(folder)
+    first = trainer.steps
+    losses = [trainer.step(make_batch(model, first + step)).loss for step in range(steps)]
+    return {"losses": losses, "weights": trainer.full_state_dict()}
+
+
+def alone(rule: str, name: str, steps: int) -> dict[str, Any]:
+    """Plain PyTorch: whole parameters of the model, float64."""
+    model = make_model(name).to(torch.float64)
+    inside = {each: layer.startswith("block.") for layer, names in layers(model, anatomy_of(name)) for each in names}
+    held = {each: Whole(value.data, each, inside[each]) for each, value in model.named_parameters()}
+    optimizer = RULES[rule](held.values())
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(steps + 1):
+        model.zero_grad()
+        loss, tokens = loss_of(model, name, make_batch(name, max(step - 1, 0)))
+        loss.backward()
+        if step == 0:
+            found |= {"first": loss.item(), "tokens": tokens}
+            found["gradients"] = {each: value.grad.clone() for each, value in model.named_parameters()}
+            continue
+        found["losses"].append(loss.item())
+        found["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        for each, value in model.named_parameters():
+            held[each].grad = value.grad
+        optimizer.step()
+    found["weights"] = {each: value.detach() for each, value in model.named_parameters()}
+    with torch.no_grad():
+        found["evaluated"] = loss_of(model, name, make_batch(name, 99))[0].item()
+    return found
