@@ -93,8 +93,7 @@ def parallelize_model(
         mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage), recipe.exact
     )
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, stage_bounds(cut, mesh), pipeline)
-    engine.statistics = statistics
-    engine.balance = balance_of(model, loss, mesh, context.cut_labels if context else None)
+    engine.statistics, engine.balance = statistics, balance_of(model, loss, mesh, context.cut_labels if context else None)
     engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
     engine.mixtures = still_in(model, mixtures)
     give_whole(engine, needs)
