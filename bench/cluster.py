@@ -2,9 +2,10 @@
 
     python -m bench.cluster              all cases, at least PLANS plans of each; writes bench/results/cluster.md
     python -m bench.cluster tiered       the cases whose name has the word
+    python -m bench.cluster --anew       forgets what earlier runs measured; without it cases that are done are not run again
 
 Each case: the cluster is emulated, probed by its ranks, the job searched on what the probe found, PLANS plans spread over the whole ranking
-are run for STEPS steps each. Regret is the measured time of the planner's first choice over the best measured one, less 1. Root only.
+are run for STEPS steps each. A case ends after MINUTES with the plans it has. Regret is the measured time of the planner's first choice over the best measured one, less 1. Root only.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo
 
+from bench.slowed import slowed
+from bench.slowed import table as slowed_table
 from meshwright.base.units import show_rate, show_seconds
 from meshwright.cost.calibration import calibrated
 from meshwright.cost.step import estimate
@@ -44,19 +47,23 @@ from meshwright.train.rank import connect
 from meshwright.train.trials import Ground
 
 PLANS, STEPS, TRIALS = 20, 4, 5
+MINUTES = 3.5
+"""After which no further plan of a case is begun."""
+
 CORE = 80e9
 RESULTS = Path(__file__).parent / "results" / "cluster.md"
 SIZES = {"kind": "llama", "layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 344, "vocab": 512, "seq": 128}
 
 
 class Case(NamedTuple):
-    """A job on a cluster. `slow`: groups whose devices have a part of the described speed."""
+    """A job on a cluster. `slow`: groups whose devices have a part of the described speed. `slows`: afterwards one rank slows down and recovers."""
 
     name: str
     cluster: str
     batch: int
     slow: tuple[float, ...] = ()
     sequence: int = 128
+    slows: bool = False
 
     @property
     def described(self) -> Cluster:
@@ -70,7 +77,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("flat, slow links", "4x1:cpu@0.4Gb", 16),
-    Case("flat, fast links", "4x1:cpu@8Gb", 16),
+    Case("flat, fast links", "4x1:cpu@8Gb", 16, slows=True),
     Case("tiered 2x2, slow network", "2x2:cpu@0.4Gb", 16),
     Case("tiered 2x2, fast network", "2x2:cpu@4Gb", 32),
     Case("one host", "1x4:cpu", 16),
@@ -94,7 +101,7 @@ def on_ranks(there: Emulated, case: Case, plans: int) -> dict[str, Any]:
                 there.enter(rank)
                 os.environ.update(there.environment(rank))
                 torch.set_num_threads(1)
-                found = measured(case, rank, there.world, plans)
+                found = measured(there, case, rank, plans)
                 if rank == 0:
                     with os.fdopen(theirs, "w") as said:
                         json.dump(found, said)
@@ -114,8 +121,9 @@ def on_ranks(there: Emulated, case: Case, plans: int) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def measured(case: Case, rank: int, world: int, plans: int) -> dict[str, Any]:
+def measured(there: Emulated, case: Case, rank: int, plans: int) -> dict[str, Any]:
     """What every rank does."""
+    world, end = there.world, time.monotonic() + 60 * MINUTES
     connection = connect(rank, world, timeout=300.0)
     try:
         found = measure()
@@ -140,6 +148,8 @@ def measured(case: Case, rank: int, world: int, plans: int) -> dict[str, Any]:
         )
         rows = []
         for data in chosen:
+            if not connection.tell("more" if time.monotonic() < end else ""):
+                break
             plan = Plan.model_validate(data)
             timed = ground.try_plan(plan)
             if timed.seconds is not None:
@@ -151,7 +161,14 @@ def measured(case: Case, rank: int, world: int, plans: int) -> dict[str, Any]:
                         "busy": timed.busy,
                     }
                 )
-        return {"job": question.model_dump(mode="json"), "rows": rows, "odd": list(result.odd), "busy": found.busy, "probe": found.seconds}
+        return {
+            "job": question.model_dump(mode="json"),
+            "rows": rows,
+            "odd": list(result.odd),
+            "busy": found.busy,
+            "probe": found.seconds,
+            "slowed": slowed(there, rank, launch, ground) if case.slows else [],
+        }
     finally:
         connection.close()
 
@@ -165,7 +182,7 @@ def spread(question: Job, plans: int) -> list[Plan]:
     chosen = list(dict.fromkeys([ranked[0], *kinds.values()]))[: plans * 2 // 3]
     step = max(len(ranked) // max(plans - len(chosen), 1), 1)
     chosen = list(dict.fromkeys([*chosen, *ranked[::step]]))[:plans]
-    return [*chosen, *by_speed(question)]
+    return list(dict.fromkeys([*chosen[:1], *by_speed(question), *chosen]))
 
 
 def by_speed(question: Job) -> list[Plan]:
@@ -183,7 +200,7 @@ def by_speed(question: Job) -> list[Plan]:
 def judged(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     """Regret with and without trials, errors, rank correlation."""
     question = Job.model_validate(found["job"])
-    rows = [row for row in found["rows"] if not row["plan"]["shares"]]
+    rows = found["rows"]
     predicted, seconds = [row["predicted"] for row in rows], [row["measured"] for row in rows]
     best, first = min(seconds), seconds[predicted.index(min(predicted))]
     times = {Plan.model_validate(row["plan"]): row["measured"] for row in found["rows"]}
@@ -211,7 +228,16 @@ def nearest(wanted: Plan, plans: list[Plan], trials: list[Trial]) -> Plan | None
     same = [
         plan for plan in plans if plan not in tried and (plan.dp, plan.tp, plan.pp, plan.cp) == (wanted.dp, wanted.tp, wanted.pp, wanted.cp)
     ]
-    return min(same, key=lambda plan: (plan.zero != wanted.zero, abs(log(plan.micro_batch / wanted.micro_batch))), default=None)
+    return min(
+        same,
+        key=lambda plan: (
+            plan.shares != wanted.shares,
+            plan.placement != wanted.placement,
+            plan.zero != wanted.zero,
+            abs(log(plan.micro_batch / wanted.micro_batch)),
+        ),
+        default=None,
+    )
 
 
 def correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -283,17 +309,22 @@ def main(words: Sequence[str] = ()) -> None:
     plans = next((int(word.removeprefix("--plans=")) for word in words if word.startswith("--plans=")), PLANS)
     asked = [word for word in words if not word.startswith("--")]
     kept = Path(tempfile.gettempdir()) / "meshwright-bench-cluster.json"
-    found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if "--more" in words and kept.exists() else {}
+    found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if "--anew" not in words and kept.exists() else {}
     for case in CASES:
-        if asked and not any(word in case.name for word in asked):
+        if (asked and not any(word in case.name for word in asked)) or (not asked and case.name in found):
             continue
         began = time.monotonic()
-        with emulated(scaled(case.described, cores(), CORE)) as there:
-            found[case.name] = on_ranks(there, case, plans)
+        try:
+            with emulated(scaled(case.described, cores(), CORE)) as there:
+                found[case.name] = on_ranks(there, case, plans)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            continue
         kept.write_text(json.dumps(found))
         print(judged(case, found[case.name]), f"{time.monotonic() - began:.0f} s", *gain(case, found[case.name]), file=sys.stderr, sep="\n")
     cases = {case.name: case for case in CASES if case.name in found}
     unlike = [line for name, case in cases.items() for line in gain(case, found[name])]
+    unlike += [line for name in cases for line in (slowed_table(found[name]["slowed"]) if found[name]["slowed"] else [])]
     RESULTS.write_text(
         table([judged(case, found[name]) for name, case in cases.items()], unlike, {name: found[name] for name in cases}), encoding="utf-8"
     )

@@ -190,6 +190,44 @@ def test_no_more_than_depth_steps_are_read_ahead() -> None:
     assert not threads()
 
 
+def test_several_readers_give_the_same_in_the_same_order_and_read_at_once() -> None:
+    def read(step: int) -> int:
+        time.sleep(0.04 if step % 4 == 0 else 0.01)
+        return step
+
+    began = time.perf_counter()
+    with Prefetch(read, 5, 45, depth=8, readers=8) as ahead:
+        assert len(threads()) == 8
+        assert list(ahead) == list(range(5, 45))
+    assert time.perf_counter() - began < 0.6 * sum(0.04 if step % 4 == 0 else 0.01 for step in range(5, 45))
+    assert not threads()
+
+
+def test_of_several_readers_one_that_fails_fails_in_its_turn() -> None:
+    def read(step: int) -> int:
+        time.sleep(0.002 * (10 - step))
+        if step == 5:
+            raise InputError("a bad row")
+        return step
+
+    with Prefetch(read, 0, 10, depth=8, readers=4) as ahead:
+        assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
+        with pytest.raises(InputError, match="a bad row"):
+            next(ahead)
+        assert list(ahead) == []
+    assert not threads()
+
+
+def test_a_file_that_cannot_be_read_ends_in_one_line_with_its_name(dataset: TextDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise OSError(5, "Input/output error", "/data/part-7.bin")
+
+    monkeypatch.setattr(dataset, "training", gone)
+    with Loader(dataset, 8, 1).prefetch([(0, 8)], 3, 9) as ahead, pytest.raises(InputError) as error:
+        next(ahead)
+    assert "the data of step 4 cannot be read: Input/output error (/data/part-7.bin)" in str(error.value) and "\n" not in str(error.value)
+
+
 def test_what_reading_raises_comes_up_in_its_turn_and_once() -> None:
     def read(step: int) -> int:
         if step == 2:

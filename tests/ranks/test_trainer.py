@@ -111,7 +111,9 @@ def test_a_share_of_the_batch_is_the_batch(ranks: Any) -> None:
 
 def refused(name: str, plan: str, rows: int) -> str:
     try:
-        trainer = parallelize(make_model(name), make_optimizer, plan)
+        own = name == "own-loss"
+        name = "llama" if own else name
+        trainer = parallelize(make_model(name), make_optimizer, plan, loss=(lambda output, batch: output.logits.mean()) if own else None)
         trainer.step(make_batch(name, 0, rows))
     except InputError as error:
         return str(error)
@@ -122,10 +124,10 @@ def refused(name: str, plan: str, rows: int) -> str:
     ("name", "plan", "world", "rows", "says"),
     [
         ("llama", "dp3", 2, 8, "= 3 ranks, but 2 were started"),
-        ("llama", "dp2", 2, 7, "batch 7 is not a multiple of dp(2) * micro_batch(1) = 2"),
+        ("own-loss", "dp2", 2, 7, "batch 7 is not a multiple of dp(2) * micro_batch(1) = 2"),
         ("llama", "tp3", 3, 8, "heads"),
         ("llama", "pp4.interleaved2", 4, 8, "need as many blocks"),
-        ("llama", "dp2.off-optimizer", 2, 8, "do not run yet"),
+        ("llama", "dp2.off-parameters", 2, 8, "do not run yet"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(ranks: Any, name: str, plan: str, world: int, rows: int, says: str) -> None:

@@ -21,6 +21,9 @@ from meshwright.data.sampler import batch_of, samples
 Batch = dict[str, torch.Tensor]
 Range = tuple[int, int]
 
+READERS = 4
+"""Threads that read for an accelerator."""
+
 
 class Loader:
     """The batches of `dataset`, `batch` rows a step, ordered by `seed`."""
@@ -65,6 +68,22 @@ class Loader:
             filled["labels"][self.batch - lacking :] = IGNORED
             yield filled
 
-    def prefetch(self, ranges: Sequence[Range], first: int, stop: int, depth: int = 2) -> Prefetch[list[Batch]]:
-        """For each step from `first` to `stop` - 1 a list with the rows of every (first, count) of `ranges`, read up to `depth` steps ahead."""
-        return Prefetch(lambda step: [self.rows(step, *part) for part in ranges], first, stop, depth)
+    def prefetch(self, ranges: Sequence[Range], first: int, stop: int, depth: int = 2, device: str = "cpu") -> Prefetch[list[Batch]]:
+        """For each step from `first` to `stop` - 1 a list with the rows of every (first, count) of `ranges`, read up to `depth` steps ahead.
+
+        For an accelerator several threads read, since it needs no core, and what they read lies in pinned memory, from where it is copied while
+        the device computes. Ranks on cores would only take these from each other.
+        """
+
+        def read(step: int) -> list[Batch]:
+            try:
+                batches = [self.rows(step, *part) for part in ranges]
+            except OSError as error:
+                where = f" ({error.filename})" if error.filename else ""
+                raise InputError(
+                    f"the data of step {step + 1} cannot be read: {error.strerror or error}{where}; {self.dataset.describe()}"
+                ) from error
+            return batches if device == "cpu" else [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
+
+        readers = 1 if device == "cpu" else READERS
+        return Prefetch(read, first, stop, max(depth, readers), readers)

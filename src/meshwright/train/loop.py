@@ -167,7 +167,7 @@ class Loop:
         rows, replica, size = self.launch.workload.batch, self.trainer.mesh.replica, plan.micro_batch
         first = plan.first_row(rows, replica)
         ranges = [(first + k * size, size) for k in range(plan.micro_batches(rows, replica))]
-        with self.loader.prefetch(ranges, began, self.steps) as batches:
+        with self.loader.prefetch(ranges, began, self.steps, device=self.device.type) as batches:
             for step, batch in enumerate(self._awaited(batches, began), began):
                 start = time.perf_counter() - batches.waited
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))

@@ -1,7 +1,7 @@
 """Who holds the others up, and by what: a verdict from the phases that every rank measures anyway, and the shares that would make up for it.
 
     computing    the step without waiting for data and without waiting for other ranks: on a slow rank longer than on its peers
-    data         waiting for the batch: its reader or its disk is slow
+    data         waiting for the batch: its reader or its disk is slow; where all wait, that of all of them
     communication   everyone waits longer for others than before, though nobody computes longer: a link is slow
 
 Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middle of its peers, the ranks that hold the same stage, at least
@@ -54,13 +54,15 @@ class Phases(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """A rank (-1: all of them) and how many times the seconds of its peers it takes."""
+    """A rank (-1: all of them) and how many times the seconds of its peers, or of before, it takes; of data for which all wait the part of a step."""
 
     rank: int
     phase: Phase
     times: float
 
     def line(self, step: int) -> str:
+        if self.rank < 0 and self.phase == Phase.data:
+            return f"step {step}: every rank waits for its data, {self.times:.0%} of a step: its readers are slow".replace("%", " %")
         if self.rank < 0:
             return f"step {step}: every rank waits {self.times:.1f} times as long for the others as before: a link is slow"
         what = "computes" if self.phase == Phase.computing else "waits for its data"
@@ -169,6 +171,8 @@ class Watch:
                 differing = max(self._spread(phase, other) for other in (rank, *peers))
                 if often and seconds[rank] > RATIO * usual and (seconds[rank] - usual) * count > max(PART * step, SPREADS * differing):
                     found.append(Slow(rank, phase, seconds[rank] / max(usual, 1e-6)))
+        if not found and min(data) > PART * step:
+            found.append(Slow(-1, Phase.data, min(data) / step))
         least, differing = min(waiting), max(self._spread("waiting", rank) for rank in range(self.plan.world))
         more = least - (self._usual or 0.0)
         if not found and self._usual is not None and least > RATIO * self._usual and more > max(PART * step, SPREADS * differing):

@@ -34,6 +34,7 @@ from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.record import RunState, StepRecord
 from meshwright.train.agreement import agree_on_batch, agree_on_model
 from meshwright.train.scaler import LossScale
+from meshwright.train.uneven import filled
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.memory import Kept
@@ -109,7 +110,8 @@ class Trainer:
     def step(self, batch: Batch | Share) -> StepRecord:
         """Forward, backward, reduce, clip, update.
 
-        `batch`: a dict of tensors with the whole batch on every rank, sequences first (batch a multiple of dp x micro_batch), or a `Share`.
+        `batch`: a dict of tensors with the whole batch on every rank, sequences first, or a `Share`. A last batch of an epoch
+        may have any number of rows where the loss is one over labels (uneven.py).
         A step with a non-finite gradient is skipped by all ranks alike.
         """
         began = time.perf_counter()
@@ -193,10 +195,13 @@ class Trainer:
                 tokens = round(float(valid) / (self.plan.pp * self.plan.tp * self.plan.cp))
         else:
             tokens = objective.count(batch)
-            self._rows = rows_of(batch)
+            self._rows = rows = rows_of(batch)
+            if objective.loss is None and "labels" in batch and not self.engine.statistics and self.engine.balance is None:
+                batch = filled(batch, self.plan)
+                rows = rows_of(batch)
             size = self.plan.micro_batch
-            count = self.plan.micro_batches(self._rows, self.mesh.replica)
-            first = self.plan.first_row(self._rows, self.mesh.replica)
+            count = self.plan.micro_batches(rows, self.mesh.replica)
+            first = self.plan.first_row(rows, self.mesh.replica)
             batches = [
                 {
                     name: value[first + k * size : first + (k + 1) * size] if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,47 @@
+"""The last batch of an epoch, which may have any number of rows: filled up to whole micro-batches of all replicas by rows without a valid label.
+
+Promise: loss and gradients are those of one device on the rows that were given: what is added counts in no sum and no number of labels. Where rows
+act on each other (statistics over a batch, a balance loss) or the loss is the user's own, nothing is added and the batch is refused as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.models.output import IGNORED
+from meshwright.parallel.objective import Batch, rows_of
+from meshwright.spec.plan import Plan, Schedule
+
+
+def whole_rows(plan: Plan, rows: int) -> int:
+    """As many rows as whole micro-batches of all replicas have, `rows` among them.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> whole_rows(parse_plan("dp2.mb2"), 7), whole_rows(parse_plan("dp2.z1.sh3-1"), 3), whole_rows(parse_plan("pp2.interleaved2"), 3)
+    (8, 4, 4)
+    """
+    if plan.shares:
+        return sum(plan.shares) * plan.micro_batch
+    counts = plan.pp if plan.schedule == Schedule.interleaved else 1
+    least = 2 * plan.pp if plan.schedule == Schedule.dualpipev else 1
+    each = plan.dp * plan.micro_batch
+    micro_batches = max(-(-rows // each), least)
+    return each * (-(-micro_batches // counts) * counts)
+
+
+def filled(batch: Batch, plan: Plan) -> Batch:
+    """`batch` with as many rows as the plan needs: its first one again, without valid labels."""
+    rows = rows_of(batch)
+    lacking = whole_rows(plan, rows) - rows
+    if lacking <= 0:
+        return batch
+
+    def longer(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        more = value[:1].expand(lacking, *value.shape[1:])
+        return torch.cat([value, torch.full_like(more, IGNORED) if name == "labels" else more])
+
+    return {name: longer(name, value) for name, value in batch.items()}

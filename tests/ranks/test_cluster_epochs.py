@@ -1,0 +1,58 @@
+"""The end of an epoch: a last batch of any number of rows trains to the loss of one device, and what is added to it counts nowhere."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from equality import difference, loss_of, make_batch, make_model, make_optimizer
+
+from meshwright.spec.plan import parse_plan
+from meshwright.train.trainer import parallelize
+from meshwright.train.uneven import whole_rows
+
+ROWS = (8, 5, 1, 8)
+PLANS = ("dp2", "dp2.z3.mb2", "dp4.z1", "dp2.tp2.sp.z2.mb2", "pp2.interleaved2", "dp2.z1.sh6-2", "dp2.pp2.z1.zb1")
+
+
+def trained(plan: str) -> tuple[list[tuple[float, int]], int, Any]:
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", clip=1.0)
+    records = [trainer.step(make_batch("llama", step, rows)) for step, rows in enumerate(ROWS)]
+    return [(record.loss, record.tokens) for record in records], trainer.samples, trainer.full_state_dict()
+
+
+@functools.cache
+def single() -> tuple[list[tuple[float, int]], dict[str, torch.Tensor]]:
+    model = make_model("llama").double()
+    optimizer, found = make_optimizer(model.parameters()), []
+    for step, rows in enumerate(ROWS):
+        optimizer.zero_grad()
+        loss, tokens = loss_of(model, "llama", make_batch("llama", step, rows))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append((loss.item(), tokens))
+    return found, {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_last_batch_of_an_epoch_may_have_any_number_of_rows(ranks: Any, plan: str) -> None:
+    expected, weights = single()
+    results = ranks.run(parse_plan(plan).world, trained, plan)
+    for steps, samples, _ in results:
+        assert samples == sum(ROWS)
+        for (loss, tokens), (alone, counted) in zip(steps, expected, strict=True):
+            assert abs(loss / alone - 1) <= 1e-10 and tokens == counted
+    for name, weight in weights.items():
+        assert difference(results[0][2][name], weight) <= 1e-8
+
+
+def test_rows_are_filled_up_to_what_the_order_of_a_pipeline_takes() -> None:
+    assert [whole_rows(parse_plan(name), 3) for name in ("dp2.mb4", "pp4.interleaved2", "pp2.dualpipev", "dp2.z1.sh3-1.mb2")] == [
+        8,
+        4,
+        4,
+        8,
+    ]
