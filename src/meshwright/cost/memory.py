@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.cost import constants
+from meshwright.cost import asked, constants
 from meshwright.cost.box import AXES, Again, Array, Box, Cut, lift, portion
 from meshwright.cost.compute import local_share
 from meshwright.cost.context import on_the_way
@@ -86,8 +86,9 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
     parameters = np.where(zero == 3, shard, whole) * recipe.size
     gradients = np.where(zero >= 2, shard, whole) * setting.gradient + np.where(zero == 0, states.numel * setting.practice.bucketed, 0)
     trained = setting.job.model.trained(box.tp)
-    gradients = gradients * trained
-    held = np.where(zero >= 1, shard, whole) * (recipe.master + state_bytes(setting)) * trained
+    updated = np.where(zero >= 1, shard, whole)
+    gradients = (gradients + asked.kept_back(setting, box, whole, updated)) * trained
+    held = (updated * (recipe.master + state_bytes(setting)) + asked.of_replicas(setting, updated)) * trained
     moving = moved(setting, box, states, tokens)
     at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere
     fullest = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)

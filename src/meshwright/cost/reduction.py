@@ -85,18 +85,23 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
     scatter: Array = sum(each.scatter.gather(each.whole * sent, each.units) for each in volumes)
     share: Array = scatter if sent == 1 and setting.wire == PLAIN else sum(each.shard.gather(each.whole, each.units) for each in volumes)
     over_replicas: Array = sum(each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes)
+    if (local := setting.job.workload.local) is not None:
+        over_replicas = over_replicas / local.steps  # once in so many, beside nothing
     fetched_alone: Array = sum(each.shard.gather(each.lone) for each in volumes)
 
     ahead = share - fetched_alone
     at_three = fetched_alone * 2.0 + beside(ahead, forward) + beside(ahead + scatter, backward)
     at_two = beside(scatter, backward)
     each_micro_batch = np.where(zero == 3, at_three, np.where(zero == 2, at_two, 0.0))
-    reduce = np.where(zero == 0, over_replicas, np.where(zero == 1, scatter, 0.0))
+    reduce = np.where(zero == 0, 0.0 if local else over_replicas, np.where(zero == 1, scatter, 0.0))
     if practice.reduce_hidden and not setting.on_host:
-        last = [np.where(zero == 0, each.replicate.reduce(each.last * sent), each.scatter.gather(each.last * sent)) for each in volumes]
+        last = [
+            np.where(zero == 0, 0.0 if local else each.replicate.reduce(each.last * sent), each.scatter.gather(each.last * sent))
+            for each in volumes
+        ]
         reduce = beside(reduce, backward) + sum(last)
     fetched = beside(share, forward) if practice.gather_hidden else share
-    after = np.where(zero == 0, 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), fetched, 0.0)
+    after = np.where((zero == 0) & (local is None), 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), fetched, 0.0)
     on_the_way = np.where(zero == 3, ahead, 0.0), np.where(zero == 3, ahead + scatter, np.where(zero == 2, scatter, 0.0))
     return Traffic(each_micro_batch + converted(setting, states), reduce + after, *on_the_way)
 

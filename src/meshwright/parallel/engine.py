@@ -14,6 +14,7 @@ from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.expert import Mixture
 from meshwright.parallel.expert_ranks import ExpertRanks
 from meshwright.parallel.gates import Gate, Run, StageDone
+from meshwright.parallel.local import Outer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch, Objective
 from meshwright.parallel.pipeline import Pipeline, Tensors
@@ -45,6 +46,7 @@ class Parallel:
     gates: list[Gate]
     bounds: dict[int, tuple[int, int]]
     pipeline: Pipeline
+    outer: Outer | None = None
     experts: ExpertRanks | None = None
     mixtures: Sequence[Mixture] = ()
     context: Context | None = None

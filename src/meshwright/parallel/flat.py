@@ -26,7 +26,7 @@ from meshwright.parallel.backlog import Backlog
 from meshwright.parallel.compression import coded
 from meshwright.parallel.exact import Sums
 from meshwright.parallel.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
-from meshwright.parallel.group import Sharing
+from meshwright.parallel.group import Sharing, alone
 from meshwright.parallel.master import Master
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.windows import AwayMaster
@@ -47,6 +47,9 @@ class FlatUnit:
         self.zero = mesh.plan.zero
         self.dtype = getattr(torch, recipe.compute)
         self.sums = Sums(recipe, mesh.device) if recipe.exact else None
+        self.sites = sharing if recipe.local is not None else None
+        """Of replicas that go their own ways: how they share, when they meet."""
+        sharing = sharing if recipe.local is None else alone(sharing)
         self.sharing, self.group, self.replicas = sharing, sharing.shard_group, sharing.copy_group
         bounds = shard_bounds(unit.numel, sharing.shards, sharing.weights)
         self.own = slice(*bounds[sharing.shard : sharing.shard + 2])

@@ -7,7 +7,7 @@ and a process group between (tiers.py), all others through a process group of to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -73,6 +73,11 @@ class Sharing:
     """The tensor ranks among which its tensors are split or alike."""
     weights: tuple[int, ...] = ()
     """Parts that the shards are of a copy; empty: equal ones."""
+
+
+def alone(sharing: Sharing) -> Sharing:
+    """The same for ranks whose other copies go their own ways."""
+    return replace(sharing, copies=1, copy=0, copy_group=None)
 
 
 def of_process(process: dist.ProcessGroup | None) -> Group | None:

@@ -17,6 +17,9 @@ from meshwright.parallel.engine import Parallel
 from meshwright.parallel.flat import FlatUnit
 from meshwright.spec.piece import Piece
 
+REPLICA, OUTER = "replica-", "outer/"
+"""How names of pieces begin: of a replica that goes its own way, and of what replicas meet with."""
+
 
 class Held(NamedTuple):
     """A piece and the run of this rank's buffer that holds it."""
@@ -26,7 +29,14 @@ class Held(NamedTuple):
 
 
 def _runs(engine: Parallel, kind: str, unit: FlatUnit, flat: torch.Tensor, saving: bool) -> Iterator[Held]:
-    """`flat` is the own run of `unit`, cut into pieces named `kind/parameter`."""
+    """`flat` is the own run of `unit`, cut into pieces named `kind/parameter`; of replicas that go their own ways each but the first has a name
+    of its own before it, except of what they have alike when they meet."""
+    copy = unit.sites.copy if unit.sites is not None else 0
+    if copy and kind.startswith(OUTER):
+        if saving:
+            return
+    elif copy:
+        kind = f"{REPLICA}{copy}/{kind}"
     first, last = unit.own.start, unit.own.stop
     if saving:
         length, copies, copy = last - first, unit.sharing.copies, unit.sharing.copy
@@ -147,6 +157,20 @@ def prepare_optimizer(engine: Parallel, optimizer: torch.optim.Optimizer, saved:
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
 
 
+def of_first(held: Held) -> Held:
+    """The same piece of a run that had no replicas of their own."""
+    name = held.piece.name
+    return held._replace(piece=held.piece._replace(name=name.partition("/")[2])) if name.startswith(REPLICA) else held
+
+
+def outer_pieces(engine: Parallel, saving: bool) -> Iterator[Held]:
+    """Where replicas that go their own ways began, and how fast they move."""
+    if engine.outer is not None:
+        for unit, begun, velocity in zip(engine.outer.units, engine.outer.begun, engine.outer.velocity, strict=True):
+            yield from _runs(engine, f"{OUTER}begun", unit, begun, saving)
+            yield from _runs(engine, f"{OUTER}velocity", unit, velocity, saving)
+
+
 def assemble(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Full tensors from pieces that cover them, by name without its kind."""
     local: dict[tuple[str, Any], tuple[Piece, torch.Tensor]] = {}
@@ -171,7 +195,7 @@ def assemble(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Te
 
 def gather_full(engine: Parallel, held: Iterable[Held]) -> dict[str, torch.Tensor] | None:
     """The full tensors on rank 0 (on the CPU), None elsewhere."""
-    mine = [(item.piece, item.data.detach().cpu()) for item in held]
+    mine = [(item.piece, item.data.detach().cpu()) for item in held if not item.piece.name.startswith(REPLICA)]
     if engine.mesh.world is None:
         return assemble(mine)
     gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None

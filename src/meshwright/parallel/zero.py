@@ -91,7 +91,7 @@ class Zero:
     def _start(self, unit: FlatUnit) -> None:
         if unit.zero >= 2:
             while len(self._pending) >= IN_FLIGHT:
-                self._wait(self._pending.popleft())
+                self.wait(self._pending.popleft())
         self._pending.append(unit.reduce())
         if unit.gated:
             unit.close()
@@ -126,7 +126,7 @@ class Zero:
         """This rank is through: when this returns it may end."""
         part((*self.mesh.groups.values(), self.tie))
 
-    def _wait(self, pending: Pending) -> None:
+    def wait(self, pending: Pending) -> None:
         began = time.perf_counter()
         pending.wait()
         self.exposed += time.perf_counter() - began
@@ -136,9 +136,9 @@ class Zero:
     def finish_gradients(self) -> None:
         """Every gradient is the sum over all ranks that read data, all tensor ranks' parts, and both ends of a tie."""
         while self._pending:
-            self._wait(self._pending.popleft())
+            self.wait(self._pending.popleft())
         for pending in [unit.reduce_over_replicas() for unit in self.trained]:
-            self._wait(pending)
+            self.wait(pending)
         self.settle()
         for group, runs in self._partial.items():
             joined = torch.cat(runs)
@@ -197,7 +197,7 @@ class Zero:
         else:
             update(self.trained, optimizer, scale, step)
         for pending in [unit.share() for unit in self.trained]:
-            self._wait(pending)
+            self.wait(pending)
 
     # --- gathering for use ----------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from pydantic import Field
 from meshwright.base.codec import Noun
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.spec.compression import Compression
+from meshwright.spec.local import Local
 
 
 class Recipe(Noun):
@@ -43,6 +44,8 @@ class Recipe(Noun):
     rounds: bool = Field(default=False, description="weights and states are kept in the compute type, rounded stochastically")
     eight: bool = Field(default=False, description="states are kept in 8 bits")
     reduced: int = Field(default=0, description="bytes of a gradient that is held and summed; 0: of the compute type")
+    local: Local | None = None
+    """Replicas update by themselves and meet every so many steps."""
 
     @property
     def state_size(self) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from meshwright.base.errors import InputError
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
+from meshwright.spec.local import Local
 from meshwright.spec.plan import FILES, Context, Plan, Schedule
 
 
@@ -146,6 +147,24 @@ def exact_faults(plan: Plan, exact: int) -> Iterator[Fault]:
         )
 
 
+def local_faults(plan: Plan, local: Local | None) -> Iterator[Fault]:
+    """Replicas that update by themselves are the copies of the states that the plan holds."""
+    if local is None:
+        return
+    if plan.dp_replicate != local.replicas:
+        yield Fault(
+            "replicas are of another number",
+            f"dp_replicate({plan.dp_replicate}) is not workload.local.replicas({local.replicas}); use dp{local.replicas}, or dp{local.replicas}xN.z1",
+        )
+    other = [
+        name
+        for name, there in (("ep", plan.ep > 1), ("sh", plan.shares), ("off", plan.offload), ("z0 with cp", plan.cp > 1 and not plan.zero))
+        if there
+    ]
+    if other:
+        yield Fault("replicas of their own do not go with it", f"workload.local does not go with {', '.join(other)}; leave it out")
+
+
 def micro_batches_of(actions: Sequence[str]) -> int:
     """How many micro-batches the actions of a plan order.
 
@@ -186,6 +205,7 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     yield from sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence)
     yield from batch_faults(plan, job.workload.batch)
     yield from exact_faults(plan, job.workload.exact)
+    yield from local_faults(plan, job.workload.local)
 
 
 def check_plan(job: Job, plan: Plan) -> None:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from meshwright.base.codec import Noun
 from meshwright.spec.compression import Compression
+from meshwright.spec.local import Local
 from meshwright.spec.precision import Recipe, recipe
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
@@ -102,6 +103,9 @@ class Workload(Noun):
     compression: Compression | None = Field(
         default=None, description="gradients in fewer bytes between hosts, which changes the result; null: as they are"
     )
+    local: Local | None = Field(
+        default=None, description="replicas that update by themselves and meet every so many steps, which changes the result; null: none"
+    )
     lora: Lora | None = Field(default=None, description="train adapters only; null: all weights")
 
     @model_validator(mode="after")
@@ -116,12 +120,19 @@ class Workload(Noun):
             raise ValueError(
                 f"precision {chosen.name} rounds states of an element for each weight, which {self.optimizer.name} has not: use bf16"
             )
+        if self.local is not None and (self.exact or self.batch % self.local.replicas):
+            what = (
+                "sums of replicas that meet rarely are not exact" if self.exact else f"batch {self.batch} is not a multiple of its replicas"
+            )
+            raise ValueError(f"local.replicas {self.local.replicas}: {what}: choose another number, or leave local out")
         return self
 
     @property
     def recipe(self) -> Recipe:
         """What is held in which type."""
-        return recipe(self.precision, self.reduce, self.optimizer.state).but(exact=self.exact > 0, compression=self.compression)
+        return recipe(self.precision, self.reduce, self.optimizer.state).but(
+            exact=self.exact > 0, compression=self.compression, local=self.local
+        )
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -140,6 +151,8 @@ class Workload(Noun):
         >>> Workload(exact=2).fixed
         {'micro_batch': 2, 'tp': 1, 'pp': 1, 'cp': 1, 'ep': 1}
         """
+        if self.local is not None:
+            return {"dp_replicate": self.local.replicas, "ep": 1}
         return {"micro_batch": self.exact, "tp": 1, "pp": 1, "cp": 1, "ep": 1} if self.exact else {}
 
     @property

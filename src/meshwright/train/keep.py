@@ -65,6 +65,7 @@ def pieces_of(trainer: Trainer) -> list[tuple[Piece, torch.Tensor]]:
         *state.weight_pieces(engine, saving=True),
         *state.optimizer_pieces(engine, optimizer, saving=True),
         *state.buffer_pieces(engine),
+        *state.outer_pieces(engine, saving=True),
     )
     return [(piece, data) for piece, data in held]
 
@@ -104,10 +105,14 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
         state.prepare_optimizer(engine, optimizer, saved["optimizer"])
         wanted = [*state.weight_pieces(engine, saving=False), *state.optimizer_pieces(engine, optimizer, saving=False)]
         wanted += [held for held in state.buffer_pieces(engine) if held.piece.name in manifest.tensors]
+        apart = any(name.startswith(state.OUTER) for name in manifest.tensors)
+        wanted = [*wanted, *state.outer_pieces(engine, saving=False)] if apart else list(map(state.of_first, wanted))
         loaded = load(path, map(tuple, wanted), plan=trainer.plan, ranks=ranks_of(trainer.mesh))  # type: ignore[arg-type]
         for unit in engine.zero.units:
             unit.write_back()
             unit.share().wait()
+        if engine.outer is not None and not apart:
+            engine.outer.begin_again()
     engine.unfilled = frozenset()
     run = build(RunState, saved["run"], str(path))
     trainer.steps, trainer.samples = run.step, run.samples

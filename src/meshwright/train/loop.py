@@ -165,7 +165,7 @@ class Loop:
         """Steps from `began` on under one plan."""
         plan, rule = self.trainer.plan, self.launch.workload.optimizer
         rows, replica, size = self.launch.workload.batch, self.trainer.mesh.replica, plan.micro_batch
-        first = plan.first_row(rows, replica)
+        first, apart = plan.first_row(rows, replica), self.trainer.engine.outer is not None
         ranges = [(first + k * size, size) for k in range(plan.micro_batches(rows, replica))]
         with self.loader.prefetch(ranges, began, self.steps, device=self.device.type) as batches:
             for step, batch in enumerate(self._awaited(batches, began), began):
@@ -184,7 +184,7 @@ class Loop:
                 seconds = time.perf_counter() - start
                 number = batch_of(step, self.loader.left_out)
                 record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds, "batch": number})
-                if self.trainer.mesh.world is not None and self._due(step + 1, self.launch.run.compare_every):
+                if self.trainer.mesh.world is not None and not apart and self._due(step + 1, self.launch.run.compare_every):
                     self.pulse.at(Phase.compare)
                     for mended in compare(self.trainer):
                         self._say("divergence", line=mended.line, rank=mended.ranks[0], step=self.trainer.steps)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ import torch
 from meshwright.base.errors import InputError
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
-from meshwright.spec.rules import exact_faults
+from meshwright.spec.rules import exact_faults, local_faults
 from meshwright.spec.workload import Optimizer, Workload
 
 
 def recipe_of(workload: Workload, plan: Plan) -> Recipe:
     """How the numbers of `workload` are held. Raises InputError where `plan` adds other micro-batches up than an exact workload names."""
-    for fault in exact_faults(plan, workload.exact):
+    for fault in chain(exact_faults(plan, workload.exact), local_faults(plan, workload.local)):
         raise InputError(f"plan {plan.name}: {fault.message}")
     return workload.recipe
 

@@ -23,6 +23,7 @@ from meshwright.parallel.apply import parallelize_model
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange import all_reduce
 from meshwright.parallel.expert import loads, pairs_by_expert, said
+from meshwright.parallel.local import Outer
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.parallel.offload.away import away_of
@@ -115,18 +116,22 @@ class Trainer:
         A step with a non-finite gradient is skipped by all ranks alike.
         """
         began = time.perf_counter()
-        loss, tokens, square = self._backward(batch)
-        norm = square**0.5 / self.scale.factor
+        loss, tokens, squares = self._backward(batch)
+        outer = self.engine.outer
+        own = squares[0 if outer is None else outer.replica] ** 0.5 / self.scale.factor
+        norm = sum(squares) ** 0.5 / len(squares) ** 0.5 / self.scale.factor
         finite = norm == norm and norm != float("inf")
         scale_used = self.scale.factor
         if finite:
             self.on_phase(Phase.update)
             factor = 1.0 / scale_used
-            if self.clip is not None and norm > self.clip:
-                factor *= self.clip / (norm + 1e-6)
+            if self.clip is not None and own > self.clip:
+                factor *= self.clip / (own + 1e-6)
             self.engine.zero.update(self.optimizer, factor, self.steps)
         self.scale.update(finite)
         self.steps += 1
+        if outer is not None and outer.is_due(self.steps):
+            outer.meet()
         self.samples += self._rows
         seconds = time.perf_counter() - began
         exposed, sent = self.engine.measured()
@@ -148,24 +153,36 @@ class Trainer:
             expert_loads=said(self._loads),
         )
 
-    def _backward(self, batch: Batch | Share) -> tuple[float, int, float]:
-        """Mean loss, valid labels, squared norm of the scaled gradient; the gradients are left in the flat units."""
+    def _backward(self, batch: Batch | Share) -> tuple[float, int, list[float]]:
+        """Mean loss, valid labels, squared norm of the scaled gradient (of each replica, where they go their own ways); the gradients are left in the flat units."""
         self.on_phase(Phase.backward)
         batches, tokens = self._share(batch)
+        outer, every = self.engine.outer, tokens
+        if outer is not None:
+            tokens = self._labels_here(batches, outer)
         if (balance := self.engine.balance) is not None:
-            balance.begin_step(tokens / (sum(self.plan.shares) or self.plan.dp * len(batches)))
+            balance.begin_step(every / (sum(self.plan.shares) or self.plan.dp * len(batches)))
         total = self.engine.forward_backward(batches, self.scale.factor / max(tokens, 1))
         self.on_phase(Phase.reduce)
         self.engine.zero.finish_gradients()
         self.on_phase(Phase.agree)
         pairs = pairs_by_expert(self.engine.mixtures, self.engine.anatomy, self.mesh.device)
         balanced = torch.zeros_like(total) if balance is None else balance.total / self.plan.tp
-        sums = torch.cat([torch.stack([total / self.plan.tp, self.engine.zero.square_norm(), balanced]), pairs])
+        square = self.engine.zero.square_norm()
+        squares = square.view(1) if outer is None else outer.apart(square)
+        sums = torch.cat([torch.stack([total / self.plan.tp, balanced]), squares, pairs])
         all_reduce(sums, self.mesh.world).wait()
-        loss, square, balanced_by = sums[:3].tolist()
-        self._balance = None if balance is None else balanced_by / max(tokens, 1)
-        self._loads = loads(sums[3:], self.engine.anatomy)
-        return loss / max(tokens, 1), tokens, square
+        loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
+        self._balance = None if balance is None else balanced_by / max(every, 1)
+        self._loads = loads(sums[2 + len(squares) :], self.engine.anatomy)
+        return loss / max(every, 1), every, each
+
+    def _labels_here(self, batches: list[Batch], outer: Outer) -> int:
+        """Valid labels that this rank's replica reads of a batch, where replicas go their own ways."""
+        mine = torch.tensor(float(sum(map(self.engine.objective.count, batches))), dtype=torch.float64, device=self.mesh.device)
+        everyone = outer.apart(mine)
+        all_reduce(everyone, self.mesh.world).wait()
+        return round(float(everyone[outer.replica]) / (self.plan.pp * self.plan.tp * self.plan.cp))
 
     def load_weights(self, path: str | Path) -> None:
         """Fill a model that was built without memory from safetensors or a checkpoint; every rank calls it and reads its own part."""
@@ -263,9 +280,12 @@ class Trainer:
             optimizer += sum(
                 value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor) and value.ndim
             )
+        ways = [way for unit in self.engine.zero.trained for way in (unit.over_shards, unit.over_copies) if way is not None]
+        kept = sum(way.kept.numel() * way.kept.element_size() for way in ways)
+        optimizer += self.engine.outer.bytes() if self.engine.outer is not None else 0
         return {
             "parameters": sum(weights for weights, _ in held),
-            "gradients": sum(gradients for _, gradients in held),
+            "gradients": sum(gradients for _, gradients in held) + kept,
             "optimizer": optimizer,
             **({} if away is None else {"offloaded": away.bytes(unit.master for unit in self.engine.zero.trained)}),
         }

@@ -1,0 +1,73 @@
+"""Local steps: replicas update by themselves and meet every so many steps (spec/local.py says what for, and the source).
+
+    moved = where they began - where a replica is, the mean over replicas
+    velocity = momentum x velocity + moved
+    where they go on from = where they began - lr x (moved + momentum x velocity)
+
+Promise: equal, but for the order of sums, to one process that trains the replicas in turn. Nothing but the loss, the norms and the labels of a
+step crosses between replicas before they meet. Moments of the inner optimizer stay with each replica. What begins and velocity are shared out
+as the optimizer's states are, and a checkpoint holds them, with the weights and moments of every replica.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.parallel.compression import coded
+from meshwright.parallel.exchange import all_reduce
+from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.group import Group
+from meshwright.parallel.zero import Zero
+from meshwright.spec.compression import Compression
+from meshwright.spec.local import Local
+
+
+class Outer:
+    """The outer optimizer of this rank's flat units."""
+
+    def __init__(self, rule: Local, zero: Zero, compression: Compression | None) -> None:
+        self.rule, self.zero, self.units, self.replica = rule, zero, zero.trained, zero.mesh.place.dp_replicate
+        for unit in self.units:
+            flat = unit.master.flat
+            unit.over_copies = coded(compression, _sites(unit), flat, flat.device, scattered=False)
+        self.begun = [unit.master.flat.detach().clone() for unit in self.units]
+        self.velocity = [torch.zeros_like(begun) for begun in self.begun]
+
+    def apart(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` (0 dimensions) in the place of this rank's replica among zeros for the others: summed over all ranks, each replica's own."""
+        return torch.nn.functional.pad(value.view(1), (self.replica, self.rule.replicas - self.replica - 1))
+
+    def bytes(self) -> int:
+        return sum(each.numel() * each.element_size() for each in (*self.begun, *self.velocity))
+
+    def is_due(self, steps: int) -> bool:
+        """Whether replicas meet after this many steps."""
+        return steps % self.rule.steps == 0
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """All replicas call it after the same step."""
+        moved = [begun - unit.master.flat for begun, unit in zip(self.begun, self.units, strict=True)]
+        for pending in [all_reduce(each, _sites(unit), across=unit.over_copies) for each, unit in zip(moved, self.units, strict=True)]:
+            self.zero.wait(pending)
+        self.zero.settle()
+        for unit, begun, velocity, total in zip(self.units, self.begun, self.velocity, moved, strict=True):
+            mean = total.div_(self.rule.replicas)
+            velocity.mul_(self.rule.momentum).add_(mean)
+            begun.sub_(mean.add_(velocity, alpha=self.rule.momentum), alpha=self.rule.lr)
+            unit.master.flat.copy_(begun)
+            unit.write_back()
+        for pending in [unit.share() for unit in self.units]:
+            self.zero.wait(pending)
+
+    @torch.no_grad()
+    def begin_again(self) -> None:
+        """From the weights that are there, at rest: a run that was not in replicas goes on in replicas."""
+        for unit, begun, velocity in zip(self.units, self.begun, self.velocity, strict=True):
+            begun.copy_(unit.master.flat)
+            velocity.zero_()
+
+
+def _sites(unit: FlatUnit) -> Group | None:
+    assert unit.sites is not None, "replicas go their own ways only where the recipe says so"
+    return unit.sites.copy_group

@@ -1,0 +1,130 @@
+"""Replicas that go their own ways are those of one process that trains them in turn, meet when they should, and go on from a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import anatomy_of, difference, loss_of, make_batch, make_model, make_optimizer
+from pool import Pool
+from torch import nn
+
+from meshwright.base.errors import InputError
+from meshwright.parallel.apply import parallelize_model
+from meshwright.parallel.mesh import make_mesh
+from meshwright.spec.compression import Compression
+from meshwright.spec.local import Local
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.precision import recipe
+from meshwright.train.trainer import Trainer, parallelize
+
+RULE = Local(replicas=2, steps=2, lr=0.7, momentum=0.9)
+STEPS, CLIP = 5, 0.5
+
+
+def trainer_of(plan: str, kind: str = "") -> Trainer:
+    asked = recipe("fp64").but(local=RULE, compression=Compression(kind=kind) if kind else None)  # type: ignore[arg-type]
+    return parallelize(make_model("llama"), make_optimizer, plan, precision=asked, clip=CLIP, anatomy=anatomy_of("llama"))
+
+
+def under(plan: str) -> dict[str, Any]:
+    trainer = trainer_of(plan)
+    records = [trainer.step(make_batch("llama", step)) for step in range(STEPS - 1)]  # the last of them is a meeting
+    weights = trainer.full_state_dict()
+    records.append(trainer.step(make_batch("llama", STEPS - 1)))
+    return {"losses": [record.loss for record in records], "weights": weights, "last": trainer.full_state_dict()}
+
+
+def simulated() -> dict[str, Any]:
+    """One process: each replica with an optimizer of its own, and the outer one."""
+    begun = make_model("llama").double()
+    replicas = [copy.deepcopy(begun) for _ in range(RULE.replicas)]
+    optimizers = [make_optimizer(replica.parameters()) for replica in replicas]
+    velocity = [torch.zeros_like(weight) for weight in begun.parameters()]
+    losses, met = [], {}
+    for step in range(STEPS):
+        batch = make_batch("llama", step)
+        rows, total, count = len(batch["labels"]) // RULE.replicas, 0.0, 0
+        for at, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss, labels = loss_of(replica, "llama", {name: value[at * rows : (at + 1) * rows] for name, value in batch.items()})
+            loss.backward()
+            nn.utils.clip_grad_norm_(replica.parameters(), CLIP)
+            optimizer.step()
+            total, count = total + loss.item() * labels, count + labels
+        losses.append(total / count)
+        if (step + 1) % RULE.steps == 0:
+            with torch.no_grad():
+                for weight, moving, *theirs in zip(begun.parameters(), velocity, *(one.parameters() for one in replicas), strict=True):
+                    moved = sum(weight - each for each in theirs) / RULE.replicas
+                    moving.mul_(RULE.momentum).add_(moved)
+                    weight -= RULE.lr * (moved + RULE.momentum * moving)
+                    for each in theirs:
+                        each.copy_(weight)
+            met = {name: value.detach().clone() for name, value in begun.named_parameters()}
+    return {"losses": losses, "weights": met, "last": {name: value.detach() for name, value in replicas[0].named_parameters()}}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    return simulated()
+
+
+PLANS = ["dp2", "dp2x2.z1", "dp2x2.z3.mb2", "dp2.tp2.pp2.mb2"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_replicas_that_meet_rarely_are_those_of_one_process(ranks: Pool, expected: dict[str, Any], plan: str) -> None:
+    for found in ranks.run(parse_plan(plan).world, under, plan):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+        for held in ("weights", "last") if found["weights"] is not None else ():
+            for name, weight in expected[held].items():
+                assert difference(found[held][name], weight) < 1e-8, f"{held} of {name}"
+
+
+def stopped(plan: str, kind: str, folder: str) -> list[list[float]]:
+    """Losses of the steps after the third, in one go and after a checkpoint between two meetings."""
+    whole, first, second = trainer_of(plan, kind), trainer_of(plan, kind), trainer_of(plan, kind)
+    losses = [whole.step(make_batch("llama", step)).loss for step in range(STEPS)]
+    for step in range(3):
+        first.step(make_batch("llama", step))
+    second.load(first.save(folder))
+    return [losses[3:], [second.step(make_batch("llama", step)).loss for step in range(3, STEPS)]]
+
+
+@pytest.mark.parametrize(("plan", "kind"), [("dp2", ""), ("dp2x2.z1", "")])
+def test_going_on_between_two_meetings_is_going_on(ranks: Pool, plan: str, kind: str, tmp_path: Path) -> None:
+    for whole, resumed in ranks.run(parse_plan(plan).world, stopped, plan, kind, str(tmp_path)):
+        assert whole == resumed
+
+
+def sent() -> list[float]:
+    """Bytes that cross in each step between two hosts."""
+    from hosts import hosts
+
+    with hosts(1):
+        trainer = trainer_of("dp2", "int8")
+    return [trainer.step(make_batch("llama", step)).sent["data"] for step in range(4)]
+
+
+def test_replicas_send_nothing_until_they_meet_and_less_where_compressed(ranks: Pool) -> None:
+    numel = sum(value.numel() for value in make_model("llama").parameters())
+    for found in ranks.run(2, sent):
+        assert found[0] == found[2] == 0.0
+        assert found[1] == found[3] == pytest.approx(numel * 1.02, rel=0.06)
+
+
+def refused(plan: str) -> str:
+    try:
+        parallelize_model(make_model("llama"), make_mesh(parse_plan(plan)), recipe("fp64").but(local=RULE))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plan_of_other_replicas_is_refused_in_one_line(ranks: Pool) -> None:
+    for said in ranks.run(2, refused, "dp2.z1"):
+        assert "dp_replicate(1) is not workload.local.replicas(2)" in said and "\n" not in said
