@@ -31,7 +31,7 @@ def joined(mesh: Mesh, name: str, parts: Sequence[Sequence[int]], process: dist.
         if mesh.shares_memory(list(part)):
             mine = of_lanes(mesh.lanes(name, list(part))) if own else mine
             continue
-        tiers = _tiers(mesh, name, ranks) if mesh.identities and name not in FLAT else None
+        tiers = tiers_of(mesh, mesh.words(name), ranks) if mesh.identities and name not in FLAT else None
         if own:
             flat = of_process(made)
             assert flat is not None
@@ -39,8 +39,8 @@ def joined(mesh: Mesh, name: str, parts: Sequence[Sequence[int]], process: dist.
     return mine
 
 
-def _tiers(mesh: Mesh, name: str, ranks: Sequence[int]) -> Tiers | None:
-    """The tiers of `ranks`, where they have any and this rank is one of them."""
+def tiers_of(mesh: Mesh, first: int, ranks: Sequence[int]) -> Tiers | None:
+    """The tiers of `ranks`, where they have any and this rank is one of them; `first`: the word where their lanes begin. All ranks call it."""
     table = table_of([mesh.identities[rank] for rank in ranks])
     mine: Tiers | None = None
     for column in zip(*table, strict=True) if table is not None else ():
@@ -49,5 +49,5 @@ def _tiers(mesh: Mesh, name: str, ranks: Sequence[int]) -> Tiers | None:
         if mesh.rank in across:
             assert mesh.host is not None and table is not None
             ways = [group for process in made if (group := of_process(process)) is not None]
-            mine = Tiers(mesh.host, ranks, table, mesh.words(name), ways)
+            mine = Tiers(mesh.host, ranks, table, first, ways)
     return mine

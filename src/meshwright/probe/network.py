@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from meshwright.parallel.exchange import all_gather, all_reduce, all_to_all, reduce_scatter
 from meshwright.parallel.group import Group, of_lanes, of_process
+from meshwright.parallel.join import tiers_of
 from meshwright.parallel.lanes import LANE_WORDS, Lanes
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.shared import WORDS
@@ -44,15 +45,15 @@ class Network:
 
     def group(self, ranks: Sequence[int]) -> Group | None:
         """The group of `ranks`; None on the others. All ranks ask for all groups in the same order."""
-        shared = self.mesh.shares_memory(list(ranks))
-        process = None if shared else dist.new_group(list(ranks))
-        self.made += shared
-        if self.mesh.rank not in ranks:
-            return None
-        if not shared:
-            return of_process(process)
-        assert self.mesh.host is not None
-        return of_lanes(Lanes(self.mesh.host, list(ranks), self.made * LANE_WORDS))
+        shared, mine = self.mesh.shares_memory(list(ranks)), self.mesh.rank in ranks
+        self.made += shared or len(ranks) > 2
+        if shared:
+            assert self.mesh.host is not None
+            return of_lanes(Lanes(self.mesh.host, list(ranks), self.made * LANE_WORDS)) if mine else None
+        process = dist.new_group(list(ranks))
+        tiers = tiers_of(self.mesh, self.made * LANE_WORDS, ranks) if self.mesh.identities else None
+        flat = of_process(process) if mine else None
+        return None if flat is None else Group(flat.ranks, flat.index, flat.process, tiers)
 
     @property
     def room(self) -> bool:
