@@ -6,21 +6,27 @@ payload = {"launch": ..., "faults": [{"rank": 1, "step": 7, "phase": "backward",
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import os
+import resource
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import meshwright.train.loop as loop
 import meshwright.train.recovery as recovery
 import meshwright.train.scribe as scribe
 from meshwright.base.pulse import Phase, Pulse, Word
+from meshwright.checkpoint import disk
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.sampler import batch_of
+from meshwright.parallel.exchange import all_reduce
 from meshwright.train.rank import Channel
 from meshwright.train.spikes import Guard
 from meshwright.train.trainer import Trainer
@@ -69,8 +75,17 @@ def happen(how: str) -> None:
         raise ValueError("hidden 100 is not divisible by 3 heads")
     if how == "exit":
         os._exit(1)
+    if how == "memory":
+        raise torch.OutOfMemoryError("tried to allocate 512.00 GiB")
     if how == "flip":
         flip()
+        return
+    if how == "mismatch":
+        all_reduce(torch.ones(3), the_trainer().mesh.world).wait()
+        return
+    if how == "store":
+        [store] = [child for child in psutil.Process(os.getppid()).children() if child.name() == "mesh-store"]
+        store.kill()
         return
     if how == "livelock":
         while True:
@@ -80,10 +95,14 @@ def happen(how: str) -> None:
     os.kill(os.getpid(), signal.Signals[how])
 
 
+def the_trainer() -> Trainer:
+    [trainer] = [each for each in gc.get_objects() if type(each) is Trainer]
+    return trainer
+
+
 def flip() -> None:
     """One bit of one weight of this rank's states, in the middle of a number."""
-    [trainer] = [each for each in gc.get_objects() if type(each) is Trainer]
-    data = max((unit.master.flat for unit in trainer.engine.zero.units), key=torch.numel).view(torch.int32)
+    data = max((unit.master.flat for unit in the_trainer().engine.zero.units), key=torch.numel).view(torch.int32)
     data[data.numel() // 3] ^= 1 << 20
 
 
@@ -116,5 +135,27 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
     return loop.train(channel, payload["launch"])
 
 
+class Disk:
+    """In place of `disk.write_file`: a file that cannot be written, or the end of the process after the first one that can."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.write_file, self.count = how, disk.write_file, 0
+
+    def __call__(self, path: Path, blocks: Any, durable: bool = True) -> int:
+        self.count += 1
+        if self.how == "broken" and self.count > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        if self.how == "killed" and self.count > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.write_file(path, blocks, durable)
+
+
 def write(channel: Channel, payload: dict[str, Any]) -> int:
+    how = payload["launch"].get("disk", {}).get(str(payload["step"]), "")
+    if how == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    elif how == "slow":
+        time.sleep(0.5)
+    elif how:
+        disk.write_file = Disk(how)  # type: ignore[assignment]
     return scribe.write(channel, {**payload, "launch": payload["launch"]["launch"]})

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from meshwright.base.errors import MeshwrightError
 from meshwright.parallel.shared import PAGE, Host, Segment
 from meshwright.parallel.underway import Crossing, UnderWay
 
@@ -37,9 +38,10 @@ if TYPE_CHECKING:
 
 LANES = 16
 UNDER_WAY = 2
-POSTED, HALFWAY, DONE, _NUMBER, _FILE, _OFFSET, _SLOT, _SIZE = range(8)
+POSTED, HALFWAY, DONE, _NUMBER, _FILE, _OFFSET, _SLOT, _WHAT, _SIZE = range(9)
 LANE_WORDS = LANES * _SIZE
-"""`_SLOT`: 1 + the number of the slot that the part lies in, whose memory another one follows when it grows; 0 for other memory."""
+"""`_SLOT`: 1 + the number of the slot that the part lies in, whose memory another one follows when it grows; 0 for other memory. `_WHAT`: how many elements of which type, so that ranks that are not
+in the same collective are told so instead of adding up what does not belong together."""
 
 SMALL = 1 << 16
 """Bytes up to which every rank sums everything: reading is cheaper than meeting twice."""
@@ -47,6 +49,7 @@ SMALL = 1 << 16
 TILE = 1 << 16
 """Elements that are summed at a time, so that the sum stays in the cache."""
 
+_TYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2")
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -190,7 +193,7 @@ class Lanes:
         segment, offset = place
         words, at = self.host.words[self.host.rank], self.at(number, 0)
         words[at + _NUMBER], words[at + _FILE], words[at + _OFFSET] = segment.number, segment.file, offset
-        words[at + _SLOT] = self._filled(segment, number)
+        words[at + _SLOT], words[at + _WHAT] = self._filled(segment, number), _what(memory.numel(), memory.dtype)
         self.host.say(at + POSTED, number)
         return memory
 
@@ -238,7 +241,9 @@ class Lanes:
                 parts.append(own)
                 continue
             at = self.at(number, 0)
-            segment, file, start, slot = self.host.words[rank][at + _NUMBER : at + _SIZE]
+            segment, file, start, slot, what = self.host.words[rank][at + _NUMBER : at + _SIZE]
+            if what != _what(numel, own.dtype):
+                self._refuse(number, rank, what, _what(numel, own.dtype))
             if slot:
                 before = self._read_slots.get((rank, slot))
                 if before != segment:
@@ -246,6 +251,13 @@ class Lanes:
                     self.host.forget(rank, before)
             parts.append(self.host.read(rank, segment, file)[start : start + numel * own.element_size()].view(own.dtype))
         return parts
+
+    def _refuse(self, number: int, rank: int, what: int, expected: int) -> None:
+        theirs, ours = (f"{each // len(_TYPES)} elements of {_TYPES[each % len(_TYPES)]}" for each in (what, expected))
+        raise MeshwrightError(
+            f"rank {self.host.rank} and rank {rank} are not in the same collective: their {number}th of ranks "
+            f"{', '.join(map(str, self.ranks))} is of {theirs} on rank {rank}, rank {self.host.rank} expects {ours}"
+        )
 
     def _everyone(self, number: int, word: int) -> None:
         for rank in self.others:
@@ -272,6 +284,11 @@ def _alive(lanes: weakref.ref[Lanes]) -> Lanes:
 
 def _word(first: int, number: int, word: int) -> int:
     return first + number % LANES * _SIZE + word
+
+
+def _what(numel: int, dtype: torch.dtype) -> int:
+    """One word for a part."""
+    return numel * len(_TYPES) + _TYPES.index(str(dtype).removeprefix("torch."))
 
 
 def slice_of(flat: torch.Tensor, rank: int, ranks: int) -> slice:

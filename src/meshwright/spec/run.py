@@ -20,6 +20,7 @@ class Run(Noun):
         default=100, description="steps between checkpoints; 0: only at the end; auto: by measured time and failure_hours"
     )
     failure_hours: float = Field(default=24.0, gt=0, description="mean hours between failures of the machine, for checkpoint_every: auto")
+    anew: bool = Field(default=False, description="begin at step 0 although the folder has reported steps and lost its checkpoints")
     keep: int = Field(default=3, ge=1, description="checkpoints that stay; older ones are removed")
     evaluate_every: int = Field(default=50, ge=0, description="steps between losses on held-out data; 0: only at the end")
     tensorboard: bool = Field(default=True, description="events beside the records, where tensorboard is installed")

@@ -21,6 +21,8 @@ from meshwright.train.straggler import Phases
 
 Say = Callable[[str], None]
 
+RECORDS = "records.jsonl"
+
 LAST = 1 << 16
 """Bytes at the end of the records in which the last one is looked for."""
 
@@ -70,7 +72,7 @@ class Records:
     def __init__(self, folder: Path, tensorboard: bool, say: Say) -> None:
         self.say = say
         self._lost = False
-        self._handle = os.open(folder / "records.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._handle = os.open(folder / RECORDS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         size = os.fstat(self._handle).st_size
         self.last = _last_step(os.pread(self._handle, LAST, max(0, size - LAST)))
         if size and os.pread(self._handle, 1, size - 1) != b"\n":  # a kill in the middle of a line
@@ -106,6 +108,16 @@ class Records:
         os.close(self._handle)
         if self._writer is not None:
             self._writer.close()
+
+
+def last_reported(folder: Path) -> int:
+    """The last step that the records of a run folder have; -1 where there is none."""
+    try:
+        with (folder / RECORDS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST))
+            return _last_step(file.read())
+    except OSError:
+        return -1
 
 
 def _last_step(end: bytes) -> int:

@@ -24,6 +24,7 @@ from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
 from meshwright.train import copies
 from meshwright.train.keep import ranks_of
+from meshwright.train.metrics import last_reported
 from meshwright.train.rank import Channel
 from meshwright.train.spikes import Guard
 from meshwright.train.trainer import Trainer
@@ -67,7 +68,22 @@ class Recovery:
             self.source = "disk"
             self._fill(Path(path))
             self.saved = self.trainer.steps
+        elif not self.launch.run.anew:
+            self._refuse_history()
         return self.trainer.steps
+
+    def _refuse_history(self) -> None:
+        """A run that had saved does not begin anew in silence."""
+        every, steps = self.launch.run.checkpoint_every, self.launch.workload.steps
+        first = FIRST if every == "auto" else every or steps
+        reported = last_reported(Path(self.launch.run.folder))
+        if reported >= min(first, steps):
+            raise InputError(
+                f"run {self.launch.run.folder!r} has reported {reported} steps and has no checkpoint any more: restore its checkpoints, "
+                "choose another --run, or begin at step 0 with --set run.anew=true"
+            )
+        if reported > 0 and self.channel.rank == 0:
+            self._note(f"begins at step 0 again: the {reported} steps before were not saved yet")
 
     def _fill(self, source: Path | Kept) -> None:
         extra = self.trainer.load(source)

@@ -92,7 +92,7 @@ class Zygote:
             self._end(1)
 
     def _end(self, code: int = 0) -> NoReturn:
-        for pid in [child.pid for child in self.children.values()] + [self.store]:
+        for pid in [*(child.pid for child in self.children.values()), *([self.store] if self.store else [])]:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         sys.stderr.flush()
@@ -151,6 +151,9 @@ class Zygote:
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self.woken.recv(4096)
+        if os.waitpid(self.store, os.WNOHANG)[0]:
+            self.store = 0
+            self._end(1)  # nobody could join any more: the supervisor starts all of it anew
         for child in list(self.children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if not pid:

@@ -1,0 +1,206 @@
+"""Faults of every kind, injected for real: what breaks, who is named, what it costs. FAULTS.md says which test stands for which row of the table."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty import STEPS, events, launch, losses, random_faults, state, train
+
+import meshwright
+from meshwright.base.errors import InputError, Interrupted, MeshwrightError
+from meshwright.checkpoint.verify import verify
+from meshwright.elastic.failure import RankFailed
+from meshwright.elastic.nursery import Nursery
+
+
+@pytest.fixture(scope="module")
+def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, bytes]:
+    """The end of a run of dp2x2.z2 that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(nursery, launch(text, folder, "dp2x2.z2.mb2"), [])
+    return state(folder)
+
+
+def places(ranks: list[int], steps: list[int], phases: list[str], how: str, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {"rank": rank, "step": step, "phase": phase, "how": how, **more} for rank, step, phase in zip(ranks, steps, phases, strict=True)
+    ]
+
+
+def test_both_ranks_of_a_shard_group_killed_at_once_three_times_lose_nothing(
+    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+) -> None:
+    """Rows 6 and 29, on one machine: whoever holds a copy of the other half is not among the dead, and need not be."""
+    faults = [
+        {"rank": rank, "step": step, "phase": phase, "how": "SIGKILL"}
+        for pair, step, phase in (((0, 1), 4, "backward"), ((2, 3), 8, "update"), ((1, 3), 12, "reduce"))
+        for rank in pair
+    ]
+    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
+    assert not any(event.lost for event in events(tmp_path / "run"))
+    assert state(tmp_path / "run") == whole != {}
+
+
+def test_a_rank_killed_while_the_run_recovers_makes_that_recovery_longer_and_nothing_else(
+    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+) -> None:
+    """Row 29: in build, in restore, and in the first step behind."""
+    faults = places([1], [6], ["backward"], "SIGKILL")
+    faults += places([0, 2], [0, 0], ["build", "restore"], "SIGKILL", times=2) + places([3], [6], ["update"], "SIGKILL", times=2)
+    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
+    found = events(tmp_path / "run")
+    assert [event.kind for event in found].count("fault") >= 3 and not any(event.lost for event in found)
+    assert state(tmp_path / "run") == whole != {}
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.soak)])
+def test_the_store_of_addresses_that_is_killed_is_started_anew(
+    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes], count: int
+) -> None:
+    """Row 26: nobody could join any more; the process that starts ranks is replaced, and no rank is special."""
+    faults = random_faults(min(count, 12), 4, ["store"], seed=count)
+    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
+    found = events(tmp_path / "run")
+    assert [event.kind for event in found] == ["fault", "recovery"] * len(faults) and not any(event.lost for event in found)
+    assert state(tmp_path / "run") == whole != {}
+
+
+def test_a_rank_without_memory_is_named_with_that_reason_and_a_lasting_want_ends_the_run(
+    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+) -> None:
+    """Row 23, as torch says it."""
+    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), places([3], [5], ["update"], "memory"))
+    fault, recovery = events(tmp_path / "run")
+    assert fault.rank == 3 and fault.cause == "OutOfMemoryError: tried to allocate 512.00 GiB" and recovery.lost == 0
+    assert state(tmp_path / "run") == whole != {}
+    with pytest.raises(RankFailed, match="OutOfMemoryError"):
+        train(nursery, launch(text, tmp_path / "again", "dp1"), places([0], [5], ["update"], "memory", always=True))
+
+
+def test_ranks_that_are_not_in_the_same_collective_end_the_run_with_both_sizes(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    """Row 5."""
+    words = r"rank (\d) and rank (?!\1)\d are not in the same collective: .* 3 elements of float32"
+    with pytest.raises(MeshwrightError, match=words):
+        train(nursery, launch(text, tmp_path / "run", "dp2.z1"), places([1], [4], ["agree"], "mismatch"))
+    assert max(losses(tmp_path / "run")) == 3
+
+
+def test_a_disk_that_is_full_or_fails_and_a_writer_that_is_killed_cost_checkpoints_and_nothing_else(
+    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+) -> None:
+    """Rows 13, 14 and 15: seven checkpoints cannot be written, one is slow, and what stands under a checkpoint's name is whole."""
+    hows = {2: "full", 4: "broken", 6: "killed", 8: "full", 10: "broken", 12: "killed", 14: "slow"}
+    notes: list[str] = []
+    work = launch(text, tmp_path / "run", "dp2x2.z2.mb2", checkpoint_every=2, keep=9)
+    train(nursery, work, [], notes, hear=hearing(notes), disk={str(step): how for step, how in hows.items()})
+    folder = tmp_path / "run" / "checkpoints"
+    found = sorted(path.name for path in folder.glob("step-*"))
+    assert found == ["step-00000014", "step-00000016"] and all(verify(folder / name) == [] for name in found)
+    said = "\n".join(notes)
+    for step, how in hows.items():
+        assert how in ("slow", "killed") or f"no checkpoint at step {step}: " in said
+    assert said.count("the process that writes it ended with status -9") == 2 and "File too large" in said and "Input/output error" in said
+    assert events(tmp_path / "run") == [] and state(tmp_path / "run") == whole != {}
+
+
+def hearing(notes: list[str]) -> Callable[[int, dict[str, Any]], None]:
+    return lambda rank, message: notes.append(message["line"]) if message["kind"] == "note" else None
+
+
+def test_a_run_asked_to_stop_three_times_ends_in_the_same_bits(
+    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+) -> None:
+    """Row 24: each time the step ends, everything is saved, and the same command goes on."""
+    work = launch(text, tmp_path / "run", "dp2x2.z2.mb2")
+
+    def stop_at(step: int) -> Callable[[int, dict[str, Any]], None]:
+        def hear(rank: int, message: dict[str, Any]) -> None:
+            if rank == 0 and message["kind"] == "record" and message["record"]["step"] == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return hear
+
+    for step in (3, 7, 12):
+        with pytest.raises(Interrupted, match="stopped by SIGTERM: everything is saved"):
+            train(nursery, work, [], hear=stop_at(step))
+        assert step <= max(losses(tmp_path / "run")) < STEPS
+    train(nursery, work, [])
+    assert state(tmp_path / "run") == whole != {}
+
+
+def test_failures_without_a_step_between_them_are_tried_so_often_and_no_more(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    """Row 28: with longer and longer pauses; and a rank that fails before anything has begun is not tried again at all."""
+    with pytest.raises(RankFailed, match="gave up after 4 failures without a step between them"):
+        train(nursery, launch(text, tmp_path / "run", "dp2", retries=3), places([1], [3], ["backward"], "SIGKILL", always=True))
+    assert [event.kind for event in events(tmp_path / "run")] == ["fault"] * 3 + ["verdict"]
+    with pytest.raises(RankFailed, match="rank 0 of 2"):
+        train(nursery, launch(text, tmp_path / "early", "dp2"), places([0], [0], ["build"], "SIGKILL", always=True))
+    assert not (tmp_path / "early" / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize("loss", ["removed", "moved", "emptied"])
+def test_a_run_that_had_saved_does_not_begin_anew_in_silence(nursery: Nursery, tmp_path: Path, text: Path, loss: str) -> None:
+    """Row 30."""
+    work = launch(text, tmp_path / "run", "dp1", steps=4, checkpoint_every=2)
+    train(nursery, work, [])
+    checkpoints = tmp_path / "run" / "checkpoints"
+    if loss == "removed":
+        shutil.rmtree(checkpoints)
+    elif loss == "moved":
+        checkpoints.rename(tmp_path / "elsewhere")
+    else:
+        for path in checkpoints.glob("step-*"):
+            shutil.rmtree(path)
+    with pytest.raises(InputError, match=r"has reported 4 steps and has no checkpoint any more: .* --set run\.anew=true"):
+        train(nursery, work, [])
+    train(nursery, work.but(run=work.run.but(anew=True)), [])
+    assert (checkpoints / "step-00000004").is_dir()
+
+
+@pytest.mark.parametrize(("how", "phases"), [("SIGSTOP", ["backward", "reduce", "data"]), ("livelock", ["update", "data", "backward"])])
+def test_three_that_hang_are_named_and_nothing_is_lost(
+    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes], how: str, phases: list[str]
+) -> None:
+    """Rows 3 and 4."""
+    faults = places([1, 3, 2], [5, 9, 13], phases, how)
+    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2", patience=1.0), faults)
+    found = events(tmp_path / "run")
+    assert [(event.rank, event.step) for event in found if event.kind == "fault"] == [(1, 5), (3, 9), (2, 13)]
+    assert not any(event.lost for event in found) and state(tmp_path / "run") == whole != {}
+
+
+def test_every_row_of_the_table_names_tests_that_are_there() -> None:
+    """FAULTS.md is the list: row, fault, tests; or why there is none."""
+    here = Path(__file__).parent
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (here / "FAULTS.md").read_text().splitlines()
+        if line[:3].strip("| ").isdigit()
+    ]
+    assert [int(number) for number, _, _ in rows] == list(range(1, 34))
+    for number, _, tests in rows:
+        named = tests.split("`")[1::2]
+        assert named or tests.startswith("none: "), f"row {number} names no test"
+        for file, name in (part.split("::") for part in named):
+            assert f"def {name}(" in (here.parent / file).read_text(), f"row {number}: {file} has no {name}"
+
+
+def test_only_the_event_log_asks_for_the_time_of_day() -> None:
+    """Row 27: a clock that is wrong, or jumps, changes nothing but what the log says of when."""
+    source = Path(meshwright.__file__).parent
+    asking = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("time", "now", "utcnow", "time_ns")
+        and ast.unparse(node.value) in ("time", "datetime")
+    }
+    assert asking == {"elastic/journal.py"}
