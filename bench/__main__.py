@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from bench import labels, peers, pipeline, search, simulate, start
+from bench import labels, links, peers, pipeline, search, simulate, start
 
-KNOWN = {"start": start, "search": search, "simulate": simulate, "labels": labels, "peers": peers, "pipeline": pipeline}
+KNOWN = {"start": start, "search": search, "simulate": simulate, "labels": labels, "links": links, "peers": peers, "pipeline": pipeline}
 
 
 def main(arguments: list[str]) -> None:

@@ -106,7 +106,7 @@ def batch() -> dict[str, torch.Tensor]:
 def training(rounds: int) -> list[dict[str, Any]]:
     """Seconds of a step, waited and sent, of every system; what a step without data ranks takes."""
     rows, found = batch(), []
-    systems = [("flat", "", False), ("tiers", "", True), *((f"tiers, {kind}", kind, True) for kind in ("bf16", "int8"))]
+    systems = [("flat", "", False), ("tiers", "", True), *((f"tiers, {kind}", kind, True) for kind in ("bf16", "int8", "low-rank"))]
     for plan in ("dp4", "dp4.z1"):
         for name, kind, on in systems:
             trainer = trainer_of(plan, kind, on)

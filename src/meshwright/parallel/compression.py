@@ -14,13 +14,13 @@ sends (h - 1) / h times its coded buffer, as a plain one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from meshwright.parallel.exchange import Pending, all_gather, all_to_all
-from meshwright.parallel.lanes import slice_of
+from meshwright.parallel.lowrank import LowRank, matrices
 from meshwright.parallel.tiers import Tiers
 from meshwright.spec.compression import BLOCK, Compression
 
@@ -109,12 +109,33 @@ class Coded:
         return work.before(add)
 
 
-def coded(asked: Compression | None, group: Group | None, flat: torch.Tensor, device: torch.device, scattered: bool) -> Coded | None:
-    """How sums of `flat`, or of slices of it, go over `group`: None where plainly, also because nothing leaves the host."""
+class Vector(NamedTuple):
+    """What is summed: elements `start` to `stop` of a buffer that holds `tensors` (offset and shape each)."""
+
+    start: int
+    stop: int
+    like: torch.Tensor
+    tensors: Sequence[tuple[int, tuple[int, ...]]]
+
+
+def coded(asked: Compression | None, group: Group | None, vector: Vector, scattered: bool) -> Coded | LowRank | None:
+    """How sums of `vector`, or of slices of it, go over `group`: None where plainly, also because nothing leaves the host."""
     if asked is None or group is None or group.process is None:
         return None
-    numel = flat.numel()
-    if isinstance(group.lanes, Tiers):
-        here = slice_of(flat, group.lanes.index, len(group.lanes.ranks))
-        numel = numel // group.size * len(group.lanes.table) if scattered else here.stop - here.start
-    return Coded(CODES[asked.kind](), torch.zeros(numel, dtype=flat.dtype, device=device))
+    runs = _runs(group, vector.start, vector.stop, scattered)
+    numel = sum(stop - start for start, stop in runs)
+    if asked.kind == "low-rank":
+        return LowRank(matrices(vector.tensors, runs, asked.rank), numel, asked.rank, vector.like)
+    return Coded(CODES[asked.kind](), torch.zeros(numel, dtype=vector.like.dtype, device=vector.like.device))
+
+
+def _runs(group: Group, start: int, stop: int, scattered: bool) -> list[tuple[int, int]]:
+    """What of it this rank hands to other hosts, in the order in which it lies there."""
+    tiers = group.lanes
+    if not isinstance(tiers, Tiers):
+        return [(start, stop)]
+    if scattered:
+        each = (stop - start) // group.size
+        return [(start + row[tiers.index] * each, start + (row[tiers.index] + 1) * each) for row in tiers.table]
+    length, ranks = stop - start, len(tiers.ranks)
+    return [(start + length * tiers.index // ranks, start + length * (tiers.index + 1) // ranks)]

@@ -23,7 +23,7 @@ from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.backlog import Backlog
-from meshwright.parallel.compression import coded
+from meshwright.parallel.compression import Vector, coded
 from meshwright.parallel.exact import Sums
 from meshwright.parallel.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
 from meshwright.parallel.group import Sharing, alone
@@ -117,10 +117,13 @@ class FlatUnit:
 
     def _compress(self, asked: Compression | None) -> None:
         """How sums over the shard group and over the copies go between hosts, and what this host holds back of them."""
-        whole = torch.empty(self.unit.numel if not self.frozen else 0, dtype=self.gradients.dtype, device="meta")
-        own = whole[self.own] if self.zero else whole
-        self.over_shards = coded(asked, self.group, whole, self.mesh.device, scattered=True)
-        self.over_copies = coded(asked, self.replicas, own, self.mesh.device, scattered=False)
+        asked = None if self.frozen else asked
+        self.over_shards = coded(asked, self.group, self.vector(0, self.unit.numel, self.gradients), scattered=True)
+        self.over_copies = coded(asked, self.replicas, self.vector(self.own.start, self.own.stop, self.gradients), scattered=False)
+
+    def vector(self, start: int, stop: int, like: torch.Tensor) -> Vector:
+        """Elements of the buffer, and what lies there."""
+        return Vector(start, stop, like, [(offset, tuple(self.parameters[name].shape)) for name, offset in self.unit.offsets.items()])
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside a whole buffer of this unit."""

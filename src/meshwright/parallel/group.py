@@ -6,8 +6,10 @@ and a process group between (tiers.py), all others through a process group of to
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,6 +34,8 @@ class Group:
     process: dist.ProcessGroup | None = None
     lanes: Lanes | None = None
     meter: Meter = field(default_factory=Meter)
+    line: deque[Any] = field(default_factory=deque)
+    """Second messages that wait for their turn (lowrank.py)."""
 
     @property
     def size(self) -> int:

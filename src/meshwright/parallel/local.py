@@ -28,8 +28,8 @@ class Outer:
     def __init__(self, rule: Local, zero: Zero, compression: Compression | None) -> None:
         self.rule, self.zero, self.units, self.replica = rule, zero, zero.trained, zero.mesh.place.dp_replicate
         for unit in self.units:
-            flat = unit.master.flat
-            unit.over_copies = coded(compression, _sites(unit), flat, flat.device, scattered=False)
+            vector = unit.vector(unit.own.start, unit.own.stop, unit.master.flat)
+            unit.over_copies = coded(compression, _sites(unit), vector, scattered=False)
         self.begun = [unit.master.flat.detach().clone() for unit in self.units]
         self.velocity = [torch.zeros_like(begun) for begun in self.begun]
 
