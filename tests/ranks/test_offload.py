@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 
 from meshwright.base.errors import MeshwrightError
+from meshwright.parallel.offload.scratch import OffloadFailed
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import Trainer, parallelize
 
@@ -115,3 +120,46 @@ def test_a_folder_that_cannot_be_written_is_one_line(ranks: Any, tmp_path: Any) 
     (tmp_path / "file").write_text("")
     found = ranks.run(1, refused, str(tmp_path / "file" / "inside"), "dp1.off-optimizer-files")[0]
     assert found.startswith("InputError offload folder") and "--offload-to" in found and "\n" not in found
+
+
+@pytest.fixture
+def narrow(tmp_path: Any) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    folder = tmp_path / "narrow"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this machine does not let us mount a tmpfs: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_folder_that_is_full_is_one_line_at_the_first_step(ranks: Any, narrow: Path) -> None:
+    found = ranks.run(1, refused, str(narrow), "dp1.off-optimizer-files")[0]
+    assert "is full" in found and "1 MiB" in found and "\n" not in found
+
+
+def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
+    """A file that is gone in the middle of a run: the words, and the loss of the step after the checkpoint, in this run and in the next."""
+    trainer = made("llama", "dp1.off-optimizer-files", "fp32", folder)
+    trainer.step(make_batch("llama", 0))
+    path = trainer.save(checkpoints)
+    loss = trainer.step(make_batch("llama", 1)).loss
+    away = trainer.mesh.away
+    assert away is not None and away.scratch is not None
+    away.settle()
+    os.ftruncate(away.scratch.handle, 0)
+    words = ""
+    try:
+        trainer.step(make_batch("llama", 2))
+    except OffloadFailed as error:
+        words = str(error)
+    again = made("llama", "dp1.off-optimizer-files", "fp32", folder)
+    again.load(path)
+    return words, loss, again.step(make_batch("llama", 1)).loss
+
+
+def test_a_file_that_is_lost_ends_the_run_in_one_line_and_its_checkpoint_is_good(ranks: Any, tmp_path: Any) -> None:
+    words, loss, again = ranks.run(1, lost, str(tmp_path / "away"), str(tmp_path / "kept"))[0]
+    assert "goes on from its last checkpoint" in words and "\n" not in words
+    assert loss == again

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from meshwright.base.units import show_bytes
 from meshwright.cost import constants, unlike
 from meshwright.cost.box import Box, box_of
 from meshwright.cost.memory import reserved, usable
@@ -41,6 +42,12 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
     _, safe = reserved(pricer.setting, np.array(busiest.total))
     limit = usable(pricer.setting)
     verdict = Fits.fits if safe <= limit else Fits.tight if busiest.reserved <= limit else Fits.no
+    on_host, in_files = (float(part.max()) for part in (prices.footprint.host, prices.footprint.files))
+    notes, crowded = pricer.setting.notes, on_host > pricer.setting.host_memory
+    if crowded:
+        has = show_bytes(pricer.setting.host_memory)
+        notes = (*notes, f"{show_bytes(on_host)} of each rank are to wait on its host, which has {has} for each device")
+        verdict = Fits.no
     return Estimate(
         memory=busiest,
         per_stage=per_stage,
@@ -50,7 +57,8 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
         fits=verdict != Fits.no,
         verdict=verdict,
         limit=limit,
-        notes=pricer.setting.notes,
+        offloaded=on_host + in_files,
+        notes=notes,
     )
 
 
@@ -115,7 +123,6 @@ def _per_stage(pricer: Pricer, box: Box) -> tuple[Memory, ...]:
         parts.buffers,
         totals,
         taken,
-        parts.host + parts.files,
     )
     table = [np.broadcast_to(part, totals.shape).reshape(box.pp) for part in kinds_of_memory]
     return tuple(Memory(**dict(zip(Memory.model_fields, map(float, column), strict=True))) for column in zip(*table, strict=True))

@@ -28,6 +28,9 @@ from meshwright.schedules.action import Action, Kind
 IN_FLIGHT = 2
 """Reductions under way at ZeRO 2 and 3; each holds a whole unit of gradients."""
 
+WIDENED = 1 << 20
+"""Low-precision gradients of which the norm makes a float32 copy at a time."""
+
 
 @dataclass
 class Stage:
@@ -164,7 +167,8 @@ class Zero:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for gradients, holders in self._counted():
             kind = torch.float64 if gradients.dtype == torch.float64 else torch.float32
-            total += torch.linalg.vector_norm(gradients, dtype=kind).double().square() / holders
+            for piece in gradients.split(WIDENED if gradients.itemsize < 4 else max(gradients.numel(), 1)):
+                total += torch.linalg.vector_norm(piece, dtype=kind).double().square() / holders
         return total
 
     def _counted(self) -> Iterator[tuple[torch.Tensor, int]]:

@@ -139,6 +139,7 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
         "",
         columns(memory),
         *([say(left_out, language)] if left_out is not None else []),
+        *([say(tell("estimate.offloaded", size=estimate.offloaded), language)] if estimate.offloaded else []),
         "",
         columns(time),
         "",

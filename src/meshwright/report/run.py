@@ -207,7 +207,7 @@ def summarise(run: Run) -> Summary:
             name="tokens/s", predicted=run.estimate.tokens_per_second if run.estimate else None, measured=median(speeds) if speeds else None
         ),
         time=_time(run.estimate.time if run.estimate else None, settled),
-        memory=_memory(run.estimate.memory if run.estimate else None, steps),
+        memory=_memory(run.estimate, steps),
         skipped=tuple(record.step for record in steps if record.skipped),
         checkpoints=run.checkpoints,
         goodput=goodput(run.records, run.again, run.events),
@@ -243,12 +243,13 @@ def _time(predicted: Time | None, records: tuple[StepRecord, ...]) -> tuple[Pair
 _WITHIN = {"recompute": "compute", "bubble": "pipeline"}
 
 
-def _memory(predicted: Memory | None, records: tuple[StepRecord, ...]) -> tuple[Pair, ...]:
+def _memory(predicted: Estimate | None, records: tuple[StepRecord, ...]) -> tuple[Pair, ...]:
     """Rows by kind, the largest of all steps. `total` is what was allocated at the peak, `resident` what the host gave the process."""
     measured: dict[str, float] = {}
     for record in records:
         for kind, size in record.memory.items():
             measured[kind] = max(size, measured.get(kind, 0.0))
     names = [*Memory.model_fields, *(kind for kind in measured if kind not in Memory.model_fields)]
-    rows = [Pair(name=name, predicted=getattr(predicted, name, None), measured=measured.get(name)) for name in names]
+    said = {} if predicted is None else {**predicted.memory.model_dump(), "offloaded": predicted.offloaded}
+    rows = [Pair(name=name, predicted=said.get(name), measured=measured.get(name)) for name in names]
     return tuple(row for row in rows if row.predicted or row.measured)

@@ -19,7 +19,6 @@ class Memory(Noun):
     buffers: float
     total: float
     reserved: float
-    offloaded: float = Field(default=0.0, description="what waits in host memory or in files, not part of the total")
 
 
 class Time(Noun):
@@ -56,6 +55,7 @@ class Estimate(Noun):
     fits: bool
     verdict: Fits = Fits.fits
     limit: float = Field(default=0.0, description="bytes that a rank can take of its device")
+    offloaded: float = Field(default=0.0, description="bytes of the fullest rank that wait in host memory or in files, no part of `memory`")
     notes: tuple[str, ...] = Field(default=(), description="what the estimate leaves out or assumes for this plan")
 
     @property

@@ -173,12 +173,11 @@ class Loop:
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
                 watched = self.device.type == "cpu" and step - launched == min(WATCHED, self.steps - launched - 1)
                 watched = watched and self.recovery.source != "memory"  # once a run: it takes time
-                with watching() if watched else nullcontext() as watch:
+                with watching(self.trainer.engine.model) if watched else nullcontext() as watch:
                     record = self.trainer.step(Share(batch, self.loader.labels_per_step))
-                held = sum(value for kind, value in record.memory.items() if kind != "offloaded")
                 memory = {**record.memory, "resident": resident()}
                 if watch is not None:
-                    memory["total"] = held + watch.peak - watch.kept + self.trainer.passing
+                    memory |= watch.keep(self.trainer, self.folder)
                 if self.device.type == "cuda":
                     memory |= cuda_memory(self.device)
                 seconds = time.perf_counter() - start

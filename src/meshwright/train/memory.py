@@ -4,17 +4,32 @@ CUDA's allocator keeps its own peak. On a CPU nothing does: there one step is wa
 bytes alive at each moment of the step (a watched step takes longer; its numbers are the same). What the step leaves behind is held by the
 trainer and counted there, so: peak = held after the step - what the step added for good + the highest sum of its events. Memory that ranks
 of one host share is not the allocator's: the trainer counts its flat buffers, and `passing` what is on its way to others.
+
+Kinds: what an operation of forward or backward makes is activations, as long as it lives; all else (weights gathered for use, what an update
+makes) is buffers. The module at the peak: the innermost whose forward runs, or made the operation whose backward runs (autograd numbers both alike).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+
+from meshwright.spec.timeline import Moment, Timeline
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+MOMENTS = 240
+"""Moments that a timeline keeps: the highest of each of so many parts of a step."""
+MODULE, BACKWARD = "module ", "autograd::engine::evaluate_function"
 
 
 @dataclass
@@ -23,18 +38,121 @@ class Watch:
 
     peak: int = 0
     kept: int = 0
+    seconds: float = 0.0
+    place: str = ""
+    moments: list[Moment] = field(default_factory=list)
+    highest: Moment = field(default_factory=lambda: Moment(at=0, activations=0, buffers=0))
+
+    def timeline(self, trainer: Trainer) -> Timeline:
+        """Of `trainer`'s last step, which was watched."""
+        held = {kind: float(size) for kind, size in trainer.bytes().items() if kind != "offloaded"}
+        held["passing"] = float(trainer.passing - self.kept)
+        return Timeline(
+            rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, held=held, moments=tuple(self.moments), peak=self.highest, place=self.place
+        )  # fmt: skip
+
+    def keep(self, trainer: Trainer, folder: Path) -> dict[str, float]:
+        """Writes the timeline into the run's folder; the bytes at the peak by kind."""
+        found = self.timeline(trainer)
+        path = folder / "memory" / f"rank-{found.rank}.json"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(found.to_json() + "\n", encoding="utf-8")
+        except OSError:  # a full disk costs the timeline, not the run
+            path.unlink(missing_ok=True)
+        return {"total": found.total, "activations": found.peak.activations, "buffers": found.peak.buffers + found.held["passing"]}
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
-    """Fills the watch when the block ends."""
-    watch = Watch()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        yield watch
+def watching(model: nn.Module | None = None) -> Iterator[Watch]:
+    """Fills the watch when the block ends; with the modules of `model` it can name the one at the peak."""
+    watch, handles = Watch(), []
+    for name, module in model.named_modules() if model is not None else ():
+        if name and getattr(module, "_compiled_call_impl", None) is None:
+            handles += _named(module, f"{MODULE}{name}")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sums = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    watch.peak, watch.kept = max(sums, default=0), sums[-1] if sums else 0
+    _fill(watch, profile.profiler.kineto_results.experimental_event_tree())
+
+
+def _named(module: nn.Module, name: str) -> list[Any]:
+    """The forward of `module` as a range of the profile."""
+    ranges: list[record_function] = []
+
+    def begin(module: nn.Module, given: Any) -> None:
+        ranges.append(record_function(name))
+        ranges[-1].__enter__()
+
+    def end(module: nn.Module, given: Any, output: Any) -> None:
+        if ranges:
+            ranges.pop().__exit__(None, None, None)
+
+    return [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
+
+
+@dataclass
+class _Change:
+    """Bytes made or freed. `within`: an operation of forward or backward made them; `place`: which module's."""
+
+    at: int
+    address: int
+    size: int
+    within: bool
+    place: str
+
+
+def _fill(watch: Watch, roots: Any) -> None:
+    changes = sorted(_changes(roots), key=lambda change: change.at)
+    if not changes:
+        return
+    began, ended = min(root.start_time_ns for root in roots), max(root.end_time_ns for root in roots)
+    watch.seconds = max(ended - began, 1) / 1e9
+    made: dict[int, bool] = {}
+    now = {True: 0, False: 0}
+    highest: dict[int, Moment] = {}
+    for change in changes:
+        within = made.pop(change.address, False) if change.size < 0 else change.within
+        if change.size > 0:
+            made[change.address] = within
+        now[within] += change.size
+        total = now[True] + now[False]
+        moment = Moment(at=(change.at - began) / 1e9, activations=now[True], buffers=now[False])
+        if total > watch.peak:
+            watch.peak, watch.highest, watch.place = total, moment, change.place
+        part = int((change.at - began) * MOMENTS / (ended - began + 1))
+        before = highest.get(part)
+        if before is None or before.activations + before.buffers < total:
+            highest[part] = moment
+    watch.kept = now[True] + now[False]
+    watch.moments = [highest[part] for part in sorted(highest)]
+
+
+def _changes(roots: Any) -> Iterator[_Change]:
+    """Memory events of the whole tree; forward comes before its backward, so that its modules are known."""
+    modules: dict[int, str] = {}
+    waiting = [(root, "", "", False) for root in sorted(roots, key=lambda root: root.start_time_ns, reverse=True)]
+    while waiting:
+        event, module, place, within = waiting.pop()
+        kind, details = event.typed
+        name = event.name
+        if kind == torch._C._profiler._EventType.Allocation:
+            yield _Change(event.start_time_ns, details.ptr, details.alloc_size, within, place)
+            continue
+        if name.startswith(MODULE):
+            module = name.removeprefix(MODULE)
+            place = f"forward of {module}"
+        elif kind == torch._C._profiler._EventType.TorchOp and details.sequence_number >= 0:
+            if name.startswith(BACKWARD):
+                place = f"backward of {modules.get(details.sequence_number, 'the loss')}"
+            elif module:
+                modules[details.sequence_number] = module
+        within = within or name.startswith(("aten::", BACKWARD))
+        waiting += [(child, module, place, within) for child in reversed(event.children)]
 
 
 def resident() -> float:

@@ -23,6 +23,7 @@ from meshwright.parallel.apply import parallelize_model
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange import all_reduce
 from meshwright.parallel.expert import loads, pairs_by_expert, said
+from meshwright.parallel.heap import give_back
 from meshwright.parallel.local import Outer
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
@@ -89,6 +90,7 @@ def parallelize(
     check_away(mesh.away is not None, rule, chosen, plan)
     engine = parallelize_model(model, mesh, chosen, beside.get("loss"), beside.get("anatomy"), rule)
     give_places(engine, seed)
+    give_back()
     torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
     return Trainer(engine, optimizer(engine.zero.masters()), clip, seed)
 
@@ -132,6 +134,8 @@ class Trainer:
         self.steps += 1
         if outer is not None and outer.is_due(self.steps):
             outer.meet()
+        if self.steps == 1:  # the optimizer has made its states
+            give_back()
         self.samples += self._rows
         seconds = time.perf_counter() - began
         exposed, sent = self.engine.measured()

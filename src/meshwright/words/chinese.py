@@ -65,6 +65,7 @@ TEXTS = {
     "estimate.plan": "方案    {plan}：一个 rank 可用 {limit:bytes}，{verdict}；最满的 rank 占用 {reserved:bytes}",
     "estimate.left_out": "（省略了流水线 rank {first} 与 {last} 之间的各列）",
     "estimate.speed": "每秒 {rate:count} 个 token，MFU {mfu}",
+    "estimate.offloaded": "另有 {size:bytes} 放在主机内存或文件里",
     "estimate.note": "注意：{note:line}",
     "memory.total": "合计",
     "memory.reserved": "占用",

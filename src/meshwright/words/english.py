@@ -65,6 +65,7 @@ TEXTS = {
     "estimate.plan": "plan     {plan}: {verdict} in the {limit:bytes} that a rank can take; {reserved:bytes} are reserved on the fullest rank",
     "estimate.left_out": "(pipeline ranks between {first} and {last} are left out)",
     "estimate.speed": "{rate:count} tokens/s, MFU {mfu}",
+    "estimate.offloaded": "besides, {size:bytes} wait in host memory or in files",
     "estimate.note": "note: {note:line}",
     "memory.total": "total",
     "memory.reserved": "reserved",

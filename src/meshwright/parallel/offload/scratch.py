@@ -49,27 +49,27 @@ class Scratch:
         self.folder, self.size = folder, 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._cached = _unnamed(folder)
+            self.handle = _unnamed(folder)
         except OSError as error:
             raise InputError(
                 f"offload folder {str(folder)!r}: {error.strerror}; give a folder on a local disk that can be written (--offload-to)"
             ) from None
-        self._direct = _direct(self._cached)
+        self._direct = _direct(self.handle)
 
     @property
     def is_direct(self) -> bool:
         """Whether reads and writes go around the page cache."""
-        return self._direct != self._cached
+        return self._direct != self.handle
 
     def extend(self, size: int) -> int:
         """Room for `size` bytes of zeros more, taken from the disk now; where it begins. Raises InputError where there is none."""
         start, self.size = self.size, self.size + paged(size)
         try:
-            os.posix_fallocate(self._cached, start, max(self.size - start, 1))
+            os.posix_fallocate(self.handle, start, max(self.size - start, 1))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise self._failed(error, "extended") from None
-            found = os.statvfs(self._cached)
+            found = os.statvfs(self.handle)
             raise InputError(
                 f"offload folder {str(self.folder)!r} is full: {show_bytes(self.size)} are needed for this rank so far, "
                 f"{show_bytes(start + found.f_bavail * found.f_frsize)} are there; make room, or give another folder (--offload-to)"
@@ -99,7 +99,7 @@ class Scratch:
         """The same bytes as a tensor: what is written to it is in the file. Pages come as they are touched, and go when memory is short."""
         if not numel:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(mmap.mmap(self._cached, numel * dtype.itemsize, offset=start), dtype=dtype)
+        return torch.frombuffer(mmap.mmap(self.handle, numel * dtype.itemsize, offset=start), dtype=dtype)
 
     def _failed(self, error: OSError, word: str) -> OffloadFailed:
         return OffloadFailed(
@@ -108,7 +108,7 @@ class Scratch:
         )
 
     def __del__(self) -> None:
-        for handle in {getattr(self, name, -1) for name in ("_cached", "_direct")} - {-1}:
+        for handle in {getattr(self, name, -1) for name in ("handle", "_direct")} - {-1}:
             os.close(handle)
 
 

@@ -9,8 +9,12 @@ import torch
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.heap import give_back
 from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.windows import AwayMaster, AwayWindow
+
+SOME = 16
+"""Windows whose fresh states may lie around in the heap before it is given back."""
 
 
 def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Optimizer, scale: float) -> None:
@@ -28,7 +32,8 @@ def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Op
             window.give(scale)
             only(window)
             optimizer.step()
-            window.take_back(optimizer)
+            if window.take_back(optimizer) and window.number % SOME == 0:
+                give_back()
 
         away.pass_by(windows, update)
     if any(unit.master.copies for unit in units if isinstance(unit.master, AwayMaster)):

@@ -77,18 +77,19 @@ class AwayWindow:
         for run, part in zip(self.runs, self.split(scaled), strict=True):
             run.grad = part
 
-    def take_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the update; states that the optimizer made in its first one move to where they stay."""
+    def take_back(self, optimizer: torch.optim.Optimizer) -> bool:
+        """After the update; states that the optimizer made in its first one move to where they stay. Whether there were any."""
         for run in self.runs:
             run.grad = None
         if self.made:
-            return
+            return False
         for key, first in sorted(optimizer.state.get(self.runs[0], {}).items()):
             if is_elementwise(first, self.runs[0]):
                 self.owner.lay(key, first.dtype)
                 for run, part in zip(self.runs, self.split(self.view(key, first.dtype)), strict=True):
                     optimizer.state[run][key] = part.copy_(optimizer.state[run][key])
         self.made = True
+        return True
 
     def prepare(self, optimizer: torch.optim.Optimizer, scalars: dict[str, float]) -> None:
         """States that were laid and are filled from elsewhere."""
