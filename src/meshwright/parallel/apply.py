@@ -72,7 +72,7 @@ def parallelize_model(
     context = context_of(model, anatomy, mesh)
     objective = Objective(model, loss, mesh.tp if anatomy.head is not None else None, context.cut_labels if context else None)
     shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
-    mixtures = shard_experts(model, anatomy, experts, plan.sequence_parallel)
+    mixtures = shard_experts(model, anatomy, experts, mesh)
     give_places(model, mesh.device)
     parameters = dict(model.named_parameters())
     needs = Needs.of(rule, [(layer.name, layer.parameters) for layer in table], shapes)

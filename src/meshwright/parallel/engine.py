@@ -64,7 +64,7 @@ class Parallel:
             check_passes(self.statistics, self.mesh.plan, len(batches))
             self.zero.begin_step(len(batches))
             for mixture in self.mixtures:
-                mixture.begin_step()
+                mixture.begin_step(batches)
         if self.context is not None:
             self.context.waiting.seconds = 0.0
         self._open_ungated()
@@ -108,6 +108,8 @@ class Parallel:
         self.run.received = received[0] if received and self.run.carry is None else None
         if self.run.carry is not None:
             self.run.carry.begin(self.run.start, self.run.stop, received)
+        for mixture in self.mixtures:
+            mixture.begin_pass(batch)
         try:
             output = self.model(**inputs)
         except StageDone as done:
@@ -115,6 +117,8 @@ class Parallel:
             return state if balance is None else (*state, balance.end())
         finally:
             self.run.received = None
+            for mixture in self.mixtures:
+                mixture.end_pass()
             if self.run.carry is not None:
                 self.run.carry.forget()
             if self.context is not None:

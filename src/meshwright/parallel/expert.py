@@ -3,7 +3,7 @@
 The model routes as ever. Its module of experts is given hidden states, the numbers of each token's experts and their weights; here its
 forward is replaced on the instance. Pairs of token and expert are put in order of expert, sent to the expert's rank in one all-to-all, run
 through the module's own forward there (it holds some of the experts, numbered from 0), sent back, and weighted and summed where they came
-from. No pair is dropped, so the sum is that of one device. Tensor ranks share each expert's inner features, or hold unlike experts and
+from. Unless the model limits its experts (capacity.py) no pair is dropped, and the sum is that of one device. Tensor ranks share each expert's inner features, or hold unlike experts and
 send a part of the tokens each ([Note: expert ranks]).
 
     e      experts of this rank                            entered   gradient summed over the ranks that share an expert
@@ -29,10 +29,12 @@ from meshwright.anatomy import Anatomy, Experts, local_slice
 from meshwright.anatomy.experts import count_experts, holding
 from meshwright.base.errors import InputError
 from meshwright.parallel import collectives, exchange
+from meshwright.parallel.capacity import Capacity, capacity_of
 from meshwright.parallel.expert_ranks import ExpertRanks
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.objective import Batch, rows_of
 from meshwright.spec.layout import LayerSlots, Slot, unit_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
@@ -72,9 +74,10 @@ def still_in(model: nn.Module, mixtures: Sequence[Mixture]) -> list[Mixture]:
     return [mixture for mixture in mixtures if id(mixture.module) in here]
 
 
-def shard_experts(model: nn.Module, anatomy: Anatomy, ranks: ExpertRanks, sequence_parallel: bool) -> list[Mixture]:
+def shard_experts(model: nn.Module, anatomy: Anatomy, ranks: ExpertRanks, mesh: Mesh) -> list[Mixture]:
     """Each module of experts keeps this rank's, and sends the others their tokens. Parameters must be whole, or (ep 1) already cut by tp."""
     found = []
+    capacity = capacity_of(model, len(anatomy.experts), mesh)
     for experts in anatomy.experts:
         module = model.get_submodule(experts.path)
         if ranks.ranks > 1:
@@ -85,7 +88,7 @@ def shard_experts(model: nn.Module, anatomy: Anatomy, ranks: ExpertRanks, sequen
                 assert full is not None
                 held[short] = nn.Parameter(own_part(full.detach(), experts, name, ranks), requires_grad=full.requires_grad)
             count_experts(module, experts, experts.count // ranks.ranks)
-        found.append(Mixture(module, experts, ranks, sequence_parallel))
+        found.append(Mixture(module, experts, ranks, mesh.plan.sequence_parallel, capacity))
     return found
 
 
@@ -133,20 +136,25 @@ def _dealt_units(layer: str, dealt: dict[str, nn.Parameter], ranks: ExpertRanks,
 
 def pairs_by_expert(mixtures: Sequence[Mixture], anatomy: Anatomy, device: torch.device) -> torch.Tensor:
     """Pairs that this rank's tokens made in this step with each expert of each mixture of the model, flat; summed over all ranks they are
-    those of the whole batch, times the copies of a token."""
+    those of the whole batch, times the copies of a token. The last of each mixture are those that were dropped."""
     widest = max((experts.count for experts in anatomy.experts), default=0)
-    table = torch.zeros(len(anatomy.experts), widest, dtype=torch.float64, device=device)
+    table = torch.zeros(len(anatomy.experts), widest + 1, dtype=torch.float64, device=device)
     rows = {experts.path: row for row, experts in enumerate(anatomy.experts)}
     for mixture in mixtures:
         table[rows[mixture.experts.path], : mixture.load.numel()] = mixture.load.double()
+        table[rows[mixture.experts.path], -1] = mixture.dropped
     return table.flatten()
 
 
-def loads(pairs: torch.Tensor, anatomy: Anatomy) -> list[list[float]]:
-    """Of each mixture, the pairs of each expert over the mean of its experts."""
-    table = pairs.detach().view(len(anatomy.experts), -1) if anatomy.experts else pairs.view(0, 0)
-    mean = table.sum(1, keepdim=True).clamp_min(1)
-    return [(row * experts.count)[: experts.count].tolist() for row, experts in zip(table / mean, anatomy.experts, strict=True)]
+def loads(pairs: torch.Tensor, anatomy: Anatomy) -> tuple[list[list[float]], float]:
+    """Of each mixture, the pairs of each expert over the mean of its experts; and the share of all pairs that was dropped."""
+    if not anatomy.experts:
+        return [], 0.0
+    table = pairs.detach().view(len(anatomy.experts), -1)
+    asked, dropped = table[:, :-1], float(table[:, -1].sum())
+    mean = asked.sum(1, keepdim=True).clamp_min(1)
+    by_expert = [(row * experts.count)[: experts.count].tolist() for row, experts in zip(asked / mean, anatomy.experts, strict=True)]
+    return by_expert, dropped / max(float(asked.sum()), 1.0)
 
 
 def said(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
@@ -164,26 +172,42 @@ def is_split(ranks: ExpertRanks, name: str) -> bool:
 class Mixture:
     """The forward of one module of experts. `load`: pairs that each expert was given since the step began."""
 
-    def __init__(self, module: nn.Module, experts: Experts, ranks: ExpertRanks, sequence_parallel: bool) -> None:
+    def __init__(
+        self, module: nn.Module, experts: Experts, ranks: ExpertRanks, sequence_parallel: bool, capacity: Capacity | None = None
+    ) -> None:
         self.module, self.experts, self.ranks = module, experts, ranks
         self.inner = module.forward
         self.each = experts.count // ranks.ranks
         self.shared = ranks.tensor if experts.splits else None
-        self.sequence_parallel = sequence_parallel
-        self.load = torch.zeros(0)
+        self.sequence_parallel, self.capacity = sequence_parallel, capacity
+        self.load, self.dropped, self.counting = torch.zeros(0), 0.0, False
         module.forward = self  # type: ignore[method-assign]
 
-    def begin_step(self) -> None:
-        self.load = torch.zeros(0)
+    def begin_step(self, batches: Sequence[Batch]) -> None:
+        self.load, self.dropped = torch.zeros(0), 0.0
+        if self.capacity is not None and len({rows_of(batch) for batch in batches}) > 1:
+            raise InputError(f"expert capacity: micro-batches of {[rows_of(batch) for batch in batches]} rows: give all of them as many")
+
+    def begin_pass(self, batch: Batch) -> None:
+        self.counting = True
+        if self.capacity is not None:
+            self.capacity.rows = rows_of(batch)
+
+    def end_pass(self) -> None:
+        """What a backward computes again is not counted."""
+        self.counting = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = [*args, *kwargs.values()]
         index = next(at for at, tensor in enumerate(given) if not tensor.is_floating_point())
         hidden, weights = [at for at, tensor in enumerate(given) if tensor.is_floating_point()]
-        count = torch.bincount(given[index].flatten(), minlength=self.experts.count)
-        self.load = count if not self.load.numel() else self.load + count
+        if self.counting:
+            count = torch.bincount(given[index].flatten(), minlength=self.experts.count)
+            self.load = count if not self.load.numel() else self.load + count
+        if self.capacity is not None:
+            given[index], given[weights] = self._limited(given[index], given[weights], self.capacity)
         if self.ranks.ranks == 1 and self.shared is None:
-            return self.inner(*args, **kwargs)
+            return self.inner(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         shape = given[hidden].shape
         given[hidden] = given[hidden].reshape(-1, shape[-1])
         given[weights] = given[weights].to(
@@ -195,6 +219,12 @@ class Mixture:
         else:
             output = self._exchanged(given[hidden], given[index], given[weights])
         return self._leave(output, shape[:-1].numel()).reshape(shape)
+
+    def _limited(self, index: torch.Tensor, weights: torch.Tensor, capacity: Capacity) -> tuple[torch.Tensor, torch.Tensor]:
+        """Without the pairs beyond an expert's capacity: they weigh nothing, and expert ranks are not sent them (as of an expert beyond all)."""
+        kept = capacity.kept(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
+        self.dropped += float((~kept).sum()) if self.counting else 0.0
+        return index if self.ranks.ranks == 1 else index.masked_fill(~kept, self.experts.count), weights * kept
 
     def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, int]) -> list[torch.Tensor]:
         """This rank's tokens: of those that tensor ranks have alike its part; those of all ranks that share an expert."""
@@ -226,8 +256,9 @@ class Mixture:
         group = self.ranks.group
         assert group is not None
         chosen = index.flatten()
-        order = chosen.argsort(stable=True)
-        counts = _all_counts(torch.bincount(chosen, minlength=self.experts.count), group)
+        own = torch.bincount(chosen, minlength=self.experts.count)[: self.experts.count]
+        order = chosen.argsort(stable=True)[: int(own.sum()) if self.capacity is not None else None]
+        counts = _all_counts(own, group)
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
         received = _exchanged(hidden[order // index.shape[1]], rows, group)
         mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()
@@ -238,8 +269,9 @@ class Mixture:
         else:
             computed = _Touch.apply(received, *self.module.parameters())
         back = _exchanged(computed, tuple(zip(*rows, strict=True)), group)
-        place = torch.empty_like(order)
+        place = torch.full_like(chosen, len(order))  # what was dropped gets the zeros behind the last
         place[order] = torch.arange(len(order), device=order.device)
+        back = F.pad(back, (0, 0, 0, 1)) if len(order) < len(chosen) else back
         pairs = back[place].view(*index.shape, hidden.shape[1])
         return (pairs * weights.unsqueeze(2)).sum(1).to(hidden.dtype)
 

@@ -36,6 +36,7 @@ class StepRecord(Noun):
         default=(),
         description="the same of each mixture and each expert; of more than 1,024 experts the idlest and the busiest of each mixture",
     )
+    expert_dropped: float = Field(default=0.0, description="share of these pairs beyond the capacity of their experts")
     balance_loss: float | None = Field(default=None, description="the part of the loss that balances experts, where the model has one")
     held_out_loss: float | None = None
     batch: int | None = Field(default=None, description="number in the order of the data, from 0")

@@ -155,6 +155,7 @@ class Trainer:
             balance_loss=self._balance,
             expert_load=max(map(max, self._loads), default=None),
             expert_loads=said(self._loads),
+            expert_dropped=self._dropped,
         )
 
     def _backward(self, batch: Batch | Share) -> tuple[float, int, list[float]]:
@@ -178,7 +179,7 @@ class Trainer:
         all_reduce(sums, self.mesh.world).wait()
         loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
         self._balance = None if balance is None else balanced_by / max(every, 1)
-        self._loads = loads(sums[2 + len(squares) :], self.engine.anatomy)
+        self._loads, self._dropped = loads(sums[2 + len(squares) :], self.engine.anatomy)
         return loss / max(every, 1), every, each
 
     def _labels_here(self, batches: list[Batch], outer: Outer) -> int:
