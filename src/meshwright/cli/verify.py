@@ -75,6 +75,7 @@ def ask(job: Path | None, shared: Shared, pin: str | None, dtype: str) -> Asked:
         "precisions": DTYPES[dtype],
     }
     question["lora"] = file.workload.lora.model_dump() if file.workload.lora is not None else None
+    question["capacity"] = file.workload.expert_capacity
     return Asked(source, choice, small, question)
 
 

@@ -45,7 +45,7 @@ class Matrices(NamedTuple):
     products: Array
 
 
-def matrices(layer: Layer, cut: Cut) -> Matrices:
+def matrices(layer: Layer, cut: Cut, imbalance: float = constants.EXPERT_IMBALANCE) -> Matrices:
     """`layer.flops` shared among its weights by their size. Stacked experts are one product each; the busiest of their ranks counts.
 
     Adapters beside frozen weights are no products of note: what they move is in `layer.moved` (intake/adapters.py).
@@ -58,7 +58,7 @@ def matrices(layer: Layer, cut: Cut) -> Matrices:
         degree = cut.expert_tensor if cut.apart(weight) else cut.tp
         share = weight.local_numel(degree) / weight.numel
         held = cut.ep if cut.apart(weight) else 1
-        busy = share * degree / cut.tp * (constants.EXPERT_IMBALANCE if held > 1 else 1.0)
+        busy = share * degree / cut.tp * (imbalance if held > 1 else 1.0)
         plane = [size * (share if weight.split == axis else 1.0) for axis, size in enumerate(weight.shape)][-2:]
         rows.append(
             (
@@ -93,7 +93,7 @@ def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_p
     """Forward, backward, of forward the attention core, of backward the gradients of weights that can be put off, (b, s)."""
     tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_SHARE
-    parts = matrices(layer, cut)
+    parts = matrices(layer, cut, setting.imbalance)
     context = setting.job.workload.sequence
     forward_products, backward_products = products(setting, parts, tokens, layer.name == BLOCK)
     frozen = any(parameter.frozen for parameter in layer.parameters)

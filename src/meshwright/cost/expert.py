@@ -2,7 +2,7 @@
 
     forward    tokens out (dispatch) and back (combine)          backward    the same, for gradients
 
-Nothing hides them: what runs next reads them. The busiest rank gets EXPERT_IMBALANCE times the mean. Tensor ranks send a part of their tokens each.
+Nothing hides them: what runs next reads them. The busiest rank gets `imbalance` times the mean. Tensor ranks send a part of their tokens each.
 Source: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost import constants
 from meshwright.cost.box import Array, Box
 from meshwright.cost.collectives import exchange
 from meshwright.cost.setting import Setting
@@ -21,7 +20,7 @@ def traffic(setting: Setting, box: Box, tokens: Array) -> Array:
     found = np.zeros((len(setting.entries), len(tokens)))
     if box.layout.ep == 1:
         return found
-    size = setting.recipe.size * constants.EXPERT_IMBALANCE / box.tp
+    size = setting.recipe.size * setting.imbalance / box.tp
     for at, entry in enumerate(setting.entries):
         if entry.layer.routed and not entry.copy:
             found[at] = 2.0 * exchange(setting.fabric, box.layout.ep, stride(box), tokens * (entry.layer.routed * size))

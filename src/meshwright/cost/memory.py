@@ -187,7 +187,7 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
     cut, sequence = box.cut, setting.job.workload.sequence
     sequence_parallel = np.array(box.sequence_parallel)
     divided = np.where(sequence_parallel & (layer.name == BLOCK), box.tp, 1)
-    routed = layer.routed_saved * (constants.EXPERT_IMBALANCE - 1.0) if box.layout.ep > 1 else 0.0
+    routed = layer.routed_saved * (setting.imbalance - 1.0) if box.layout.ep > 1 else 0.0
     split = ((layer.saved_split + routed) * size + layer.fixed_split + layer.core_context * sequence) / box.tp
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None]
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided

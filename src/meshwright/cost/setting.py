@@ -11,6 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.base.errors import InputError
+from meshwright.cost import constants
 from meshwright.cost.box import Cut
 from meshwright.cost.collectives import PLAIN, Fabric, Wire, fabric
 from meshwright.cost.practice import OURS, Practice
@@ -70,6 +71,11 @@ class Setting:
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
     practice: Practice = OURS
+
+    @cached_property
+    def imbalance(self) -> float:
+        """Tokens of the busiest expert rank over the mean; a capacity allows no more."""
+        return min(constants.EXPERT_IMBALANCE, self.job.workload.expert_capacity or constants.EXPERT_IMBALANCE)
 
     @cached_property
     def on_host(self) -> bool:

@@ -9,12 +9,15 @@ Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2 (a group here is
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.anatomy import Experts
 from meshwright.base.errors import InputError
 from meshwright.parallel import collectives
 from meshwright.parallel.context.pieces import Pieces
@@ -68,3 +71,17 @@ def capacity_of(model: nn.Module, mixtures: int, mesh: Mesh) -> Capacity | None:
     if not factor > 0:
         raise InputError(f"{FACTOR} {factor:g} is the share of the mean that an expert takes at most: more than 0")
     return Capacity(float(factor), mesh)
+
+
+def drop_beyond(model: nn.Module, mixtures: Sequence[Experts], length: int) -> None:
+    """The same on one device, for comparisons, where the modules of experts are given rows of `length` tokens."""
+    factor = float(getattr(model, FACTOR))
+
+    def drop(count: int, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> Any:
+        index = next(tensor for tensor in (*args, *kwargs.values()) if not tensor.is_floating_point())
+        kept = within(index.view(-1, length, index.shape[-1]), count, factor).view(index.shape)
+        limited = lambda tensor: tensor * kept if tensor.shape == index.shape and tensor.is_floating_point() else tensor
+        return tuple(map(limited, args)), {name: limited(tensor) for name, tensor in kwargs.items()}
+
+    for experts in mixtures:
+        model.get_submodule(experts.path).register_forward_pre_hook(partial(drop, experts.count), with_kwargs=True)

@@ -106,6 +106,11 @@ class Workload(Noun):
     local: Local | None = Field(
         default=None, description="replicas that update by themselves and meet every so many steps, which changes the result; null: none"
     )
+    expert_capacity: float | None = Field(
+        default=None,
+        gt=0,
+        description="tokens of a sequence that an expert takes, over the mean; what is beyond is dropped; null: nothing is",
+    )
     lora: Lora | None = Field(default=None, description="train adapters only; null: all weights")
 
     @model_validator(mode="after")

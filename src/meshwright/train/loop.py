@@ -67,7 +67,8 @@ class Loop:
         self.pulse.at(Phase.build)
         self.folder = Path(launch.run.folder)
         self.steps = launch.workload.steps
-        model = build_model(launch.model, launch.workload.seed, lora=launch.workload.lora)
+        work = launch.workload
+        model = build_model(launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity)
         self.objective = objective_of(launch.model, model)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         vocabulary, positions = vocabulary_of(launch.model, model), takes_positions(model)

@@ -21,15 +21,16 @@ from meshwright.base.errors import InputError, did_you_mean
 from meshwright.checkpoint.weights import has_weights
 from meshwright.data.dataset import Objective
 from meshwright.models.registry import build
+from meshwright.parallel.capacity import FACTOR
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.workload import Lora
 from meshwright.train.adapters import attach
 from meshwright.train.start import without_memory
 
 
-def build_model(source: ModelSource, seed: int, weights: bool = True, lora: Lora | None = None) -> nn.Module:
+def build_model(source: ModelSource, seed: int, weights: bool = True, lora: Lora | None = None, capacity: float | None = None) -> nn.Module:
     """The whole model, on the host, in float32. Where its folder holds weights it is built without memory, to be filled when it is cut
-    (start.py); without `weights` as it is initialized, whatever its folder holds. With `lora` all but its adapters is frozen."""
+    (start.py); without `weights` as it is initialized, whatever its folder holds. With `lora` all but its adapters is frozen; `capacity`: of its experts."""
     torch.manual_seed(seed)
     if source.sizes:
         model = build(source.sizes)
@@ -37,6 +38,8 @@ def build_model(source: ModelSource, seed: int, weights: bool = True, lora: Lora
         model = _from_folder(Path(source.folder), weights) if source.folder else _from_module(source.module)
     if lora is not None:
         attach(model, lora, seed)
+    if capacity is not None:
+        setattr(model, FACTOR, capacity)
     return model
 
 

@@ -47,7 +47,8 @@ class Ground:
         self.loader = Loader(dataset, work.batch, work.seed)
 
     def _model(self) -> Any:
-        return build_model(self.launch.model, self.launch.workload.seed, lora=self.launch.workload.lora)
+        work = self.launch.workload
+        return build_model(self.launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity)
 
     def try_plan(self, plan: Plan) -> Timed:
         work = self.launch.workload

@@ -20,10 +20,12 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.anatomy import read
 from meshwright.base.codec import Noun, build
 from meshwright.base.lines import Message
 from meshwright.models.output import IGNORED
 from meshwright.parallel.balance import coefficient_of
+from meshwright.parallel.capacity import FACTOR, drop_beyond
 from meshwright.parallel.objective import Batch, Objective, logits_of
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import Plan
@@ -54,6 +56,7 @@ class Question(Noun):
     precisions: tuple[str, ...]
     seed: int = 1
     lora: Lora | None = None
+    capacity: float | None = None
 
 
 class Finding(Noun):
@@ -133,6 +136,8 @@ def small_model(question: Question) -> nn.Module:
             module.p = 0.0
     if question.lora is not None:
         attach(model, question.lora, question.seed)
+    if question.capacity is not None:
+        setattr(model, FACTOR, question.capacity)
     return model
 
 
@@ -260,6 +265,8 @@ def alone(question: Question, precision: str) -> dict[str, Any]:
     model = small_model(question)
     batches = _batches(question, model, dtype)
     model.to(dtype)
+    if question.capacity is not None:
+        drop_beyond(model, read(model).experts, SEQUENCE)
     if precision == "fp64":
         precise(model)
     make = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(question.optimizer.name)
