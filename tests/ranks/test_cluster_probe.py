@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 from test_cluster import on_ranks, permitted
@@ -15,7 +22,7 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.probe.device import host_identity
 from meshwright.probe.machine import measure
 from meshwright.probe.network import Network
-from meshwright.spec.measurement import QUIET, Measurement, Pair
+from meshwright.spec.measurement import QUIET, Measured, Measurement, Pair, Product
 from meshwright.spec.plan import Plan
 
 EIGHT = tuple(range(8))
@@ -35,11 +42,11 @@ def looked(odd: int) -> tuple[str, ...]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("time", range(20))
-def test_an_odd_slow_link_among_eight_ranks_is_found_every_time(time: int) -> None:
+@pytest.mark.parametrize("run", range(20))
+def test_an_odd_slow_link_among_eight_ranks_is_found_every_time(run: int) -> None:
     if permitted():
-        (line,) = looked(time % 8)
-        assert line.startswith(f"all links of rank {time % 8} carry ")
+        (line,) = looked(run % 8)
+        assert line.startswith(f"all links of rank {run % 8} carry ")
 
 
 def probed(wire: float) -> Measurement:
@@ -53,8 +60,8 @@ def _measured() -> dict[str, object]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("time", range(20))
-def test_the_two_tiers_of_a_shaped_cluster_are_found_every_time(time: int) -> None:
+@pytest.mark.parametrize("run", range(20))
+def test_the_two_tiers_of_a_shaped_cluster_are_found_every_time(run: int) -> None:
     if not permitted():
         return
     found = probed(20e6)
@@ -93,3 +100,51 @@ def test_collectives_are_measured_the_way_the_runtime_takes() -> None:
         return
     with emulated(Scaled((0.45,) * 4, (0, 0, 1, 1), (4e6, 4e6), 1.0)) as cluster:
         assert set(on_ranks(cluster, tiered)) == {("Tiers", "Tiers")}
+
+
+def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> None:
+    """Two ranks as a launcher starts them, the second one killed while both measure."""
+    command = [sys.executable, "-m", "meshwright.cli.main", "probe", "--save", str(tmp_path / "found.json")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in (0, 1):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **place, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MESHWRIGHT_SHARED": "0"}
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
+    while not _connected(ranks[1].pid, int(port)):
+        assert ranks[1].poll() is None
+        time.sleep(0.05)
+    time.sleep(1.0)
+    ranks[1].kill()
+    _, said = ranks[0].communicate(timeout=60)
+    ranks[1].communicate()
+    lines = [line for line in said.splitlines() if line.strip() and "socket.cpp" not in line]
+    assert ranks[0].returncode == 1 and not (tmp_path / "found.json").exists()
+    assert len(lines) == 1 and "lost another rank while all measured" in lines[0]
+
+
+def _connected(pid: int, port: int) -> bool:
+    """Whether the process has a connection to the port where ranks meet."""
+    try:
+        rows = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    except OSError:
+        return False
+    return any(row.split()[2].endswith(f":{port:04X}") and row.split()[3] == "01" for row in rows)
+
+
+def test_what_the_description_says_and_the_machine_does_not_is_said() -> None:
+    devices = tuple(
+        Measured(rank=rank, host="a", name="cpu", products=(Product(precision="fp32", size=64, rate=1e9),), bandwidth=1e9, memory=1e9)
+        for rank in (0, 1)
+    )
+    found = Measurement(devices=devices)
+    assert not calibrated(found, parse_cluster("1x2:cpu")).odd
+    for cluster, words in (
+        ("1x4:cpu", "has 4 devices, 2 ranks"),
+        ("2x1:cpu@1Gb", "has 2 nodes, the ranks found 1"),
+        ("1x2:a100-80gb", "says a100-80gb, the ranks found cpu"),
+    ):
+        (line,) = calibrated(found, parse_cluster(cluster)).odd
+        assert words.lower() in line.lower() and "\n" not in line

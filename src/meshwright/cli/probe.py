@@ -87,12 +87,18 @@ def _here(known: Cluster) -> Measurement:
 
 def _with_others(rank: int, world: int) -> Measurement | None:
     """One of the ranks that a launcher started; only rank 0 has something to say."""
+    from meshwright.base.errors import MeshwrightError
     from meshwright.probe.machine import measure
     from meshwright.train.rank import connect
 
     connection = connect(rank, world, timeout=120.0)
     try:
         found = measure()
+    except (RuntimeError, TimeoutError) as error:
+        raise MeshwrightError(
+            f"rank {rank} lost another rank while all measured ({str(error).strip().splitlines()[0][:160]}): nothing is saved; see which rank ended, "
+            "and start the probe again on the devices that are left"
+        ) from error
     finally:
         connection.close()
     return found if rank == 0 else None

@@ -53,7 +53,7 @@ class Node(NamedTuple):
 
 def calibrated(measured: Measurement, known: Cluster) -> Calibrated:
     """`known` with what was measured: its memory, prices and names stay where the number of devices is the same."""
-    odd = list(_disturbed(measured))
+    odd = [*_contradicted(measured, known), *_disturbed(measured)]
     devices = tuple(_settled(device, measured.busy) for device in measured.devices)
     nodes = [node for host in measured.hosts for node in _alike([devices[rank] for rank in host])]
     found = tiers(measured.pairs, len(devices))
@@ -97,6 +97,20 @@ def _speed(device: Measured) -> float:
 def _settled(device: Measured, busy: float) -> Measured:
     """Beside other programs a core's rank gets less than what is its own: the measurement is of them, and its own part counts."""
     return device.but(share=device.own) if device.own and busy > QUIET else device
+
+
+def _contradicted(measured: Measurement, known: Cluster) -> Iterable[str]:
+    """What the description says and the machine does not."""
+    devices, hosts = len(measured.devices), len(measured.hosts)
+    nodes = sum(group.nodes for group in known.groups)
+    if known.devices != devices:
+        yield f"the description {known.name!r} has {known.devices} devices, {devices} ranks were measured: its names and memory are not used"
+    elif nodes != hosts:
+        yield f"the description {known.name!r} has {nodes} nodes, the ranks found {hosts}: what was found counts"
+    cores = [group.device.name.lower().startswith("cpu") for group in known.groups]
+    if devices == known.devices and any(cores) != (measured.devices[0].name == "cpu"):
+        said = " and ".join(dict.fromkeys(group.device.name for group in known.groups))
+        yield f"the description {known.name!r} says {said}, the ranks found {measured.devices[0].name}: its memory is not theirs"
 
 
 def _disturbed(measured: Measurement) -> Iterable[str]:
