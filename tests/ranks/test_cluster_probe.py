@@ -13,15 +13,18 @@ import pytest
 import torch.distributed as dist
 from test_cluster import on_ranks, permitted
 
+from meshwright.cli.preparation import _over, _without_the_slow
 from meshwright.cost.calibration import calibrated
 from meshwright.cost.tiers import tiers
 from meshwright.emulate.run import emulated
 from meshwright.emulate.scale import Scaled
 from meshwright.intake.clusters import parse_cluster
+from meshwright.intake.job import read_job, resolve
 from meshwright.parallel.mesh import make_mesh
 from meshwright.probe.device import host_identity
 from meshwright.probe.machine import measure
 from meshwright.probe.network import Network
+from meshwright.search.rank import search
 from meshwright.spec.measurement import QUIET, Measured, Measurement, Pair, Product
 from meshwright.spec.plan import Plan
 
@@ -102,6 +105,7 @@ def test_collectives_are_measured_the_way_the_runtime_takes() -> None:
         assert set(on_ranks(cluster, tiered)) == {("Tiers", "Tiers")}
 
 
+@pytest.mark.soak
 def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> None:
     """Two ranks as a launcher starts them, the second one killed while both measure."""
     command = [sys.executable, "-m", "meshwright.cli.main", "probe", "--save", str(tmp_path / "found.json")]
@@ -118,8 +122,11 @@ def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> 
         time.sleep(0.05)
     time.sleep(1.0)
     ranks[1].kill()
-    _, said = ranks[0].communicate(timeout=60)
-    ranks[1].communicate()
+    try:
+        _, said = ranks[0].communicate(timeout=120)
+    finally:
+        ranks[0].kill()
+        ranks[1].communicate()
     lines = [line for line in said.splitlines() if line.strip() and "socket.cpp" not in line]
     assert ranks[0].returncode == 1 and not (tmp_path / "found.json").exists()
     assert len(lines) == 1 and "lost another rank while all measured" in lines[0]
@@ -148,3 +155,17 @@ def test_what_the_description_says_and_the_machine_does_not_is_said() -> None:
     ):
         (line,) = calibrated(found, parse_cluster(cluster)).odd
         assert words.lower() in line.lower() and "\n" not in line
+
+
+def test_a_measured_cluster_of_unlike_nodes_is_planned_whole_by_ranks_that_a_launcher_started() -> None:
+    """A description named local with two groups is all of its devices, and a plan that would leave a group out is said."""
+    cluster = parse_cluster("1x2:cpu+1x2:cpu@1Gb")
+    fast, slow = cluster.groups
+    weak = slow.device.but(name="cpu", peak={name: rate / 20 for name, rate in slow.device.peak.items()})
+    cluster = cluster.but(name="local", groups=(fast, slow.but(device=weak)))
+    question = resolve(read_job(None, (), {"model.name": "llama-tiny", "workload.batch": 16, "workload.sequence": 64})).but(cluster=cluster)
+    assert _over(question, 4) == question
+    assert _over(question.but(cluster=cluster.but(groups=(fast,))), 4).cluster.devices == 4
+    step = search(question, 1, runnable=True).chosen.estimate.time.step
+    (line,) = _without_the_slow(question, step)
+    assert line.startswith("  without group 1 of the cluster ") and "start ranks on the other nodes alone" in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import pytest
 
@@ -104,3 +105,19 @@ def test_stages_are_compared_with_their_own_kind() -> None:
     watch = Watch(parse_plan("dp2.pp2.z1"), 16)
     stages = Phases((0.1, 0.1, 0.2, 0.2), (0.0,) * 4, (0.1, 0.1, 0.0, 0.0))
     assert [watch.hear(stages) for _ in range(30)] == [None] * 30
+
+
+def test_what_a_change_of_shares_gained_is_said_beside_what_it_promised_and_a_rank_that_becomes_slower_still_gets_less() -> None:
+    said: list[str] = []
+    watch, step, plans = Watch(parse_plan("dp4.z1"), 32, said.append), 0, []
+    for slow in (1.0, 2.0, 6.0, 1.0):
+        for _ in range(40):
+            step += 1
+            busy = tuple(0.01 * count * (slow if rank == 3 else 1.0) for rank, count in enumerate(watch.counts))
+            end = max(busy) + 0.01
+            plan = watch.heed(Phases(busy, (0.0,) * 4, tuple(end - each for each in busy)), step, balance=True)
+            plans += [plan.shares] if plan is not None else []
+    assert plans[0][3] == 4 and plans[1][3] < plans[0][3] and plans[-1] == ()
+    gains = [re.search(r"is ([0-9.]+) times as fast as before it, ([0-9.]+) predicted", line) for line in said]
+    measured = [(float(match[1]), float(match[2])) for match in gains if match]
+    assert len(measured) == len(plans) and all(found == pytest.approx(promised, rel=0.05) for found, promised in measured)

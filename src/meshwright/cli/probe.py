@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from meshwright.spec.measurement import Measurement
 
 TARGET = "meshwright.train.probing"
+LOST = 45.0
+"""Seconds after which a rank that others wait for is lost; none of what is measured takes as long."""
 
 
 def probe(
@@ -52,7 +54,7 @@ def probe(
             f"cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, Slurm or `meshwright emulate`"
         )
     if me is not None and known.name.startswith("local") and known.devices != me.world:
-        known = read_cluster(f"local:{me.world}", measured=False)
+        known = read_cluster(f"local:{me.world}", measured=False).but(name="measured")
     found = _here(known) if me is None else _with_others(me.rank, me.world)
     if found is None:
         return 0
@@ -91,7 +93,7 @@ def _with_others(rank: int, world: int) -> Measurement | None:
     from meshwright.probe.machine import measure
     from meshwright.train.rank import connect
 
-    connection = connect(rank, world, timeout=120.0)
+    connection = connect(rank, world, timeout=LOST)
     try:
         found = measure()
     except (RuntimeError, TimeoutError) as error:

@@ -83,22 +83,37 @@ class Watch:
     def follow(self, plan: Plan) -> None:
         """From now on the ranks run under `plan`, which differs in its shares alone."""
         self.plan, self._window = plan, deque[Phases](maxlen=WINDOW)
+        self._promised: tuple[float, float] | None = None
         self.counts = [plan.micro_batches(self.batch, self.grid.replica(rank)) for rank in range(plan.world)]
 
     def heed(self, phases: Phases, step: int, balance: bool) -> Plan | None:
         """Says what has changed; with `balance` the plan to go on with, where another one is better."""
         found = self.hear(phases)
-        if found is None:
-            return None
-        for line in [slow.line(step) for slow in found] or [f"step {step}: nobody holds the others up any more"]:
-            self.say(line)
-        better = self.better() if balance else None
-        if better is None:
+        self._compare(step)
+        if found is not None:
+            for line in [slow.line(step) for slow in found] or [f"step {step}: nobody holds the others up any more"]:
+                self.say(line)
+        again = found is None and bool(self.slow) and self._seen % WINDOW == 0  # who is slow may have become slower, or faster
+        better = self.better() if balance and (found is not None or again) else None
+        if better is None or (again and better[1] < 1.0 + 2 * GAIN):
             return None
         plan, times = better
         self.say(f"step {step}: {plan.name} from here on, {times:.2f} times as fast predicted")
+        promised = (self._seconds(), times)
         self.follow(plan)
+        self._promised = promised
         return plan
+
+    def _compare(self, step: int) -> None:
+        """Once a window of steps has passed under another plan: what it gained, beside what was predicted."""
+        if self._promised is not None and len(self._window) == WINDOW:
+            before, times = self._promised
+            self._promised = None
+            self.say(f"step {step}: {self.plan.name} is {before / self._seconds():.2f} times as fast as before it, {times:.2f} predicted")
+
+    def _seconds(self) -> float:
+        """Of a step, in the middle of the window."""
+        return median(max(map(sum, zip(*each, strict=True))) for each in self._window)
 
     def hear(self, phases: Phases) -> list[Slow] | None:
         """Who is slow now, the worst first, when that has changed; an empty list when nobody is any more."""
