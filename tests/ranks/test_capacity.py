@@ -68,7 +68,7 @@ def limited(name: str, plan: str, factor: float = FACTOR) -> Any:
     model.expert_capacity = factor  # type: ignore[assignment]
     trainer = parallelize(model, make_optimizer, plan, precision="fp64", anatomy=anatomy_of(name))
     loss, _, gradients = trainer.gradients(make_batch(name, 0))
-    return loss, gradients, trainer.step(make_batch(name, 0)).expert_dropped
+    return loss, gradients, trainer.step(make_batch(name, 0)).experts.dropped
 
 
 @pytest.mark.parametrize("model", ["mixture", pytest.param("mixtral", marks=pytest.mark.soak)])

@@ -68,8 +68,7 @@ def parallelize_model(
     accounted = [name for layer in table for name in layer.parameters]
     if sorted(accounted) != sorted(shapes):
         raise AssertionError(f"parameters lost or doubled in the cut: {sorted(set(shapes) ^ set(accounted))[:3]}")
-    experts = expert_ranks(mesh, anatomy)
-    context = context_of(model, anatomy, mesh)
+    experts, context = expert_ranks(mesh, anatomy), context_of(model, anatomy, mesh)
     objective = Objective(model, loss, mesh.tp if anatomy.head is not None else None, context.cut_labels if context else None)
     shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
     mixtures = shard_experts(model, anatomy, experts, mesh)

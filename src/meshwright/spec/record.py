@@ -7,6 +7,16 @@ from pydantic import Field
 from meshwright.base.codec import Noun
 
 
+class Mixtures(Noun):
+    """What the experts of a model did in a step."""
+
+    loads: tuple[tuple[float, ...], ...] = Field(
+        description="of each mixture and each expert its pairs over the mean; of more than 1,024 experts the idlest and the busiest of each mixture"
+    )
+    dropped: float = Field(default=0.0, description="share of the pairs that was beyond the capacity of its expert")
+    balance_loss: float | None = Field(default=None, description="the part of the loss that balances experts, where the model has one")
+
+
 class StepRecord(Noun):
     """One line of `records.jsonl`. Times are seconds of the slowest rank, memory the bytes of the fullest."""
 
@@ -32,12 +42,7 @@ class StepRecord(Noun):
     expert_load: float | None = Field(
         default=None, description="pairs of token and expert of the busiest expert over the mean, in the mixture where that is most"
     )
-    expert_loads: tuple[tuple[float, ...], ...] = Field(
-        default=(),
-        description="the same of each mixture and each expert; of more than 1,024 experts the idlest and the busiest of each mixture",
-    )
-    expert_dropped: float = Field(default=0.0, description="share of these pairs beyond the capacity of their experts")
-    balance_loss: float | None = Field(default=None, description="the part of the loss that balances experts, where the model has one")
+    experts: Mixtures | None = Field(default=None, description="of a model with experts")
     held_out_loss: float | None = None
     batch: int | None = Field(default=None, description="number in the order of the data, from 0")
     samples: str = Field(default="", description="what all ranks read of it: how many samples, and their numbers squared and added")

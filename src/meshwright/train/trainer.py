@@ -33,7 +33,7 @@ from meshwright.parallel.update.door import MakeOptimizer, check_away, rule_of
 from meshwright.parallel.update.places import give_places
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
-from meshwright.spec.record import RunState, StepRecord
+from meshwright.spec.record import Mixtures, RunState, StepRecord
 from meshwright.train.agreement import agree_on_batch, agree_on_model
 from meshwright.train.scaler import LossScale
 from meshwright.train.uneven import filled
@@ -152,10 +152,8 @@ class Trainer:
             memory={kind: float(size) for kind, size in self.bytes().items()},
             loss_scale=scale_used,
             skipped=not finite,
-            balance_loss=self._balance,
             expert_load=max(map(max, self._loads), default=None),
-            expert_loads=said(self._loads),
-            expert_dropped=self._dropped,
+            experts=Mixtures(loads=said(self._loads), dropped=self._dropped, balance_loss=self._balance) if self._loads else None,
         )
 
     def _backward(self, batch: Batch | Share) -> tuple[float, int, list[float]]:
