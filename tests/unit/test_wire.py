@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
+from meshwright.cli.verify import _lossy
 from meshwright.cost.collectives import Fabric, group
 from meshwright.cost.step import estimate
 from meshwright.intake.clusters import read_cluster
 from meshwright.intake.models import read_model
+from meshwright.report.settings import settings_of
+from meshwright.search.improve import improvements
+from meshwright.search.near import fastest
 from meshwright.spec.cluster import Link
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.job import Job
@@ -49,3 +53,33 @@ def test_replicas_that_meet_in_one_step_of_ten_pay_a_tenth() -> None:
 def test_low_rank_sends_least_of_wide_matrices() -> None:
     low, coded = (priced("dp4", compression={"kind": kind}).time.data for kind in ("low-rank", "int8"))
     assert low < coded
+
+
+def test_what_would_change_the_answer_names_what_fewer_bytes_bring() -> None:
+    job = Job(model=read_model("llama-tiny"), cluster=read_cluster("2x2:cpu@1Gb"), workload=Workload(batch=16, sequence=64))
+    job = job.but(pins={"tp": 1, "pp": 1, "cp": 1})
+    found = {it.name: it.speed for it in improvements(job, fastest_of(job))}
+    assert found["int8"] > 1.0 and found["local"] > 1.0
+    asked = {it.name for it in improvements(job.but(workload=Workload(batch=16, sequence=64, compression={"kind": "int8"})), 1.0)}  # type: ignore[arg-type]
+    assert not {"int8", "low-rank"} & asked
+
+
+def fastest_of(job: Job) -> float:
+    best = fastest(job)
+    assert best is not None
+    return best.seconds
+
+
+def test_a_launcher_is_told_each_variable_with_its_reason() -> None:
+    ours = {it.name: it for it in settings_of(read_cluster("2x8:a100-80gb@ethernet-100"), "ens5")}
+    assert ours["NCCL_SOCKET_IFNAME"].value == ours["GLOO_SOCKET_IFNAME"].value == "ens5"
+    assert ours["NCCL_IB_DISABLE"].value == "1" and "no InfiniBand" in ours["NCCL_IB_DISABLE"].reason
+    assert all(it.reason for it in ours.values())
+    assert "NCCL_IB_DISABLE" not in {it.name for it in settings_of(read_cluster("2x8:a100-80gb"), "ens5")}
+    assert not {it.name for it in settings_of(read_cluster("1x8:a100-80gb"), "ens5")} & {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+
+
+def test_verify_says_what_the_workload_changes() -> None:
+    (line,) = _lossy(Workload(compression={"kind": "int8"}))  # type: ignore[arg-type]
+    assert "1/254" in line and "without it" in line
+    assert _lossy(Workload()) == ()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshwright.cli.preparation import Choice
     from meshwright.spec.launch import ModelSource
     from meshwright.spec.plan import Plan
+    from meshwright.spec.workload import Workload
 
 DTYPES = {"float64": ("fp64",), "float32": ("fp32",), "both": ("fp64", "fp32")}
 MODULE = "meshwright.train.verify"
@@ -40,6 +41,8 @@ def verify(
     small, source, choice = asked.small, asked.source, asked.choice
     what = f"plan {choice.plan.name}" + (f", reduced to {small.name}" if small.name != choice.plan.name else "")
     note(f"{source.name} with few and small layers, {what}, {small.world} rank{'s' if small.world > 1 else ''} of this machine; dropout 0")
+    for line in asked.lossy:
+        note(line)
     findings = run(asked)
     if json:
         equal = all(finding["equal"] for finding in findings)
@@ -56,6 +59,30 @@ class Asked(NamedTuple):
     choice: Choice
     small: Plan
     question: dict[str, Any]
+    lossy: tuple[str, ...] = ()
+    """What the workload asks for that changes the result, and by how much."""
+
+
+LOSSES = {
+    "bf16": "each element of a host's sum by 2^-9 of itself",
+    "int8": "each element of a host's sum by 1/254 of the largest of its block of 256",
+    "low-rank": "what the factors do not span, without a bound for one step",
+}
+
+
+def _lossy(workload: Workload) -> tuple[str, ...]:
+    """A line for each thing that one device would have to do too."""
+    found = []
+    if workload.compression is not None:
+        kind = workload.compression.kind
+        found.append(
+            f"workload.compression {kind} changes gradients between hosts, {LOSSES[kind]}, sent later: verified is the plan without it"
+        )
+    if workload.local is not None:
+        found.append(
+            f"workload.local: replicas that meet every {workload.local.steps} steps are no one device: verified is the plan without it"
+        )
+    return tuple(found)
 
 
 def ask(job: Path | None, shared: Shared, pin: str | None, dtype: str) -> Asked:
@@ -76,7 +103,7 @@ def ask(job: Path | None, shared: Shared, pin: str | None, dtype: str) -> Asked:
     }
     question["lora"] = file.workload.lora.model_dump() if file.workload.lora is not None else None
     question["capacity"] = file.workload.expert_capacity
-    return Asked(source, choice, small, question)
+    return Asked(source, choice, small, question, _lossy(file.workload))
 
 
 def run(asked: Asked) -> list[dict[str, Any]]:

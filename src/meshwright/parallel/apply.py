@@ -26,7 +26,7 @@ from meshwright.parallel.gates import Run
 from meshwright.parallel.gating import set_gates
 from meshwright.parallel.keeping import Keeping, storage_of
 from meshwright.parallel.lay import lay_flat
-from meshwright.parallel.local import Outer
+from meshwright.parallel.local import outer_of
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import LossFunction, Objective
 from meshwright.parallel.pipeline import Pipeline
@@ -39,7 +39,6 @@ from meshwright.parallel.update.whole import Needs, give_whole
 from meshwright.parallel.zero import Zero
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
-from meshwright.spec.rules import local_faults
 from meshwright.spec.runs import missing
 
 
@@ -99,10 +98,7 @@ def parallelize_model(
     engine.mixtures = still_in(model, mixtures)
     give_whole(engine, needs)
     use_products(model, anatomy, recipe)
-    if recipe.local is not None:
-        for fault in local_faults(plan, recipe.local):
-            raise InputError(f"plan {plan.name}: {fault.message}")
-        engine.outer = Outer(recipe.local, zero, recipe.compression)
+    engine.outer = outer_of(recipe, zero)
     return engine
 
 

@@ -118,6 +118,13 @@ class Vector(NamedTuple):
     tensors: Sequence[tuple[int, tuple[int, ...]]]
 
 
+class Ways(NamedTuple):
+    """Of the sums of a flat unit over its shard group and over its copies; None where plainly."""
+
+    shards: Coded | LowRank | None
+    copies: Coded | LowRank | None
+
+
 def coded(asked: Compression | None, group: Group | None, vector: Vector, scattered: bool) -> Coded | LowRank | None:
     """How sums of `vector`, or of slices of it, go over `group`: None where plainly, also because nothing leaves the host."""
     if asked is None or group is None or group.process is None:

@@ -23,7 +23,7 @@ from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.backlog import Backlog
-from meshwright.parallel.compression import Vector, coded
+from meshwright.parallel.compression import Vector, Ways, coded
 from meshwright.parallel.exact import Sums
 from meshwright.parallel.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
 from meshwright.parallel.group import Sharing, alone
@@ -47,10 +47,8 @@ class FlatUnit:
         self.zero = mesh.plan.zero
         self.dtype = getattr(torch, recipe.compute)
         self.sums = Sums(recipe, mesh.device) if recipe.exact else None
-        self.sites = sharing if recipe.local is not None else None
-        """Of replicas that go their own ways: how they share, when they meet."""
-        sharing = sharing if recipe.local is None else alone(sharing)
-        self.sharing, self.group, self.replicas = sharing, sharing.shard_group, sharing.copy_group
+        self.sharing = sharing = sharing if recipe.local is None else alone(sharing)
+        self.group = sharing.shard_group
         bounds = shard_bounds(unit.numel, sharing.shards, sharing.weights)
         self.own = slice(*bounds[sharing.shard : sharing.shard + 2])
         self.arrivals = 1
@@ -69,7 +67,8 @@ class FlatUnit:
         self._make_master(recipe)
         if recipe.compression is not None and sharing.weights:
             raise InputError(f"plan {mesh.plan.name}: compressed gradients go in equal parts: leave shards out, or compression")
-        self._compress(recipe.compression)
+        self.across = _across(self, recipe.compression)
+        """How sums over the shard group and over the copies go between hosts."""
         for name, parameter in parameters.items() if not self.frozen else ():
             parameter.register_post_accumulate_grad_hook(self._taker(name))
 
@@ -90,7 +89,7 @@ class FlatUnit:
 
     def _zeros(self, numel: int, shared: bool, dtype: torch.dtype) -> torch.Tensor:
         """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
-        if shared and self.mesh.host is not None and (self.group or self.replicas):
+        if shared and self.mesh.host is not None and (self.group or self.sharing.copy_group):
             return self.mesh.host.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.mesh.device)
 
@@ -100,7 +99,7 @@ class FlatUnit:
             self.gradients = self.own_gradients = self._zeros(0, False, dtype)
             return
         size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
-        self.gradients = self._zeros(size, self.zero < 2 or self.replicas is not None, dtype)
+        self.gradients = self._zeros(size, self.zero < 2 or self.sharing.copy_group is not None, dtype)
         self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
     def _make_master(self, recipe: Recipe) -> None:
@@ -114,16 +113,6 @@ class FlatUnit:
         flat = self.shard.to(torch.float32) if self.has_master else self.shard
         lean = (recipe.rounds or recipe.eight) and not self.frozen
         self.master = Lean(flat, vectors, recipe.rounds) if lean else Master(flat, vectors)
-
-    def _compress(self, asked: Compression | None) -> None:
-        """How sums over the shard group and over the copies go between hosts, and what this host holds back of them."""
-        asked = None if self.frozen else asked
-        self.over_shards = coded(asked, self.group, self.vector(0, self.unit.numel, self.gradients), scattered=True)
-        self.over_copies = coded(asked, self.replicas, self.vector(self.own.start, self.own.stop, self.gradients), scattered=False)
-
-    def vector(self, start: int, stop: int, like: torch.Tensor) -> Vector:
-        """Elements of the buffer, and what lies there."""
-        return Vector(start, stop, like, [(offset, tuple(self.parameters[name].shape)) for name, offset in self.unit.offsets.items()])
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside a whole buffer of this unit."""
@@ -190,15 +179,17 @@ class FlatUnit:
     def reduce(self) -> Pending:
         """Sum the gradients of this unit over the data ranks (over the shard group only at ZeRO 2 and 3, whose shards accumulate)."""
         if self.zero == 0:
-            return all_reduce(self.gradients, self.replicas, across=self.over_copies)
+            return all_reduce(self.gradients, self.sharing.copy_group, across=self.across.copies)
         if self.zero == 1:
-            return self._then_over_replicas(reduce_scatter(self.gradients, self.own_gradients, self.group, self.over_shards, _sizes(self)))
+            return self._then_over_replicas(
+                reduce_scatter(self.gradients, self.own_gradients, self.group, self.across.shards, _sizes(self))
+            )
         full = self._full_gradient
         assert full is not None
         self._full_gradient = None
         first = max(self._arrived.values()) == 1
         out = self.gradients if first else torch.empty_like(self.gradients)
-        scattering = reduce_scatter(full, out, self.group, self.over_shards, _sizes(self))
+        scattering = reduce_scatter(full, out, self.group, self.across.shards, _sizes(self))
 
         def finish() -> None:
             scattering.wait()
@@ -209,15 +200,15 @@ class FlatUnit:
 
     def reduce_over_replicas(self) -> Pending:
         """ZeRO 2 and 3 with replicas: the shards, once a step."""
-        return all_reduce(self.gradients, self.replicas, across=self.over_copies) if self.zero >= 2 else DONE
+        return all_reduce(self.gradients, self.sharing.copy_group, across=self.across.copies) if self.zero >= 2 else DONE
 
     def _then_over_replicas(self, pending: Pending) -> Pending:
-        if self.replicas is None:
+        if self.sharing.copy_group is None:
             return pending
 
         def finish() -> None:
             pending.wait()
-            all_reduce(self.own_gradients, self.replicas, across=self.over_copies).wait()
+            all_reduce(self.own_gradients, self.sharing.copy_group, across=self.across.copies).wait()
 
         return Pending(None, finish)
 
@@ -277,6 +268,17 @@ def _sizes(flat: FlatUnit) -> list[int] | None:
     """Elements of all shards, where they are unequal."""
     bounds = shard_bounds(flat.unit.numel, flat.sharing.shards, flat.sharing.weights)
     return [stop - start for start, stop in pairwise(bounds)] if flat.sharing.weights else None
+
+
+def vector(unit: FlatUnit, run: slice, like: torch.Tensor) -> Vector:
+    """Elements of the buffer, and what lies there."""
+    return Vector(run.start, run.stop, like, [(offset, tuple(unit.parameters[name].shape)) for name, offset in unit.unit.offsets.items()])
+
+
+def _across(unit: FlatUnit, asked: Compression | None) -> Ways:
+    asked = None if unit.frozen else asked
+    whole = vector(unit, slice(0, unit.unit.numel), unit.gradients)
+    return Ways(coded(asked, unit.group, whole, True), coded(asked, unit.sharing.copy_group, vector(unit, unit.own, unit.gradients), False))
 
 
 def _gaps(unit: Unit, parameters: dict[str, nn.Parameter]) -> list[slice]:

@@ -77,11 +77,13 @@ class Sharing:
     """The tensor ranks among which its tensors are split or alike."""
     weights: tuple[int, ...] = ()
     """Parts that the shards are of a copy; empty: equal ones."""
+    sites: Sharing | None = None
+    """Of a replica that goes its own way (`alone`): how it shares with the others when they meet."""
 
 
 def alone(sharing: Sharing) -> Sharing:
     """The same for ranks whose other copies go their own ways."""
-    return replace(sharing, copies=1, copy=0, copy_group=None)
+    return replace(sharing, copies=1, copy=0, copy_group=None, sites=sharing)
 
 
 def of_process(process: dist.ProcessGroup | None) -> Group | None:

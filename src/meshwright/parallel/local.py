@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.base.errors import InputError
 from meshwright.parallel.compression import coded
 from meshwright.parallel.exchange import all_reduce
-from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.flat import FlatUnit, vector
 from meshwright.parallel.group import Group
 from meshwright.parallel.zero import Zero
 from meshwright.spec.compression import Compression
 from meshwright.spec.local import Local
+from meshwright.spec.precision import Recipe
+from meshwright.spec.rules import local_faults
 
 
 class Outer:
@@ -28,8 +31,9 @@ class Outer:
     def __init__(self, rule: Local, zero: Zero, compression: Compression | None) -> None:
         self.rule, self.zero, self.units, self.replica = rule, zero, zero.trained, zero.mesh.place.dp_replicate
         for unit in self.units:
-            vector = unit.vector(unit.own.start, unit.own.stop, unit.master.flat)
-            unit.over_copies = coded(compression, _sites(unit), vector, scattered=False)
+            unit.across = unit.across._replace(
+                copies=coded(compression, _sites(unit), vector(unit, unit.own, unit.master.flat), scattered=False)
+            )
         self.begun = [unit.master.flat.detach().clone() for unit in self.units]
         self.velocity = [torch.zeros_like(begun) for begun in self.begun]
 
@@ -48,7 +52,7 @@ class Outer:
     def meet(self) -> None:
         """All replicas call it after the same step."""
         moved = [begun - unit.master.flat for begun, unit in zip(self.begun, self.units, strict=True)]
-        for pending in [all_reduce(each, _sites(unit), across=unit.over_copies) for each, unit in zip(moved, self.units, strict=True)]:
+        for pending in [all_reduce(each, _sites(unit), across=unit.across.copies) for each, unit in zip(moved, self.units, strict=True)]:
             self.zero.wait(pending)
         self.zero.settle()
         for unit, begun, velocity, total in zip(self.units, self.begun, self.velocity, moved, strict=True):
@@ -68,6 +72,15 @@ class Outer:
             velocity.zero_()
 
 
+def outer_of(recipe: Recipe, zero: Zero) -> Outer | None:
+    """None where ranks sum in every step. Raises InputError where the plan does not hold as many replicas."""
+    if recipe.local is None:
+        return None
+    for fault in local_faults(zero.mesh.plan, recipe.local):
+        raise InputError(f"plan {zero.mesh.plan.name}: {fault.message}")
+    return Outer(recipe.local, zero, recipe.compression)
+
+
 def _sites(unit: FlatUnit) -> Group | None:
-    assert unit.sites is not None, "replicas go their own ways only where the recipe says so"
-    return unit.sites.copy_group
+    assert unit.sharing.sites is not None, "replicas go their own ways only where the recipe says so"
+    return unit.sharing.sites.copy_group

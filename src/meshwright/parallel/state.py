@@ -31,7 +31,7 @@ class Held(NamedTuple):
 def _runs(engine: Parallel, kind: str, unit: FlatUnit, flat: torch.Tensor, saving: bool) -> Iterator[Held]:
     """`flat` is the own run of `unit`, cut into pieces named `kind/parameter`; of replicas that go their own ways each but the first has a name
     of its own before it, except of what they have alike when they meet."""
-    copy = unit.sites.copy if unit.sites is not None else 0
+    copy = unit.sharing.sites.copy if unit.sharing.sites is not None else 0
     if copy and kind.startswith(OUTER):
         if saving:
             return

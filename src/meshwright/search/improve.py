@@ -1,4 +1,5 @@
-"""What one change of the cluster or the workload would bring: twice the memory, links twice as fast, twice the batch, devices twice as fast.
+"""What one change of the cluster or the workload would bring: twice the memory, links twice as fast, twice the batch, devices twice as fast, fewer
+bytes between nodes.
 
 Each is a search of the changed job, so that the plan may change with it. What is compared is tokens per second.
 """
@@ -10,7 +11,9 @@ from typing import NamedTuple
 
 from meshwright.search.near import fastest
 from meshwright.spec.cluster import Cluster, NodeGroup
+from meshwright.spec.compression import Compression
 from meshwright.spec.job import Job
+from meshwright.spec.local import Local
 
 TIMES = 2.0
 
@@ -42,7 +45,19 @@ def improved(job: Job) -> Iterator[tuple[str, Job]]:
         yield "links", job.but(cluster=with_groups(cluster, near))
     if sum(group.nodes for group in groups) > 1:
         yield "network", job.but(cluster=cluster.but(network=cluster.network.but(bandwidth=cluster.network.bandwidth * TIMES)))
+        yield from _fewer_bytes(job)
     yield "batch", job.but(workload=job.workload.but(batch=int(job.workload.batch * TIMES)))
+
+
+def _fewer_bytes(job: Job) -> Iterator[tuple[str, Job]]:
+    """What changes the result, so that nobody gets it who did not ask: the same batch with less on the wires between nodes."""
+    work, nodes = job.workload, sum(group.nodes for group in job.cluster.groups)
+    if work.compression is None and not work.exact and work.precision != "fp16":
+        for kind in ("int8", "low-rank"):
+            yield kind, job.but(workload=work.but(compression=Compression(kind=kind)))  # type: ignore[arg-type]
+    if work.local is None and not work.exact and work.batch % nodes == 0 and not {"dp", "dp_replicate", "ep"} & job.pins.keys():
+        apart = work.but(local=Local(replicas=nodes))
+        yield "local", job.but(workload=apart, pins={**job.pins, **apart.fixed})
 
 
 def improvements(job: Job, step: float, runnable: bool = False) -> tuple[Improvement, ...]:

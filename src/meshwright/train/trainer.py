@@ -283,7 +283,7 @@ class Trainer:
             optimizer += sum(
                 value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor) and value.ndim
             )
-        ways = [way for unit in self.engine.zero.trained for way in (unit.over_shards, unit.over_copies) if way is not None]
+        ways = [way for unit in self.engine.zero.trained for way in unit.across if way is not None]
         kept = sum(way.kept.numel() * way.kept.element_size() for way in ways)
         optimizer += self.engine.outer.bytes() if self.engine.outer is not None else 0
         return {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 LINES = {
     # --- plans
+    "workload.local does not go with {}; leave it out": "workload.local 不能与 {0} 同用；请去掉它",
+    "dp_replicate({}) is not workload.local.replicas({}); use dp{}, or dp{}xN.z1": "dp_replicate({0}) 不等于 workload.local.replicas({1})；请用 dp{2}，或 dp{3}xN.z1",
+    "micro_batch({}) is not workload.exact({}); use mb{}": "micro_batch({0}) 不等于 workload.exact({1})；请用 mb{2}",
     "ZeRO 0 shards nothing: write dp{} without a shard group, or z1 to z3": "ZeRO 0 不切分任何东西：写 dp{0} 而不写切分组，或者写 z1 到 z3",
     "sequence parallelism (sp) splits activations over tensor ranks and needs tp > 1": "序列并行（sp）把激活切给各张量 rank，需要 tp > 1",
     "layers_per_stage names {} stages, the plan has pp({}) * virtual({}) = {}": "layers_per_stage 给出 {0} 级，而方案有 pp({1}) * virtual({2}) = {3} 级",
