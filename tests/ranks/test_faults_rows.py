@@ -10,14 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from faulty import STEPS, events, launch, losses, random_faults, state, train
 
 import meshwright
 from meshwright.base.errors import InputError, Interrupted, MeshwrightError
 from meshwright.checkpoint.verify import verify
+from meshwright.data.shards import BLOCK
 from meshwright.elastic.failure import RankFailed
 from meshwright.elastic.nursery import Nursery
+from meshwright.report.run import read_run, summarise
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +207,30 @@ def test_only_the_event_log_asks_for_the_time_of_day() -> None:
         and ast.unparse(node.value) in ("time", "datetime")
     }
     assert asking == {"elastic/journal.py"}
+
+
+def test_a_damaged_block_of_tokens_is_left_out_alike_under_every_plan_and_written_down(nursery: Nursery, tmp_path: Path) -> None:
+    """Row 22: bits flip in a file that was read before; its size and its time say nothing of it."""
+    file = tmp_path / "tokens.bin"
+    tokens = np.random.default_rng(3).integers(0, 258, 6 * BLOCK).astype(np.uint16)
+    tokens.tofile(file)
+    seen = file.stat()
+    runs = {}
+    for name, plan in (("whole", "dp2.z1"), ("hurt", "dp2.z1"), ("other", "tp2.mb2")):
+        work = launch(file, tmp_path / name, plan)
+        runs[name] = work.but(data=work.data.but(tokenizer="auto"))
+    train(nursery, runs["whole"], [])
+    tokens[3 * BLOCK : 4 * BLOCK : 999] ^= 1
+    tokens.tofile(file)
+    os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    train(nursery, runs["hurt"], [])
+    train(nursery, runs["other"], [])
+    found = events(tmp_path / "hurt")
+    words = f"data {file}: tokens {3 * BLOCK} to {4 * BLOCK - 1} are damaged"
+    assert found and all(event.kind == "quarantine" and event.cause.startswith(words) for event in found)
+    assert losses(tmp_path / "hurt") != losses(tmp_path / "whole")
+    other = losses(tmp_path / "other")
+    assert all(abs(loss - other[step]) < 1e-5 * loss for step, loss in losses(tmp_path / "hurt").items())
+    for name in runs:
+        ledger = summarise(read_run(tmp_path / name)).ledger
+        assert ledger is not None and ledger.problems == ()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ from meshwright.data.images import ShapeImages
 from meshwright.data.instructions import Instructions, open_instructions
 from meshwright.data.masking import IGNORED, mask_rows
 from meshwright.data.records import records
+from meshwright.data.shards import BLOCKS, Checked, has_digests, write_digests
 from meshwright.data.tokens import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, Tokenizer, has_library, open_tokenizer, train_bpe
 from meshwright.spec.data import Data
 
@@ -65,7 +67,7 @@ class Dataset(Protocol):
 class Tokens(NamedTuple):
     """A corpus as token ids. `tokenizer` is None for arrays that somebody made with one that is not named."""
 
-    arrays: list[packing.TokenArray]
+    arrays: Sequence[Checked]
     documents: packing.Documents
     tokenizer: Tokenizer | None
     vocabulary: int
@@ -81,7 +83,7 @@ class TextDataset:
         """`apart`: "position_ids" begin anew with each document, and its first token is nobody's label."""
         self.name, self.tokenizer, self.objective, self.apart = name, tokens.tokenizer, objective, apart
         self.vocabulary = tokens.vocabulary
-        self._training, self._held_out = training, held_out
+        self._training, self._held_out = self.parts = (training, held_out)
         self.rows, self.held_out_rows = len(training), len(held_out)
         self.sequence = training.sequence
         self.digest = _digest(tokens.digest, self.sequence, self.rows, self.held_out_rows, objective, *(["apart"] if apart else []))
@@ -193,7 +195,9 @@ def _arrays(data: Data, files: list[Path], vocabulary: int) -> Tokens:
     bound = min(filter(None, (vocabulary, tokenizer.vocabulary if tokenizer else 0)), default=0)
     names = [f"array-{_digest(_VERSION, look, bound > 2**16)}" for look in _look(files)]
     arrays, documents, largest = open_arrays(files, names, bound)
-    return Tokens(arrays, documents, tokenizer, bound or largest + 1, _digest(documents.digest.tolist()))
+    kept_blocks = [kept(f"blocks-{name}", partial(write_digests, array), has_digests) for name, array in zip(names, arrays, strict=True)]
+    checked = [Checked(array, np.load(folder / BLOCKS), str(path)) for array, folder, path in zip(arrays, kept_blocks, files, strict=True)]
+    return Tokens(checked, documents, tokenizer, bound or largest + 1, _digest(documents.digest.tolist()))
 
 
 def _text(data: Data, files: list[Path], vocabulary: int, name: str, say: Say) -> Tokens:
@@ -205,10 +209,20 @@ def _text(data: Data, files: list[Path], vocabulary: int, name: str, say: Say) -
     def make(folder: Path) -> None:
         say(f"encoding {name} ({show_bytes(size)}), once")
         packing.encode(passages(files, data.field), tokenizer, folder)
+        write_digests(packing.read_encoded(folder)[0][0], folder)
 
-    folder = kept(f"tokens-{_digest(_VERSION, look, data.field, tokenizer.digest)}", make, packing.is_encoded)
-    arrays, documents = packing.read_encoded(folder)
-    return Tokens(arrays, documents, tokenizer, tokenizer.vocabulary, _digest(packing.read_entry(folder).digest, tokenizer.digest))
+    def is_whole(folder: Path) -> bool:
+        return packing.is_encoded(folder) and has_digests(folder)
+
+    folder = kept(f"tokens-{_digest(_VERSION, look, data.field, tokenizer.digest)}", make, is_whole)
+    [array], documents = packing.read_encoded(folder)
+    return Tokens(
+        [Checked(array, np.load(folder / BLOCKS), str(folder / "tokens.bin"))],
+        documents,
+        tokenizer,
+        tokenizer.vocabulary,
+        _digest(packing.read_entry(folder).digest, tokenizer.digest),
+    )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:

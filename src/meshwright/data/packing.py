@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -29,8 +29,21 @@ from meshwright.data.tokens import Tokenizer
 Integers = NDArray[np.int64]
 TokenArray = NDArray[np.integer[Any]]
 
+
+class Readable(Protocol):
+    """What rows are cut from: a token array, or one that is read through its digests (shards.py)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> TokenArray: ...
+
+
 SMALLEST_HELD_OUT = 32
 _GROUP = 2**22  # characters that are encoded in one call: enough for all cores, little enough for memory
+
+
+class DamagedBlock(Exception):
+    """A row touches tokens that are not what they were (shards.py). The text says which."""
 
 
 class Encoded(Noun):
@@ -190,8 +203,11 @@ def places(tokens: Integers, end_of_text: int) -> Integers:
 class Rows:
     """Rows of `sequence` tokens over `segments`, laid one after the other."""
 
-    def __init__(self, arrays: Sequence[TokenArray], segments: Segments, sequence: int) -> None:
+    def __init__(self, arrays: Sequence[Readable], segments: Segments, sequence: int) -> None:
         self._arrays = arrays
+        self.quarantine: Callable[[str], None] = lambda line: None
+        """Told of each damaged block, once."""
+        self._damaged: set[str] = set()
         self._segments = segments
         self._ends = np.cumsum(segments.length)
         self.sequence = sequence
@@ -203,8 +219,20 @@ class Rows:
         """(len(rows), sequence) token ids."""
         result = np.empty((len(rows), self.sequence), dtype=np.int64)
         for place, row in enumerate(rows):
-            self._fill(result[place], int(row) * self.sequence)
+            self._fill_whole(result[place], int(row))
         return result
+
+    def _fill_whole(self, target: Integers, row: int) -> None:
+        """`target` becomes `row`, or the next row that touches no damaged block (shards.py)."""
+        for number in range(len(self)):
+            try:
+                self._fill(target, (row + number) % len(self) * self.sequence)
+                return
+            except DamagedBlock as damaged:
+                if str(damaged) not in self._damaged:
+                    self._damaged.add(str(damaged))
+                    self.quarantine(f"{damaged}; rows that touch them are replaced by the next whole one")
+        raise InputError(f"no row of {len(self)} is whole: {min(self._damaged)}")
 
     def _fill(self, target: Integers, position: int) -> None:
         """`target` is filled from `position` of all segments on."""

@@ -78,6 +78,8 @@ class Journal:
             self.write(kind="save", step=message["step"], seconds=message.get("seconds", 0.0), generation=generation)
         if message["kind"] == "divergence":
             self.write(kind="divergence", generation=generation, rank=message["rank"], step=message["step"], cause=message["line"])
+        if message["kind"] == "quarantine":
+            self.write(kind="quarantine", generation=generation, step=self.last + 1, cause=message["line"], decision="other rows instead")
         if message["kind"] == "spike":
             step, to = message["step"], message["to"]
             decision = "went back and left the batches out"

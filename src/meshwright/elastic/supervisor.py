@@ -159,7 +159,7 @@ class Supervisor:
         if message["kind"] == "write":
             self._now.write(self._nursery, self._holdings, message["step"])
             return
-        if rank == 0:
+        if rank == 0 or message["kind"] == "quarantine":
             self._journal.hear(message, self.generation)
         self.hear(rank, message)
 

@@ -92,7 +92,7 @@ def faults_text(events: Sequence[Event]) -> str:
     """A table of what broke and how the run went on; empty when nothing did."""
     rows: list[tuple[str, ...]] = []
     for event in events:
-        if event.kind in ("fault", "verdict", "spike", "divergence"):
+        if event.kind in ("fault", "verdict", "spike", "divergence", "quarantine"):
             noticed = show_seconds(event.detection) if event.detection else ""
             who = "" if event.rank is None else str(event.rank)
             rows.append((str(event.step), who, event.phase, event.cause.partition(":")[0] or event.kind, noticed, "", ""))

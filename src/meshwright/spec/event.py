@@ -14,7 +14,7 @@ EVENTS = "events.jsonl"
 class Event(Noun):
     """Times are seconds. A generation is one set of ranks, counted from 0; a recovery begins the next one."""
 
-    kind: Literal["fault", "recovery", "verdict", "resize", "save", "spike", "divergence", "came", "lost", "leaving"]
+    kind: Literal["fault", "recovery", "verdict", "resize", "save", "spike", "divergence", "quarantine", "came", "lost", "leaving"]
     at: float = Field(description="when it was noticed, since 1970")
     generation: int = 0
     rank: int | None = Field(default=None, description="the culprit")

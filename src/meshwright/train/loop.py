@@ -77,6 +77,8 @@ class Loop:
                 f"data.documents=apart: {type(model).__name__} has no position_ids that keep its attention inside of a document"
             )
         dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary, self.objective, self._note, positions)
+        for part in getattr(dataset, "parts", ()):
+            part.quarantine = lambda line: self.channel.say("quarantine", line=line)
         self.dataset, self.loader = dataset, Loader(dataset, launch.workload.batch, launch.workload.seed)
         rule, kind = launch.workload.optimizer, recipe_of(launch.workload, launch.plan)
         away, seed = launch.run.offload_to or self.folder, launch.workload.seed

@@ -44,7 +44,7 @@ class Screen:
     def _divergence(self, message: Message) -> None:
         self.note(message["line"])
 
-    _spike = _divergence
+    _spike = _quarantine = _divergence
 
     def close(self) -> None:
         if self._progress is not None:
