@@ -262,3 +262,40 @@ def six_gradients(plan: str) -> dict[str, torch.Tensor] | None:
         make_batch("mixture", 0, rows=12)
     )[2]
     return gradients
+
+
+def adapted_mixture() -> Any:
+    """Frozen experts, adapters whose B is not zero."""
+    from meshwright.spec.workload import Lora
+    from meshwright.train.adapters import attach
+
+    model = make_model("mixtral")
+    attach(model, Lora(rank=2, alpha=4.0), seed=5)
+    random = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=random) / 10)
+    return model
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp2.ep2.z3", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("tp2.ep2.mb2", "pp2.dp2.ep2.z1"))]
+)
+def test_adapters_beside_dealt_experts_train_as_on_one_device(ranks: Any, plan: str) -> None:
+    pytest.importorskip("peft")
+    model = adapted_mixture().double()
+    loss_of(model, "mixtral", make_batch("mixtral", 0))[0].backward()
+    gradients = ranks.run(parse_plan(plan).world, adapted_gradients, plan)[0]
+    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert gradients.keys() == trained.keys() and all(".lora_" in name for name in trained)
+    for name, gradient in trained.items():
+        assert gradient is not None and difference(gradients[name], gradient) < 1e-10, name
+
+
+def adapted_gradients(plan: str) -> dict[str, torch.Tensor] | None:
+    """On every rank: the first full gradients of the adapters (rank 0)."""
+    gradients: dict[str, torch.Tensor] | None = parallelize(adapted_mixture(), make_optimizer, plan, precision="fp64").gradients(
+        make_batch("mixtral", 0)
+    )[2]
+    return gradients

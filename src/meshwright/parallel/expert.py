@@ -84,6 +84,8 @@ def shard_experts(model: nn.Module, anatomy: Anatomy, ranks: ExpertRanks, mesh: 
             for name in experts.names:
                 owner, _, short = name.rpartition(".")
                 held = module.get_submodule(owner)._parameters
+                if short not in held:
+                    raise InputError(f"{experts.path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1")
                 full = held[short]
                 assert full is not None
                 held[short] = nn.Parameter(own_part(full.detach(), experts, name, ranks), requires_grad=full.requires_grad)

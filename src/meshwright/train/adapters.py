@@ -23,11 +23,8 @@ def attach(model: nn.Module, lora: Lora, seed: int) -> None:
         import peft
     except ImportError:
         raise InputError("LoRA needs peft: pip install 'meshwright[peft]'") from None
-    known = {
-        path.rpartition(".")[2]
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    }
+    layers = [path for path, module in model.named_modules() if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"]
+    known = {path.rpartition(".")[2] for path in layers}
     for target in lora.target:
         if target.rpartition(".")[2] not in known:
             raise InputError(
@@ -36,7 +33,7 @@ def attach(model: nn.Module, lora: Lora, seed: int) -> None:
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=list(lora.target) or "all-linear",
+        target_modules=list(lora.target) or (_linear(model, layers) if _stacks(model) else "all-linear"),
         lora_dropout=0.0,
     )
     try:
@@ -54,3 +51,16 @@ def attach(model: nn.Module, lora: Lora, seed: int) -> None:
                     weight = adapter.get_parameter("weight")
                     drawn = torch.zeros(weight.shape)  # in float32, whatever the type: the same numbers
                     weight.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random) if one == "lora_A" else drawn)
+
+
+def _stacks(model: nn.Module) -> bool:
+    """Whether a module holds matrices in stacks, as experts do: peft would take these for linear layers too, and each is wrapped around the last."""
+    return any(parameter.ndim == 3 for parameter in model.parameters()) and any(
+        "expert" in name.lower() for name, _ in model.named_modules()
+    )
+
+
+def _linear(model: nn.Module, layers: list[str]) -> list[str]:
+    """What "all-linear" means: all but the vocabulary head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return [path for path in layers if model.get_submodule(path) is not head]
