@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.cli.verify import _lossy
 from meshwright.cost.collectives import Fabric, group
+from meshwright.cost.constants import LEAST_BUCKET
 from meshwright.cost.step import estimate
 from meshwright.intake.clusters import read_cluster
 from meshwright.intake.models import read_model
@@ -17,7 +18,7 @@ from meshwright.search.near import fastest
 from meshwright.spec.cluster import Link
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.job import Job
-from meshwright.spec.plan import parse_plan
+from meshwright.spec.plan import BUCKET, parse_plan
 from meshwright.spec.workload import Workload
 
 NEAR, FAR = Link(name="in", bandwidth=10e9, latency=1e-6), Link(name="out", bandwidth=12.5e6, latency=1e-4)
@@ -83,3 +84,13 @@ def test_verify_says_what_the_workload_changes() -> None:
     (line,) = _lossy(Workload(compression={"kind": "int8"}))  # type: ignore[arg-type]
     assert "1/254" in line and "without it" in line
     assert _lossy(Workload()) == ()
+
+
+def test_buckets_are_smaller_where_a_wire_is_slow_and_there_is_something_to_hide_them_behind() -> None:
+    def chosen(cluster: str) -> int:
+        job = Job(model=read_model("llama-tiny"), cluster=read_cluster(cluster), workload=Workload(batch=16, sequence=64), pins={"dp": 4})
+        found = fastest(job)
+        assert found is not None
+        return found.plan.bucket
+
+    assert LEAST_BUCKET <= chosen("2x2:cpu@1Gb") < BUCKET == chosen("1x4:cpu")

@@ -118,5 +118,8 @@ TREE_SHARE = 0.45
 """Of a ring's bandwidth that double trees reach between nodes: all-reduces of 256 MiB on 8 and 16 nodes take 5.3 and 6.3 ms (Ultra-Scale playbook;
 NCCL's own tables say 0.9)."""
 
+LEAST_BUCKET = 2**18
+"""Bytes below which a collective between nodes is mostly its start, whatever the formula says."""
+
 GLOO_COPIES = 2
 """Whole buffers that a reduction holds on a host device, where it is an all-to-all into a second one."""

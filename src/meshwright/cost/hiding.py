@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 import numpy as np
 
 from meshwright.cost import constants
 from meshwright.cost.box import Array
+from meshwright.cost.collectives import group
+from meshwright.cost.setting import Setting
+from meshwright.spec.plan import BUCKET
+
+
+def bucket(setting: Setting) -> int:
+    """Bytes of gradients that one collective carries at least, so that reductions hide best: S bytes in buckets of b cost S / b starts of `a`
+    seconds, and the last bucket, which nothing is left to hide, b / B; least together at b = sqrt(S a B). Not above the default: larger ones
+    hide no more; ranks that share memory have no wire to hide, and keep it.
+
+    >>> from meshwright.cost.constants import LEAST_BUCKET
+    >>> LEAST_BUCKET <= BUCKET
+    True
+    """
+    links, devices = setting.fabric, setting.job.cluster.devices
+    if setting.shares_memory or devices == 1:
+        return BUCKET
+    whole = group(links, devices, 1)
+    best = sqrt(setting.job.model.parameters * setting.gradient * float(2 * whole.turn) * float(whole.bandwidth))
+    return int(min(max(best, constants.LEAST_BUCKET), BUCKET))
 
 
 def beside(communication: Array, compute: Array) -> Array:

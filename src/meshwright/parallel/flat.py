@@ -139,7 +139,10 @@ class FlatUnit:
         return take
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
-        """A gradient of one backward pass."""
+        """A gradient of one backward pass. Sums between hosts go on meanwhile: nothing else looks after them until the next unit is whole."""
+        group = self.group or self.sharing.copy_group
+        if group is not None and group.lanes is not None and group.process is not None:
+            group.lanes.under_way.progress()
         if self.sums is not None:
             gradient = self.sums.take(gradient)
         arrived = self._arrived[name] = self._arrived[name] + 1

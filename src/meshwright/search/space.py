@@ -29,7 +29,7 @@ from meshwright.base.errors import InputError, did_you_mean
 from meshwright.cost.box import PARTS, Again, Box, Layout, MicroBatch, Order, Shards, new_parts
 from meshwright.cost.collectives import fabric
 from meshwright.spec.job import Job
-from meshwright.spec.plan import AXES, FILES, HELD, Axis, Context, Offload, Plan, Recompute, Schedule
+from meshwright.spec.plan import AXES, BUCKET, FILES, HELD, Axis, Context, Offload, Plan, Recompute, Schedule
 from meshwright.spec.rules import (
     Fault,
     batch_faults,
@@ -115,6 +115,7 @@ class Space:
     job: Job
     runnable: bool = False
     offloading: bool = True
+    bucket: int = BUCKET
     considered: int = 0
     refused: dict[str, Refused] = field(default_factory=dict)
 
@@ -291,7 +292,7 @@ class Space:
         return found
 
     def _box(self, cell: Cell, orders: list[Order]) -> Box:
-        bucket = self.pins.get("bucket", Plan().bucket)
+        bucket = self.pins.get("bucket", self.bucket)
         first = (self._offloads() or [()])[0]
         return Box(cell.layout, bucket, tuple(orders), cell.micro_batches, cell.parallel, self._whole(), cell.shards, (first,))
 

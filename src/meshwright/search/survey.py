@@ -28,6 +28,7 @@ import numpy as np
 
 from meshwright.base.units import show_bytes
 from meshwright.cost.box import CHOICES, Array, Box
+from meshwright.cost.hiding import bucket
 from meshwright.cost.memory import Footprint, reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.search.answer import Objective
@@ -256,6 +257,8 @@ def first(job: Job, runnable: bool = False) -> Candidate | None:
 
 def surveyed(job: Job, ranking: Ranking, objective: Objective, runnable: bool) -> Survey:
     """The space of `job`, priced as far as `ranking` needs."""
-    found = Survey(Pricer(job), Space(job, runnable, offloading=objective != Objective.headroom), ranking, objective)
+    pricer = Pricer(job)
+    space = Space(job, runnable, offloading=objective != Objective.headroom, bucket=bucket(pricer.setting))
+    found = Survey(pricer, space, ranking, objective)
     found.explore()
     return found
