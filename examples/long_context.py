@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 2 examples/long_context.py --plan cp2
     torchrun --nproc-per-node 2 examples/long_context.py --plan cp2.ulysses
+    torchrun --nproc-per-node 4 examples/long_context.py --plan cp4.ulysses2
     torchrun --nproc-per-node 4 examples/long_context.py --plan cp2.tp2.rc-layer
     python examples/long_context.py --plan dp1
 
-The four print the same losses, up to the last digits of float32; each of two ranks keeps half of the activations. The model is an ordinary
+All print the same losses, up to the last digits of float32; each of two ranks keeps half of the activations. The model is an ordinary
 one that calls torch's scaled_dot_product_attention and knows nothing of ranks. Documents share a row: positions that begin anew at each one
 keep attention inside of it, also where it lies across ranks.
 """

@@ -178,7 +178,10 @@ def compare(ranks: Any, name: str, plan: str, length: int, shared: bool = True) 
 # --- what only context ranks do -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plan", "length"), [("cp3.z1", 12), ("cp4.ulysses", 16), ("cp4.ulysses2", 16), ("cp6.ulysses2", 24)])
+@pytest.mark.parametrize(
+    ("plan", "length"),
+    [("cp3.z1", 12), ("cp4.ulysses", 16), ("cp4.ulysses2", 16), pytest.param("cp6.ulysses2", 24, marks=pytest.mark.soak)],
+)
 def test_three_ranks_and_key_value_heads_fewer_than_ranks_are_exact(ranks: Any, plan: str, length: int) -> None:
     compare(ranks, "grouped", plan, length)
 
@@ -191,7 +194,7 @@ def test_messages_go_round_where_ranks_share_no_memory(ranks: Any, plan: str) ->
 @pytest.mark.parametrize(
     ("name", "plan"),
     [("packed", "cp2"), ("packed-gpt2", "cp2.ulysses"), ("hf-llama+packed", "cp2.z3"), ("hf-mistral", "cp2"), ("hf-llama+padded", "cp2"), ("hf-gemma3+padded", "tp2.cp2.ulysses"),
-     ("packed", "cp4.ulysses2"), ("hf-llama+packed", "cp4.ulysses2.rc-selective"), ("hf-mistral", "tp2.cp4.ulysses2")],
+     ("packed", "cp4.ulysses2"), pytest.param("hf-llama+packed", "cp4.ulysses2.rc-selective", marks=pytest.mark.soak), pytest.param("hf-mistral", "tp2.cp4.ulysses2", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_windows_documents_and_padding_are_seen_across_pieces(ranks: Any, name: str, plan: str) -> None:
     if name.startswith("hf-"):

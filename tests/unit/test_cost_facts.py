@@ -115,3 +115,26 @@ def test_an_even_plan_on_unlike_devices_is_priced_on_the_slowest_and_says_so() -
     alone = estimate(named_job("gpt2-xl", "2x4:v100-32gb", 64, 1024, "fp16"), parse_plan("dp8.z2"))
     assert mixed.time.compute == pytest.approx(alone.time.compute)
     assert "slowest (v100-32gb)" in mixed.notes[0]
+
+
+def test_heads_exchanged_inside_a_node_with_rings_between_nodes_wait_less_than_heads_exchanged_between_nodes() -> None:
+    job = named_job("llama2-7b", "2x8:a100-80gb", 4, 65536, "bf16")
+    waits = {name: estimate(job, parse_plan(name)).time.context for name in ("cp16.z1.rc-layer.ulysses", "cp16.z1.rc-layer.ulysses8")}
+    assert 0 < waits["cp16.z1.rc-layer.ulysses8"] < waits["cp16.z1.rc-layer.ulysses"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("cp8.ulysses8", "a part of cp"), ("cp8.ulysses3", "a part of cp"), ("cp8.ulysses1", "a part of cp")]
+)
+def test_ranks_that_exchange_heads_are_a_part_of_the_context_ranks(name: str, said: str) -> None:
+    assert parse_plan("cp8.ulysses4").name == "cp8.ulysses4" and parse_plan("cp8.ulysses4").head_ranks == 4
+    with pytest.raises(InputError, match=said):
+        parse_plan(name)
+
+
+def test_a_capacity_makes_the_busiest_expert_rank_wait_less() -> None:
+    job = named_job("mixtral-8x7b", "1x8:h100", 32, 2048, "bf16")
+    limited = job.but(workload=job.workload.but(expert_capacity=1.0))
+    plan = parse_plan("dp8.ep8.z1.rc-layer")
+    assert estimate(limited, plan).time.expert < estimate(job, plan).time.expert
+    assert estimate(limited, plan).time.compute < estimate(job, plan).time.compute
