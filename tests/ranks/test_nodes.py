@@ -41,8 +41,9 @@ class Nodes:
             **os.environ, "MESHWRIGHT_CACHE": str(self.place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
             "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), **more,
         }  # fmt: skip
+        err = subprocess.DEVNULL if number else subprocess.PIPE
         command = [sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{self.run}"]
-        return subprocess.Popen(command, cwd=self.place, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, cwd=self.place, env=environment, stdout=subprocess.DEVNULL, stderr=err, text=True)
 
     @property
     def folder(self) -> Path:
