@@ -14,7 +14,6 @@ import pytest
 from test_train_run import JOB, weights
 
 JOB = JOB.replace("steps: 40", "steps: 120").replace("dp2.z1", "dp4.z1").replace("checkpoint_every: 4", "checkpoint_every: 20, rejoin: 1.0")
-LINE = "print(1)\n"
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +146,42 @@ def test_nobody_joins_without_the_token(place: Path, whole: Nodes) -> None:
     code, err, _ = nodes.end()
     assert code == 0 and "x has come" not in err
     assert nodes.losses() == whole.losses()
+
+
+SRUN = """#!/bin/bash
+for task in 0 1; do SLURM_PROCID=$task SLURM_NTASKS=2 "${@:3}" & done
+wait -n; first=$?; wait -n; second=$?; exit $((first > second ? first : second))
+"""
+
+
+def test_the_script_for_slurm_trains_on_two_nodes(place: Path, whole: Nodes) -> None:
+    """In the place of Slurm: its commands, for two nodes that are this machine."""
+    bin_ = place / "bin"
+    bin_.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/bash\necho 127.0.0.1\n")):
+        (bin_ / name).write_text(text)
+        (bin_ / name).chmod(0o700)
+    path = f"{bin_}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "MESHWRIGHT_CACHE": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright.cli.main",
+        "launch",
+        "job.yaml",
+        "--cluster",
+        "2x2:cpu",
+        "--on",
+        "slurm",
+        "--save",
+        "slurm",
+    ]
+    command += ["--set", "run.folder=runs/slurm"]
+    assert subprocess.run(command, cwd=place, env=environment, check=False, capture_output=True).returncode == 0
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        job = str(free.getsockname()[1] - 20000)
+    there = {**environment, "SLURM_JOB_ID": job if int(job) >= 0 else "4711", "SLURM_JOB_NODELIST": "here[0-1]"}
+    done = subprocess.run(["bash", "slurm/slurm.sbatch"], cwd=place, env=there, check=False, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "node 1 of 2 at 127.0.0.1" in done.stderr
+    assert weights(place, "slurm", 120) == weights(place, "whole", 120) != {}

@@ -30,6 +30,7 @@ PLANNING = {
     "simulate": 3,
     "report": 4,
     "elastic": 4,
+    "launch": 4,
     "emulate": 4,
     "validation": 4,
 }

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from meshwright.base.link import TOKEN, NotAdmitted, enter
-from meshwright.checkpoint.memory import CHUNK, HEAD, Memory
+from meshwright.checkpoint.memory import CHUNK, HEAD, Head, Memory
 
 AT, NOWHERE = "at:", "nowhere:"
 
@@ -43,9 +43,8 @@ class Distant(Memory):
         self._open()
 
     def _open(self) -> None:
-        head = self.fetch(0, HEAD)
-        self._words = memoryview(head.ljust(HEAD, b"\0")).cast("Q")
-        self._index = self.fetch(HEAD, self.index_size) if self.is_laid else b""
+        self.head = Head(memoryview(self.fetch(0, HEAD).ljust(HEAD, b"\0")).cast("Q"))
+        self._index = self.fetch(HEAD, self.head.index_size) if self.head.is_laid else b""
 
     def __del__(self) -> None:
         if hasattr(self, "_end"):
@@ -68,17 +67,17 @@ class Distant(Memory):
         return bytes(found)
 
     def is_good(self, step: int) -> bool:
-        digest, place = xxhash.xxh3_64(), self.place_of_data(step)
-        for begin in range(0, self.size, CHUNK):
-            digest.update(self.fetch(place + begin, min(CHUNK, self.size - begin)))
+        digest, place = xxhash.xxh3_64(), self.head.place_of_data(step)
+        for begin in range(0, self.head.size, CHUNK):
+            digest.update(self.fetch(place + begin, min(CHUNK, self.head.size - begin)))
         digest.update(self.state(step))
-        return self.is_digest(step, digest.intdigest())
+        return self.head.is_digest(step, digest.intdigest(), self._index)
 
     def state(self, step: int) -> bytes:
-        return self.fetch(*self.place_of_state(step))
+        return self.fetch(*self.head.place_of_state(step))
 
     def data(self, step: int) -> Bytes:  # type: ignore[override]
-        return Bytes(self, self.place_of_data(step))
+        return Bytes(self, self.head.place_of_data(step))
 
 
 class Bytes:

@@ -96,6 +96,51 @@ def lay_out(pieces: Iterable[tuple[Piece, torch.Tensor]], local: Mapping[str, to
     return Layout(json.dumps(index, separators=(",", ":")).encode(), runs, places, size)
 
 
+class Head:
+    """The words at the beginning of a file of copies: what lies where in it."""
+
+    def __init__(self, words: memoryview) -> None:
+        self.words = words
+
+    @property
+    def is_laid(self) -> bool:
+        return self.words[_KIND] == _MAGIC
+
+    @property
+    def index_size(self) -> int:
+        return self.words[_INDEX]
+
+    @property
+    def size(self) -> int:
+        """Bytes of a copy."""
+        return self.words[_DATA]
+
+    @property
+    def steps(self) -> set[int]:
+        """Steps with a whole copy."""
+        return {self.slot(slot)[_STEP] for slot in range(SLOTS)} - {0}
+
+    def slot(self, slot: int) -> memoryview:
+        return self.words[_SLOT + _EACH * slot : _SLOT + _EACH * (slot + 1)]
+
+    def begin(self, slot: int) -> int:
+        return HEAD + _up(self.index_size) + slot * (_up(self.size) + STATE)
+
+    def _at(self, step: int) -> int:
+        return next(slot for slot in range(SLOTS) if self.slot(slot)[_STEP] == step)
+
+    def place_of_data(self, step: int) -> int:
+        return self.begin(self._at(step))
+
+    def place_of_state(self, step: int) -> tuple[int, int]:
+        """Where it begins, and its size."""
+        return self.place_of_data(step) + _up(self.size), self.slot(self._at(step))[_LENGTH]
+
+    def is_digest(self, step: int, digest: int, index: bytes) -> bool:
+        """Whether `digest` is that of the copy of `step` and its state, and the list of pieces has its own."""
+        return digest == self.slot(self._at(step))[_DIGEST] and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST]
+
+
 class Memory:
     """The copies of one rank, in the file at `path`."""
 
@@ -105,15 +150,15 @@ class Memory:
 
     def _open(self) -> None:
         size = os.fstat(self.handle).st_size
-        self._words = memoryview(bytearray(HEAD)).cast("Q")
+        self.head = Head(memoryview(bytearray(HEAD)).cast("Q"))
         self._index = b""
         if size < HEAD:
             return
         self._map = mmap.mmap(self.handle, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._words = memoryview(self._map)[:HEAD].cast("Q")
-        if self.is_laid and self._begin(SLOTS) <= size:
-            self._index = self._map[HEAD : HEAD + self.index_size]
+        self.head = Head(memoryview(self._map)[:HEAD].cast("Q"))
+        if self.head.is_laid and self.head.begin(SLOTS) <= size:
+            self._index = self._map[HEAD : HEAD + self.head.index_size]
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
@@ -127,31 +172,31 @@ class Memory:
 
     def lay(self, layout: Layout) -> None:
         """Room for copies of `layout`. What is there stays where it is of the same layout."""
-        if layout.text == self._index and self._words[_DATA] == layout.size:
+        if layout.text == self._index and self.head.words[_DATA] == layout.size:
             return
         os.ftruncate(self.handle, 0)
         os.ftruncate(self.handle, HEAD + _up(len(layout.text)) + SLOTS * (_up(layout.size) + STATE))
         self._open()
         self._map[HEAD : HEAD + len(layout.text)] = layout.text
-        self._words[_INDEX], self._words[_DATA] = len(layout.text), layout.size
-        self._words[_INDEX_DIGEST] = xxhash.xxh3_64_intdigest(layout.text)
-        self._words[_KIND] = _MAGIC
+        self.head.words[_INDEX], self.head.words[_DATA] = len(layout.text), layout.size
+        self.head.words[_INDEX_DIGEST] = xxhash.xxh3_64_intdigest(layout.text)
+        self.head.words[_KIND] = _MAGIC
         self._index = layout.text
 
     def write(self, step: int, layout: Layout, local: Sequence[torch.Tensor], state: bytes) -> None:
         """A copy of `step` in the slot whose step is oldest; one that is held is passed over."""
         assert len(state) <= STATE, f"the state of the run takes {len(state)} bytes, {STATE} are kept for it"
-        free = [slot for slot in range(SLOTS) if not self._slot(slot)[_HELD]]
-        slot = min(free, key=lambda slot: self._slot(slot)[_STEP])
-        words = self._slot(slot)
+        free = [slot for slot in range(SLOTS) if not self.head.slot(slot)[_HELD]]
+        slot = min(free, key=lambda slot: self.head.slot(slot)[_STEP])
+        words = self.head.slot(slot)
         words[_STEP] = 0
-        begin, digest, end = self._begin(slot), xxhash.xxh3_64(), 0
+        begin, digest, end = self.head.begin(slot), xxhash.xxh3_64(), 0
         flat = [Run(tensor.reshape(-1).view(torch.uint8), to) for tensor, to in zip(local, layout.local, strict=True)]
         for source, to in (*layout.runs, *flat):
             digest.update(memoryview(self._map)[begin + end : begin + to])
             end = to + source.numel()
             self._copy(source, begin + to, digest)
-        place = self._begin(slot) + _up(layout.size)
+        place = self.head.begin(slot) + _up(layout.size)
         self._map[place : place + len(state)] = state
         digest.update(state)
         words[_DIGEST], words[_LENGTH] = digest.intdigest(), len(state)
@@ -172,44 +217,27 @@ class Memory:
     def hold(self, step: int) -> None:
         """The copy of `step` stays until another one, or none (0), is held."""
         for slot in range(SLOTS):
-            words = self._slot(slot)
+            words = self.head.slot(slot)
             words[_HELD] = int(words[_STEP] == step != 0)
 
     def forget(self) -> None:
         """There is no copy any more."""
         for slot in range(SLOTS):
-            self._slot(slot)[_STEP] = 0
+            self.head.slot(slot)[_STEP] = 0
 
     # --- reading --------------------------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> set[int]:
         """Steps with a whole copy."""
-        return {self._slot(slot)[_STEP] for slot in range(SLOTS)} - {0} if self._index else set()
-
-    @property
-    def is_laid(self) -> bool:
-        return self._words[_KIND] == _MAGIC
-
-    @property
-    def index_size(self) -> int:
-        return self._words[_INDEX]
-
-    @property
-    def size(self) -> int:
-        """Bytes of a copy."""
-        return self._words[_DATA]
+        return {self.head.slot(slot)[_STEP] for slot in range(SLOTS)} - {0} if self._index else set()
 
     def is_good(self, step: int) -> bool:
         """Whether the copy of `step` and the list of its pieces have the digests that they were written with."""
-        begin = self.place_of_data(step)
-        digest = xxhash.xxh3_64(memoryview(self._map)[begin : begin + self.size])
+        begin = self.head.place_of_data(step)
+        digest = xxhash.xxh3_64(memoryview(self._map)[begin : begin + self.head.size])
         digest.update(self.state(step))
-        return self.is_digest(step, digest.intdigest())
-
-    def is_digest(self, step: int, digest: int) -> bool:
-        """Whether `digest` is that of the copy of `step` and its state, and the list of pieces has its own."""
-        return digest == self._slot(self._at(step))[_DIGEST] and xxhash.xxh3_64_intdigest(self._index) == self._words[_INDEX_DIGEST]
+        return self.head.is_digest(step, digest.intdigest(), self._index)
 
     @property
     def index(self) -> dict[str, Any]:
@@ -217,30 +245,14 @@ class Memory:
         found: dict[str, Any] = json.loads(self._index)
         return found
 
-    def place_of_data(self, step: int) -> int:
-        return self._begin(self._at(step))
-
-    def place_of_state(self, step: int) -> tuple[int, int]:
-        """Where it begins, and its size."""
-        return self.place_of_data(step) + _up(self.size), self._slot(self._at(step))[_LENGTH]
-
     def state(self, step: int) -> bytes:
-        begin, size = self.place_of_state(step)
+        begin, size = self.head.place_of_state(step)
         return self._map[begin : begin + size]
 
     def data(self, step: int) -> torch.Tensor:
         """The bytes of the copy of `step`, where they lie."""
-        begin = self.place_of_data(step)
-        return self.bytes[begin : begin + self.size]
-
-    def _at(self, step: int) -> int:
-        return next(slot for slot in range(SLOTS) if self._slot(slot)[_STEP] == step)
-
-    def _slot(self, slot: int) -> memoryview:
-        return self._words[_SLOT + _EACH * slot : _SLOT + _EACH * (slot + 1)]
-
-    def _begin(self, slot: int) -> int:
-        return HEAD + _up(self._words[_INDEX]) + slot * (_up(self._words[_DATA]) + STATE)
+        begin = self.head.place_of_data(step)
+        return self.bytes[begin : begin + self.head.size]
 
 
 def _up(size: int) -> int:

@@ -28,6 +28,7 @@ COMMANDS = (
     ("emulate", "a described cluster on this machine: real ranks behind shaped links"),
     ("validate", "score the cost model on published measurements"),
     ("report", "a run, or several, as text"),
+    ("launch", "files for torchrun, Slurm or Kubernetes: one process on each node"),
     ("checkpoint", "list, verify, export and import checkpoints"),
     ("catalog", "list known models, devices and clusters"),
     ("doctor", "check this machine: devices, backends, bandwidth, versions"),

@@ -29,9 +29,10 @@ PORT = 29400
 
 
 class Place(NamedTuple):
-    """This node among all. `devices`: of each node, in order."""
+    """This node among all. `devices`: of each node that there may be, in order; `started`: how many were."""
 
     number: int
+    started: int
     devices: tuple[int, ...]
     host: str
     port: int
@@ -41,26 +42,31 @@ class Place(NamedTuple):
         return sum(self.devices)
 
 
-def place_of(me: Launched, file: JobFile, environment: Mapping[str, str]) -> Place | None:
-    """The node that this process is; None when it is a rank."""
+def place_of(me: Launched, job: Callable[[], JobFile], environment: Mapping[str, str]) -> Place | None:
+    """The node that this process is; None when it is a rank. `job` is read where it matters."""
     from meshwright.base.errors import InputError
     from meshwright.intake.job import cluster_from
 
-    cluster, asked = cluster_from(file.cluster), environment.get(NODE) == "1"
+    asked = environment.get(NODE) == "1"
+    if not asked and int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", 1))) > 1:
+        return None
+    file = job()
+    cluster = cluster_from(file.cluster)
     if cluster.name.startswith("local"):
         devices = [cluster.devices] * me.world
-        asked = asked or (cluster.devices > 1 and int(environment.get("LOCAL_WORLD_SIZE", me.world)) == 1 and ":" in file.cluster.name)
     else:
         devices = [group.devices for group in cluster.groups for _ in range(group.nodes)]
-        if asked and len(devices) != me.world:
+        fewer = me.world < len(devices) and file.run.least
+        if asked and len(devices) != me.world and not fewer:
             raise InputError(
-                f"{NODE}: {me.world} nodes were started and cluster {cluster.name!r} has {len(devices)}: start one process on each"
+                f"{NODE}: {me.world} nodes were started and cluster {cluster.name!r} has {len(devices)}: start one process on each, or let "
+                "the run go on with fewer: --set run.least=RANKS"
             )
         asked = asked or (len(devices) == me.world != cluster.devices)
     if not asked or me.world == 1:
         return None
     port = int(environment.get("MASTER_PORT", PORT)) + ("TORCHELASTIC_RUN_ID" in environment)  # torchrun's own store has that one
-    return Place(me.rank, tuple(devices), environment["MASTER_ADDR"], port)
+    return Place(me.rank, me.world, tuple(devices), environment["MASTER_ADDR"], port)
 
 
 def told(file: JobFile, place: Place) -> str | None:
@@ -102,8 +108,8 @@ def _await(fleet: Fleet, place: Place, note: Callable[[str], None], least: int) 
     from meshwright.base.errors import MeshwrightError
 
     end, ready = time.monotonic() + ARRIVE, False
-    note(f"node 0 of {len(place.devices)} at {fleet.host}:{place.port}, waiting for the others")
-    while not ready or fleet.places < place.world:
+    note(f"node 0 of {place.started} at {fleet.host}:{place.port}, waiting for the others")
+    while not ready or 1 + len(fleet.nodes) < place.started:
         for event in fleet.events(AGAIN):
             ready = ready or event["event"] == "ready"
             if event["event"] == "came":
@@ -112,21 +118,22 @@ def _await(fleet: Fleet, place: Place, note: Callable[[str], None], least: int) 
             if least and fleet.places >= least:
                 return
             raise MeshwrightError(
-                f"{1 + len(fleet.nodes)} of {len(place.devices)} nodes came to {fleet.host}:{place.port} within {ARRIVE:.0f} s; "
+                f"{1 + len(fleet.nodes)} of {place.started} nodes came to {fleet.host}:{place.port} within {ARRIVE:.0f} s; "
                 "start the same command on each, or let the run go on with fewer: --set run.least=RANKS"
             )
 
 
-def serve(place: Place, folder: Path, note: Callable[[str], None]) -> int:
+def serve(place: Place, file: JobFile, note: Callable[[str], None]) -> int:
     """Ranks of this node, as the first node says; its exit code when the run is over."""
     from meshwright.base.errors import Interrupted
     from meshwright.base.link import TOKEN, Link, address_towards
+    from meshwright.cli.preparation import folder_of, source_of
     from meshwright.elastic.node import Node
 
-    end, hello, token = _arrive(place, folder)
+    end, hello, token = _arrive(place, folder_of(file, source_of(file)).resolve())
     os.environ[TOKEN] = token
     own = address_towards(place.host, place.port)
-    note(f"node {place.number} of {len(place.devices)} at {own}, led by {place.host}:{place.port}")
+    note(f"node {place.number} of {place.started} at {own}, led by {place.host}:{place.port}")
     code, line = Node(Link(end, hello), own, token, place.number, {"MESHWRIGHT_ADDRESS": own}).run()
     if not line and code:
         raise Interrupted(

@@ -52,33 +52,28 @@ def train(
 ) -> int:
     """Plan a job, start its ranks on this machine, train; leave records, checkpoints and a report in a run folder.
 
-    The same command again goes on where the run stopped. Under torchrun or Slurm each process is one rank.
+    The same command again goes on where the run stopped. Under torchrun, Slurm or Kubernetes each process is one node, or one rank.
 
     Try: meshwright train --model gpt2-tiny --steps 100 --cluster local:4 --pin tp=2
     """
     from meshwright.base.errors import InputError
     from meshwright.cli.nodes import place_of, serve
-    from meshwright.cli.preparation import folder_of, read_file, source_of
+    from meshwright.cli.preparation import read_file
     from meshwright.train.rank import launched
     from meshwright.train.screen import Screen
 
     named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
     where = None if offload_to is None else str(offload_to.expanduser().resolve())
-    more = [
-        f"{name}={value}"
-        for name, value in (("workload.steps", steps), ("run.folder", named), ("run.offload_to", where))
-        if value is not None
-    ]
-    shared = dataclasses.replace(shared, set=(*shared.set, *more))
+    given = {"workload.steps": steps, "run.folder": named, "run.offload_to": where}
+    shared = dataclasses.replace(shared, set=(*shared.set, *(f"{name}={value}" for name, value in given.items() if value is not None)))
     me = launched(os.environ)
-    node = None if me is None else place_of(me, read_file(job, shared), os.environ)
+    node = None if me is None else place_of(me, lambda: read_file(job, shared), os.environ)
     screen = Screen()
     try:
         if me is None or (node is not None and node.number == 0):
             folder = _supervise(job, shared, pin, screen, trials, node)
         elif node is not None:
-            file = read_file(job, shared)
-            raise SystemExit(serve(node, folder_of(file, source_of(file)).resolve(), screen.note))
+            raise SystemExit(serve(node, read_file(job, shared), screen.note))
         elif trials:
             raise InputError(
                 "--trials: these ranks were started elsewhere: try plans with `meshwright plan --trials` first, and give --plan"

@@ -1,0 +1,136 @@
+"""`meshwright launch`: what torchrun, Slurm or Kubernetes needs to start a job on several nodes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from meshwright.cli.options import JobPath, Shared, note, say
+
+if TYPE_CHECKING:
+    from meshwright.intake.job import JobFile
+    from meshwright.launch.start import Start
+
+NAMES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Pods:
+    """What Kubernetes has to be told."""
+
+    image: Annotated[str, Parameter(help="kubernetes: the container image, with meshwright in it")] = ""
+    claim: Annotated[str, Parameter(help="kubernetes: the volume claim that all nodes share")] = ""
+    mount: Annotated[str, Parameter(help="kubernetes: where that volume lies; relative paths of the job start there")] = "/data"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Queue:
+    """What Slurm has to be told."""
+
+    partition: Annotated[str, Parameter(help="slurm: the partition")] = ""
+    hours: Annotated[float, Parameter(help="slurm: the longest time; 0: what the partition allows")] = 0.0
+
+
+def launch(
+    job: JobPath = None,
+    /,
+    *,
+    shared: Shared = Shared(),  # noqa: B008
+    on: Annotated[Literal["torchrun", "slurm", "kubernetes"], Parameter(help="what starts the processes")] = "torchrun",
+    least: Annotated[
+        int | None, Parameter(help="nodes to go on with, at the least, when others are lost or not there yet; else all")
+    ] = None,
+    save: Annotated[Path | None, Parameter(help="folder for the files; without one the script is printed")] = None,
+    pods: Pods = Pods(),
+    queue: Queue = Queue(),
+) -> int:
+    """Write what starts a job on several nodes: one process on each, which starts its ranks itself, heals them, and joins again.
+
+    Try: meshwright launch --model llama-7b --cluster 4x8:h100 --on slurm --least 2 --save launch/
+    """
+    from meshwright.base.errors import InputError
+    from meshwright.launch import kubernetes, slurm, torchrun
+    from meshwright.launch.start import JOB
+
+    if on == "kubernetes" and not (pods.image and pods.claim):
+        raise InputError(
+            "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all nodes share)"
+        )
+    file = shared.job_file(job)
+    start = start_of(file, least)
+    said = file.model_dump_json(indent=1, exclude_defaults=True)
+    where = f"{save}/{JOB}" if save else JOB
+    if on == "slurm":
+        text = slurm.script(start, where, queue.partition, queue.hours)
+    elif on == "torchrun":
+        text = torchrun.script(start, where)
+    else:
+        text = "\n".join(start.comments()) + "\n" + _documents(kubernetes.objects(start, said, pods.image, pods.claim, pods.mount))
+    if save is None:
+        say(text.rstrip("\n"))
+        note(f"not saved: with --save FOLDER it is written there, and the job file beside it as {JOB}")
+        return 0
+    save.mkdir(parents=True, exist_ok=True)
+    for name, content in ((NAMES[on], text), *(((JOB, said + "\n"),) if on != "kubernetes" else ())):
+        path = save / name
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:  # it may hold the token
+            out.write(content)
+        note(f"wrote {path}")
+    first = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": "MESHWRIGHT_TOKEN=SECRET bash"}[on]
+    note(f"next: {first} {save / NAMES[on]}{' NUMBER FIRST' if on == 'torchrun' else ''}")
+    return 0
+
+
+def start_of(file: JobFile, least: int | None) -> Start:
+    """What is started for a job: the plan is searched here too, so that nothing is queued that does not fit."""
+    from meshwright.base.errors import InputError
+    from meshwright.cli.preparation import choose, folder_of, source_of
+    from meshwright.intake.job import cluster_from
+    from meshwright.launch.start import Start
+
+    cluster = cluster_from(file.cluster)
+    kinds = {group.devices for group in cluster.groups}
+    nodes = sum(group.nodes for group in cluster.groups)
+    if nodes < 2:
+        raise InputError(
+            f"cluster {cluster.name!r} is one node: `meshwright train` starts its ranks itself; launch is for several, such as 4x8:h100"
+        )
+    if least is not None and least < nodes and len(kinds) > 1:
+        raise InputError(
+            f"--least {least}: nodes of {', '.join(map(str, sorted(kinds)))} devices are unlike; only equal ones can stand in for each other"
+        )
+    source = source_of(file)
+    folder = folder_of(file, source)
+    choice = choose(file, None, None, os.environ, None)
+    accelerator = not cluster.groups[0].device.name.lower().startswith("cpu")
+    return Start(
+        name=folder.name,
+        nodes=nodes,
+        least=nodes if least is None else least,
+        devices=max(kinds),
+        accelerator=accelerator,
+        folder=str(folder),
+        grace=file.run.grace,
+        about=("Written by `meshwright launch`.", *(line.strip() for line in choice.why)),
+    )
+
+
+def _documents(objects: list[dict[str, object]]) -> str:
+    """YAML in which texts of several lines stand as they are."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=120)

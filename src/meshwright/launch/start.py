@@ -1,0 +1,58 @@
+"""What is started, whatever starts it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field
+
+from meshwright.base.errors import InputError
+
+JOB = "job.json"
+PORT = 29400
+
+
+@dataclass(frozen=True)
+class Start:
+    """`nodes` of `devices` each; the run goes on with `least` of them. `grace`: seconds between the request to stop and the end, for the last save.
+
+    `folder`: of the run, the same on every node. `settings`: environment variables, each with its reason. `about`: lines that say what this is.
+    """
+
+    name: str
+    nodes: int
+    least: int
+    devices: int
+    accelerator: bool
+    folder: str
+    grace: float
+    settings: dict[str, tuple[str, str]] = field(default_factory=dict)
+    about: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.nodes:
+            raise InputError(f"--least {self.least}: the job has {self.nodes} nodes; it may go on with 1 to {self.nodes}")
+
+    @property
+    def label(self) -> str:
+        """The name as host names and labels may be: at most 40 small letters, digits and dashes.
+
+        >>> Start("Llama_7B v2", 2, 1, 8, True, "runs/x", 30.0).label
+        'llama-7b-v2'
+        """
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-") or "run"
+
+    def command(self, job: str) -> list[str]:
+        return ["meshwright", "train", job, "--folder", self.folder, *self.ranks]
+
+    @property
+    def ranks(self) -> list[str]:
+        """Fewer nodes are allowed: so many ranks at the least."""
+        return ["--set", f"run.least={self.least * self.devices}"] if self.least < self.nodes else []
+
+    def comments(self) -> list[str]:
+        return [f"# {line}" for line in self.about]
+
+    def exports(self) -> list[str]:
+        """Lines of a shell script."""
+        return [f"export {name}={shlex.quote(value)}  # {why}" for name, (value, why) in self.settings.items()]

@@ -1,0 +1,99 @@
+"""The files for launchers: valid by the published schemas, and saying what they have to."""
+
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+
+from meshwright.base.errors import InputError, Interrupted
+from meshwright.cli.launch import Pods, Queue, launch
+from meshwright.cli.options import Shared
+
+BIG = Shared(model="llama-7b", cluster="4x8:h100")
+SBATCH = {
+    "job-name", "nodes", "ntasks-per-node", "exclusive", "gpus-per-node", "partition", "time", "signal", "requeue", "no-kill", "open-mode", "output",
+}  # fmt: skip
+"""Long options that the manual of sbatch lists."""
+
+
+def written(folder: Path, on: Any, **more: Any) -> str:
+    assert launch(shared=BIG, on=on, save=folder, **more) == 0
+    (path,) = [path for path in folder.iterdir() if path.name != "job.json"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    return path.read_text()
+
+
+def cluster_objects(folder: Path) -> dict[str, dict[str, Any]]:
+    text = written(folder, "kubernetes", least=2, pods=Pods(image="mesh:1", claim="shared"))
+    return {found["kind"]: found for found in yaml.safe_load_all(text)}
+
+
+def test_the_objects_are_what_their_schemas_say_and_nothing_else(tmp_path: Path) -> None:
+    objects = cluster_objects(tmp_path)
+    jobset = models.JobsetV1alpha2JobSet.from_dict(objects["JobSet"])
+    assert jobset is not None and jobset.to_dict() == objects["JobSet"]  # a field that the schema does not know would be gone
+    assert set(objects) == {"Secret", "ConfigMap", "JobSet"}
+
+
+def test_a_pod_knows_its_number_the_first_one_and_the_token(tmp_path: Path) -> None:
+    objects = cluster_objects(tmp_path)
+    name, spec = objects["JobSet"]["metadata"]["name"], objects["JobSet"]["spec"]
+    (nodes,) = spec["replicatedJobs"]
+    job = nodes["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {entry["name"]: entry for entry in container["env"]}
+    assert environment["MASTER_ADDR"]["value"] == f"{name}-{nodes['name']}-0-0.{name}" and spec["network"]["enableDNSHostnames"]
+    assert environment["WORLD_SIZE"]["value"] == "4" and job["parallelism"] == job["completions"] == 4
+    assert environment["MESHWRIGHT_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == objects["Secret"]["metadata"]["name"]
+    assert len(objects["Secret"]["stringData"]["token"]) == 64
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
+    assert container["command"][-1] == "run.least=16"
+    ignored = [
+        rule["onExitCodes"]["values"] for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "Ignore" and "onExitCodes" in rule
+    ]
+    assert ignored == [[Interrupted.exit_code]]
+    assert json.loads(objects["ConfigMap"]["data"]["job.json"])["model"] == {"name": "llama-7b"}
+
+
+def test_a_batch_script_is_a_script_with_options_that_sbatch_has(tmp_path: Path) -> None:
+    text = written(tmp_path, "slurm", least=2, queue=Queue(partition="gpu", hours=1.5))
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    lines = text.splitlines()
+    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH --"))
+    assert set(options) <= SBATCH
+    assert (
+        options["nodes"] == "2-4" and options["gpus-per-node"] == "8" and options["time"] == "1:30:00" and options["ntasks-per-node"] == "1"
+    )
+    first = next(at for at, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:])  # sbatch reads no further
+
+
+def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
+    text = written(tmp_path, "torchrun")
+    without = subprocess.run(
+        ["bash", "-c", text, "x", "0", "host"], capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]}
+    )
+    assert without.returncode and "the same secret on all machines" in without.stderr
+    assert "run.least" not in text
+
+
+@pytest.mark.parametrize(
+    ("shared", "more", "words"),
+    [
+        (Shared(cluster="1x8:h100", model="llama-7b"), {}, "is one node"),
+        (BIG, {"least": 5}, "it may go on with 1 to 4"),
+        (Shared(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"), {"least": 2}, "only equal ones can stand in"),
+        (BIG, {"on": "kubernetes"}, "--image"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_line(shared: Shared, more: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words) as error:
+        launch(shared=shared, save=tmp_path, **more)
+    assert "\n" not in str(error.value)
