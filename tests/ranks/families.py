@@ -79,6 +79,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("NemotronForCausalLM", {**COMMON, "num_key_value_heads": 4}),
     "persimmon": ("PersimmonForCausalLM", {**COMMON, "qk_layernorm": True}),
     "exaone4": ("Exaone4ForCausalLM", {**COMMON, "num_key_value_heads": 4, "sliding_window": 8}),
+    "modernbert-decoder": ("ModernBertDecoderForCausalLM", {**COMMON, "local_attention": 8, "layer_types": ["full_attention", "sliding_attention"]}),
+    "openai-gpt": ("OpenAIGPTLMHeadModel", GPT),
+    "blenderbot": ("BlenderbotForCausalLM", {**COMMON, "pad_token_id": 0, "d_model": HIDDEN, "decoder_layers": LAYERS, "decoder_attention_heads": HEADS, "decoder_ffn_dim": FFN}),
     "mamba": ("MambaForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "state_size": 8, "use_cache": False}),
 }  # fmt: skip
 """name: (class, configuration). Those behind GPT-OSS are families that nobody asked for by name."""

@@ -3,7 +3,7 @@
 [Note: stages without stage code] Every pipeline rank calls the forward of the whole model with the same batch, so that masks, positions and
 rotary tables are made by the model's own code on every stage. Blocks that are not of the running stage hand their input on; the first block
 of the stage takes the hidden state that arrived instead of its input; after the last block of the stage the call is left by `StageDone`,
-which carries the hidden state out. What a rank does not hold is replaced by `Absent`, which has no parameters. Names never change.
+which carries the hidden state out. What a rank does not hold is replaced by `Absent` (absent.py). Names never change.
 
 A gate is also where weights are gathered (ZeRO 3), where a layer is recomputed, and where the sequence is cut and joined.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from meshwright.parallel.absent import hidden_of
 from meshwright.parallel.carry import Carry
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.keeping import Keeping
@@ -41,36 +42,6 @@ class Run:
     received: torch.Tensor | None = None
     keeping: Keeping = field(default_factory=Keeping)
     carry: Carry | None = None
-
-
-class Absent(nn.Module):
-    """Stands where a module is held by another rank: an embedding gives zeros, anything else its input."""
-
-    def __init__(self, original: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.width = original.embedding_dim if isinstance(original, nn.Embedding) else None
-        self.dtype = dtype
-        for name, value in vars(original).items():
-            if not name.startswith("_") and isinstance(value, str | int | float | bool) and not hasattr(self, name):
-                setattr(self, name, value)
-        for name, child in original.named_children():  # models ask parts of parts for a type or a device
-            self.add_module(name, Absent(child, dtype))
-        for name, parameter in original._parameters.items():  # whoever reads values of what is elsewhere gets a loss that is no number
-            if parameter is not None:
-                setattr(self, name, torch.full((), torch.nan, dtype=dtype, device=parameter.device).expand(parameter.shape))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        first = hidden_of(args, kwargs)
-        if self.width is None:
-            return first
-        if not isinstance(first, torch.Tensor):  # an embedding of places, asked by the shape of what it is added to
-            return torch.zeros(1, 1, self.width, dtype=self.dtype, device=self.weight.device)
-        return torch.zeros(*first.shape, self.width, dtype=self.dtype, device=first.device)  # models scale it in place
-
-
-def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The tensor that flows through: the first positional argument, or the one called hidden_states."""
-    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
 def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -111,7 +82,7 @@ class Gate:
         if self.after is not None:
             output = map_first(self.after, output)
         if index == run.stop - 1 and not run.is_last:
-            raise StageDone(output[0] if isinstance(output, tuple) else output)
+            raise StageDone(output[0] if isinstance(output, tuple | list) else output)
         return output
 
     def _carried(self, carry: Carry, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,7 +100,7 @@ class Gate:
         _open(self.units, self.following)
         entering = hidden_of(args, kwargs)
         if (
-            any(unit.backlog or unit.frozen for unit in self.units) and entering.requires_grad
+            any(unit.backlog or unit.frozen for unit in self.units) and isinstance(entering, torch.Tensor) and entering.requires_grad
         ):  # W and reductions, which end others, need no weights
             entering.register_hook(self._close_behind_backward)
         if self.index is not None and torch.is_grad_enabled():
@@ -161,4 +132,4 @@ def _open(units: list[FlatUnit], ahead: list[FlatUnit]) -> None:
 
 
 def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    return (function(output[0]), *output[1:]) if isinstance(output, tuple) else function(output)
+    return type(output)([function(output[0]), *output[1:]]) if isinstance(output, tuple | list) else function(output)

@@ -8,8 +8,9 @@ from itertools import pairwise
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.parallel.absent import Absent
 from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.gates import Absent, Gate, Run
+from meshwright.parallel.gates import Gate, Run
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.tensor import SequenceRegion
 from meshwright.spec.plan import Plan

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.parallel.absent import Absent
 from meshwright.parallel.carry import Wants
-from meshwright.parallel.gates import Absent
 from meshwright.parallel.mesh import Mesh
 
 
@@ -57,6 +57,7 @@ def drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: b
     """Replace every module none of whose parameters this rank holds by an `Absent`, but for those whose own code leads to the blocks `cuts`."""
     kept_prefix = f"{anatomy.head}." if keep_head and anatomy.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    blocks = tuple(f"{path}." for path in anatomy.cuts) or ("\n",)
 
     def visit(module: nn.Module, prefix: str) -> None:
         for child_name, child in list(module.named_children()):
@@ -68,7 +69,7 @@ def drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: b
             if inside & held or leads or (kept_prefix and kept_prefix.startswith(f"{path}.")):
                 visit(child, f"{path}.")
             else:
-                module._modules[child_name] = Absent(child, dtype)
+                module._modules[child_name] = Absent(child, dtype, f"{path}.".startswith(blocks))
 
     visit(model, "")
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
+from meshwright.parallel.absent import Absent
 from meshwright.parallel.among import among
 from meshwright.parallel.context import ring, ulysses
 from meshwright.parallel.context.blocks import Context
@@ -20,7 +21,7 @@ from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.context.proof import Objection, prove
 from meshwright.parallel.context.travel import travel_of
 from meshwright.parallel.context.waiting import Waiting
-from meshwright.parallel.gates import Absent, Gate
+from meshwright.parallel.gates import Gate
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import plan as plans
 

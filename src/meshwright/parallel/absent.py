@@ -1,0 +1,92 @@
+"""What stands where another rank holds a module: it gives zeros of just the form that the module would give.
+
+[Note: form] The model's own code goes on from there to the blocks of the stage: it asks for types, shapes and places in a tuple, and makes masks,
+positions and rotary tables in them. So the module is kept without memory and run on the meta device, which tells the form of its output; a
+module that does not run there gives its input, an embedding zeros of its width. A block gives its input, as the model's code is only on its way
+to another. Values never matter: the stage's first block takes what arrived. Who reads weights of what is elsewhere gets NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Absent(nn.Module):
+    """In place of `original`, whose memory is let go. `is_block`: it is one, or a part of one."""
+
+    def __init__(self, original: nn.Module, dtype: torch.dtype, is_block: bool = False) -> None:
+        super().__init__()
+        self.width = original.embedding_dim if isinstance(original, nn.Embedding) else None
+        self.dtype, self.is_block, self.kind = dtype, is_block, type(original)
+        for name, value in vars(original).items():
+            if not name.startswith("_") and isinstance(value, str | int | float | bool) and not hasattr(self, name):
+                setattr(self, name, value)
+        for name, child in original.named_children():  # models ask parts of parts for a type or a device
+            self.add_module(name, Absent(child, dtype, is_block))
+        for name, parameter in original._parameters.items():  # whoever reads values of what is elsewhere gets a loss that is no number
+            if parameter is not None:
+                setattr(self, name, torch.full((), torch.nan, dtype=dtype, device=parameter.device).expand(parameter.shape))
+        self._original = (None if is_block else _without_memory(original),)  # in a tuple: it is no part of the model
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods that models call on their parts, such as a change of the kind of attention: nothing is to be done here."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not callable(getattr(self.__dict__["kind"], name, None)):
+                raise
+            return lambda *args, **kwargs: None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        device = given[0].device if given else None
+        if self.is_block:
+            return hidden_of(args, kwargs)
+        try:
+            form = self._form(args, kwargs)
+        except Exception:
+            first = hidden_of(args, kwargs)
+            return first if self.width is None else torch.zeros(*first.shape, self.width, dtype=self.dtype, device=first.device)
+        return tree_map(lambda value: self._zeros(value, device) if isinstance(value, torch.Tensor) else value, form)
+
+    def _form(self, args: Any, kwargs: Any) -> Any:
+        assert self._original[0] is not None
+        args, kwargs = tree_map(lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, (args, kwargs))
+        with torch.no_grad(), torch.device("meta"):
+            return self._original[0](*args, **kwargs)
+
+    def _zeros(self, form: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        """Fresh ones: models scale them in place."""
+        dtype = self.dtype if form.is_floating_point() else form.dtype
+        return torch.zeros(form.shape, dtype=dtype, device=device)
+
+
+def _without_memory(module: nn.Module) -> nn.Module | None:
+    """A copy on the meta device, in evaluation, without what ranks have hung to it; None where it cannot be copied."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                twin = torch.empty_like(tensor, device="meta", requires_grad=False)
+                memo[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
+        memo |= {id(hooks): OrderedDict() for hooks in (part._forward_hooks, part._forward_pre_hooks)}
+        memo[id(vars(part).get("forward"))] = None
+    memo.pop(id(None), None)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception:
+        return None
+    for part in copied.modules():
+        vars(part).pop("forward", None)
+    return copied.eval()
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What flows through: the first positional argument, or the one called hidden_states."""
+    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
