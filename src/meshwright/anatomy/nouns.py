@@ -123,6 +123,8 @@ class Anatomy:
     """Arguments of blocks that are made of parameters outside of them, beside the hidden state: stages behind the first cannot make them."""
     over_stacks: bool = False
     """Blocks are numbered over all stacks, as stages of a pipeline cut them."""
+    returns: int = 0
+    """Values that a block returns; 0 for a bare tensor."""
     used: dict[str, Split] = field(default_factory=dict)
     """Parameters that every tensor rank holds whole and uses a share of; filled by `over`."""
 

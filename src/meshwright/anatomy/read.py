@@ -67,9 +67,15 @@ def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None
         return Anatomy(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
     reading = Reading(model, lists, [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists], example)
     modes = [(module, module.training) for module in model.modules()]
+    modules = {path: id(module) for path, module in model.named_modules()}
     model.eval()
     try:
         _trace_all(reading)
+        new = next((path for path, module in model.named_modules() if modules.get(path) != id(module)), None)
+        if new is not None:
+            return Anatomy(
+                understood=(f"it replaces parts of itself when it runs ({new}): nothing can be cut or shared",), replicated=names
+            )
         outline = _run_outline(model, blocks, reading.seen) if reading.seen else _declared_outline(model, blocks)
         if reading.seen is None:
             _published(reading)
@@ -294,6 +300,7 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
         understood=tuple(said),
         replicated=tuple(name for name in shapes if name not in splits),
         beside=tuple(reading.seen.beside) if reading.seen and len(reading.lists) == 1 else (),
+        returns=reading.seen.returns if reading.seen else 0,
         stacks=tuple((path, len(list(model.get_submodule(path).children()))) for path in stacks),
     )
 

@@ -104,6 +104,8 @@ class Trace:
     """Arguments of blocks, other than the hidden state and what blocks return, that have gradients: of the first block that is given each."""
     inflows: dict[str, Inflow] = field(default_factory=dict)
     """Layers that stay whole and whose output is entered."""
+    returns: int = 0
+    """Values that the first block returned; 0 for a bare tensor."""
     repeats: str = ""
     """A block that runs more than once."""
     alive: list[Any] = field(default_factory=list)

@@ -159,6 +159,7 @@ class Watch(TorchFunctionMode):
     def _leave(self, name: str, result: Any, is_block: bool) -> None:
         given = self.trace.inputs[name]
         if is_block:
+            self.trace.returns = self.trace.returns or (len(result) if isinstance(result, tuple | list) else 0)
             self.returned.update(id(tensor) for tensor in tensors_in(result))
             for tensor in tensors_in(result):
                 self.inflows.spoil(self.inflows.sources(tensor), "it leaves the block")

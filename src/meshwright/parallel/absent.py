@@ -1,20 +1,24 @@
-"""What stands where another rank holds a module: it gives zeros of just the form that the module would give.
+"""What stands where another rank holds a module: it gives NaN in just the form that the module would give.
 
 [Note: form] The model's own code goes on from there to the blocks of the stage: it asks for types, shapes and places in a tuple, and makes masks,
 positions and rotary tables in them. So the module is kept without memory and run on the meta device, which tells the form of its output; a
-module that does not run there gives its input, an embedding zeros of its width. A block gives its input, as the model's code is only on its way
-to another. Values never matter: the stage's first block takes what arrived. Who reads weights of what is elsewhere gets NaN.
+module that does not run there gives its input, an embedding NaN of its width. A block gives its input, as the model's code is only on its way
+to another. Values never matter: the stage's first block takes what arrived. Where they do, in an argument beside the hidden state, they are found
+there (`check_beside`), and whoever reads them elsewhere gets a loss that is no number: never one that is only a little wrong.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.base.errors import InputError
 
 
 class Absent(nn.Module):
@@ -52,8 +56,8 @@ class Absent(nn.Module):
             form = self._form(args, kwargs)
         except Exception:
             first = hidden_of(args, kwargs)
-            return first if self.width is None else torch.zeros(*first.shape, self.width, dtype=self.dtype, device=first.device)
-        return tree_map(lambda value: self._zeros(value, device) if isinstance(value, torch.Tensor) else value, form)
+            return first if self.width is None else _nothing((*first.shape, self.width), self.dtype, first.device)
+        return tree_map(lambda value: self._stand_in(value, device) if isinstance(value, torch.Tensor) else value, form)
 
     def _form(self, args: Any, kwargs: Any) -> Any:
         assert self._original[0] is not None
@@ -61,10 +65,8 @@ class Absent(nn.Module):
         with torch.no_grad(), torch.device("meta"):
             return self._original[0](*args, **kwargs)
 
-    def _zeros(self, form: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-        """Fresh ones: models scale them in place."""
-        dtype = self.dtype if form.is_floating_point() else form.dtype
-        return torch.zeros(form.shape, dtype=dtype, device=device)
+    def _stand_in(self, form: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        return _nothing(form.shape, self.dtype if form.is_floating_point() else form.dtype, device)
 
 
 def _without_memory(module: nn.Module) -> nn.Module | None:
@@ -90,3 +92,25 @@ def _without_memory(module: nn.Module) -> nn.Module | None:
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What flows through: the first positional argument, or the one called hidden_states."""
     return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+
+
+def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """NaN, or zeros of integers; fresh ones, as models scale them in place."""
+    return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+
+
+def check_beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises InputError when a block is given something beside the hidden state that layers of another stage make."""
+    hidden = hidden_of(args, kwargs)
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf is not hidden and leaf.is_floating_point() and bool(leaf.isnan().any()):
+            raise InputError("its blocks are given something beside the hidden state that a layer of another stage makes: use pp1")
+
+
+def asks_for_more(error: Exception) -> bool:
+    """Whether the model's own code failed at the form of something that stands in for a layer of another stage."""
+    if isinstance(error, InputError):
+        return False
+    return not isinstance(error, RuntimeError) or (
+        type(error) is RuntimeError and any(word in str(error) for word in ("size", "shape", "dimension"))
+    )

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.base.errors import InputError
+from meshwright.parallel.absent import asks_for_more
 from meshwright.parallel.balance import FLAG, Balance
 from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.expert import Mixture
@@ -115,6 +117,13 @@ class Parallel:
         except StageDone as done:
             state = done.hidden if isinstance(done.hidden, tuple) else (done.hidden,)
             return state if balance is None else (*state, balance.end())
+        except (AttributeError, TypeError, LookupError, RuntimeError, ValueError) as error:
+            if self.mesh.plan.stages == 1 or not asks_for_more(error):
+                raise
+            raise InputError(
+                f"plan {self.mesh.plan.name}: stage {stage} of this model does not run without the layers of the others "
+                f"({(str(error).splitlines() or [''])[0][:100]}): use pp1"
+            ) from error
         finally:
             self.run.received = None
             for mixture in self.mixtures:

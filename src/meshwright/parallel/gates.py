@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from meshwright.parallel.absent import hidden_of
+from meshwright.parallel.absent import check_beside, hidden_of
 from meshwright.parallel.carry import Carry
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.keeping import Keeping
@@ -54,9 +54,11 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Ten
 class Gate:
     """The forward of one module. `index` is its place among the blocks, None outside of them."""
 
-    def __init__(self, module: nn.Module, run: Run, index: int | None = None) -> None:
+    def __init__(self, module: nn.Module, run: Run, index: int | None = None, returns: int = 0) -> None:
+        """`returns`: values that the block returns, 0 for a bare tensor."""
         self.inner: Callable[..., Any] = module.forward
-        self.run, self.index = run, index
+        self.run, self.index, self.returns = run, index, returns
+        self.checked = False
         self.units: list[FlatUnit] = []
         self.previous: list[FlatUnit] = []
         self.following: list[FlatUnit] = []
@@ -71,7 +73,11 @@ class Gate:
             return self._carried(run.carry, index, args, kwargs)
         if index is not None:
             if not run.start <= index < run.stop:
-                return hidden_of(args, kwargs)
+                hidden = hidden_of(args, kwargs)
+                return (hidden, *[None] * (self.returns - 1)) if self.returns else hidden
+            if index == run.start and run.received is not None and not self.checked:
+                check_beside(args, kwargs)
+                self.checked = True
             hidden = run.received if index == run.start and run.received is not None else hidden_of(args, kwargs)
             if self.before is not None:
                 hidden = self.before(hidden)

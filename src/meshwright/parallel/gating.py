@@ -28,9 +28,9 @@ def set_gates(
         region = SequenceRegion(mesh.tp) if plan.sequence_parallel else None
         for index in range(anatomy.count):
             block = model.get_submodule(anatomy.block(index))
-            if isinstance(block, Absent) and run.carry is None:
+            if isinstance(block, Absent) and run.carry is None and not anatomy.returns:
                 continue
-            gate = Gate(block, run, index)
+            gate = Gate(block, run, index, anatomy.returns)
             held = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
             gate.units = held if plan.zero == 3 else []
             if region is not None:
