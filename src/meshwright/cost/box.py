@@ -173,6 +173,7 @@ class Box:
     offload: tuple[tuple[Offload, ...], ...] = ((),)
     weight: float = 1.0
     """How many times an equal shard the shard of the priced rank is."""
+    loss_chunks: int = 1
 
     @property
     def tp(self) -> int:
@@ -298,6 +299,7 @@ class Box:
             recompute_layers=again.blocks(order) if again.some else 0,
             offload=offload,
             bucket=self.bucket,
+            loss_chunks=self.loss_chunks,
             context=micro_batch.context,
             ulysses=micro_batch.ulysses,
             axes=self.layout.axes,
@@ -322,4 +324,5 @@ def box_of(plan: Plan, batch: int, blocks: int) -> Box:
         shards=(Shards(plan.zero, plan.dp_replicate, plan.dp_shard * cp) if plan.zero else Shards(0, dp * cp, 1),),
         offload=(plan.offload,),
         weight=plan.shard_weight(),
+        loss_chunks=plan.loss_chunks,
     )

@@ -192,6 +192,8 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None]
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     passing = tokens[:, None] * (layer.transient * size * local_share(layer, size, box.tp, sequence_parallel))
+    if layer.name == HEAD and box.loss_chunks > 1:
+        return _chunked(setting, entry, box, tokens, whole)
     if layer.name == HEAD:
         passing = passing + host_copy(setting, layer, box.tp, tokens)
     passing = passing + (tokens * (on_the_way(setting, box, layer) * size / box.tp))[:, None]
@@ -201,6 +203,19 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
         tokens[:, None] * (layer.output * size / divided),
         np.broadcast_to(core, shape),
         passing + gradient,
+    )
+
+
+def _chunked(setting: Setting, entry: Entry, box: Box, tokens: Array, whole: float | Array) -> Kept:
+    """Of a head whose loss is made in chunks: the gradients of its input, in place of the input, and of its weight; logits and probabilities of
+    one chunk pass. Source: parallel/chunked.py, [Note: gradients at once]."""
+    layer, size = entry.layer, setting.recipe.size
+    some = tokens / box.loss_chunks
+    passing = (some * (layer.transient * size + layer.fixed_split) / box.tp)[:, None] + host_copy(setting, layer, box.tp, some)
+    held = tokens[:, None] * whole + entry.largest(box.cut) * size
+    shape = (len(tokens), len(box.sequence_parallel))
+    return Kept(
+        np.broadcast_to(held, shape), np.broadcast_to(tokens[:, None] * 0.0, shape), np.zeros(shape), np.broadcast_to(passing, shape)
     )
 
 

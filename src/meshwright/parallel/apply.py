@@ -17,6 +17,7 @@ from meshwright.parallel.backlog import put_off_weights
 from meshwright.parallel.balance import balance_of
 from meshwright.parallel.carry import Carry, Wants, carried, layers_over, numbered
 from meshwright.parallel.chance import drops
+from meshwright.parallel.chunked import chunk_loss
 from meshwright.parallel.context.setup import context_of, set_context
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.expert import check as check_experts
@@ -30,7 +31,7 @@ from meshwright.parallel.local import outer_of
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import LossFunction, Objective
 from meshwright.parallel.pipeline import Pipeline
-from meshwright.parallel.place import drop_absent, give_places, kept_paths, place_layers, second_copy, stage_bounds
+from meshwright.parallel.place import Layer, drop_absent, give_places, kept_paths, place_layers, second_copy, stage_bounds
 from meshwright.parallel.products import check_plan, use_products
 from meshwright.parallel.statistics import check_passes, over_batch
 from meshwright.parallel.tensor import partial_names, shard_model
@@ -64,9 +65,7 @@ def parallelize_model(
     cut = numbered(anatomy) if wants else anatomy
     _check_carried(plan, cut, wants)
     table = place_layers(layers_over(model, anatomy, wants) if wants else layers(model, anatomy), cut, mesh, wants)
-    accounted = [name for layer in table for name in layer.parameters]
-    if sorted(accounted) != sorted(shapes):
-        raise AssertionError(f"parameters lost or doubled in the cut: {sorted(set(shapes) ^ set(accounted))[:3]}")
+    _account(table, shapes)
     experts, context = expert_ranks(mesh, anatomy), context_of(model, anatomy, mesh)
     objective = Objective(model, loss, mesh.tp if anatomy.head is not None else None, context.cut_labels if context else None)
     shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
@@ -79,6 +78,7 @@ def parallelize_model(
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
     drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute), kept_paths(cut, wants))
+    objective.chunked = chunk_loss(model, anatomy, plan, mesh.tp, loss is not None)
     second = second_copy(model, anatomy) if tie_here and 0 in stages else None
     flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second, needs.names)
     by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
@@ -100,6 +100,12 @@ def parallelize_model(
     use_products(model, anatomy, recipe)
     engine.outer = outer_of(recipe, zero)
     return engine
+
+
+def _account(table: list[Layer], shapes: dict[str, torch.Size]) -> None:
+    accounted = [name for layer in table for name in layer.parameters]
+    if sorted(accounted) != sorted(shapes):
+        raise AssertionError(f"parameters lost or doubled in the cut: {sorted(set(shapes) ^ set(accounted))[:3]}")
 
 
 def _prepare(model: nn.Module, device: torch.device, recipe: Recipe) -> None:

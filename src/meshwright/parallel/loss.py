@@ -50,30 +50,49 @@ class _SumLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group | None) -> torch.Tensor:
-        precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        softmax = torch.softmax(logits, dim=-1, dtype=precise)
-        peak = logits.amax(dim=-1).to(precise)
-        above = -softmax.amax(dim=-1).log()  # L - m
-        valid = labels != IGNORED
-        if group is None:
-            local = torch.where(valid, labels, 0)
-            losses = above + (peak - _pick(logits, local, precise))
-            scale, mine = None, valid
-        else:
-            local, mine, losses, scale = _over_ranks(logits, peak + above, labels, valid, group)
-            scale = torch.where(valid, scale, 0)
+        total, softmax, local, mine, scale = _parts(logits, labels, group)
         ctx.save_for_backward(softmax, local, mine, scale)
         ctx.dtype = logits.dtype
-        return torch.where(valid, losses, 0).sum()
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         softmax, local, mine, scale = ctx.saved_tensors
-        weight = torch.where(mine, gradient, 0) if scale is None else scale * gradient
-        result = softmax.mul_(weight.unsqueeze(1))  # ours alone; a second backward finds it changed and raises
-        result.scatter_add_(1, local.unsqueeze(1), torch.where(mine, -gradient, 0).unsqueeze(1))
-        return result.to(ctx.dtype), None, None
+        return _of_logits(softmax, local, mine, scale, gradient).to(ctx.dtype), None, None
+
+
+def local_losses(logits: torch.Tensor, labels: torch.Tensor, group: Group | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over valid labels, and its gradient with respect to `logits` (N, local V)."""
+    total, softmax, local, mine, scale = _parts(logits, labels, group)
+    return total, _of_logits(softmax, local, mine, scale, torch.ones_like(total)).to(logits.dtype)
+
+
+def _parts(logits: torch.Tensor, labels: torch.Tensor, group: Group | None) -> tuple[Any, ...]:
+    """The sum of the losses, the local softmax, of each label its local index, whether it is here, and exp(L - G) (None alone)."""
+    precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    softmax = torch.softmax(logits, dim=-1, dtype=precise)
+    peak = logits.amax(dim=-1).to(precise)
+    above = -softmax.amax(dim=-1).log()  # L - m
+    valid = labels != IGNORED
+    if group is None:
+        local = torch.where(valid, labels, 0)
+        losses = above + (peak - _pick(logits, local, precise))
+        scale, mine = None, valid
+    else:
+        local, mine, losses, scale = _over_ranks(logits, peak + above, labels, valid, group)
+        scale = torch.where(valid, scale, 0)
+    return torch.where(valid, losses, 0).sum(), softmax, local, mine, scale
+
+
+def _of_logits(
+    softmax: torch.Tensor, local: torch.Tensor, mine: torch.Tensor, scale: torch.Tensor | None, gradient: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the sum, in the memory of `softmax`: a second backward finds it changed and raises."""
+    weight = torch.where(mine, gradient, 0) if scale is None else scale * gradient
+    result = softmax.mul_(weight.unsqueeze(1))
+    result.scatter_add_(1, local.unsqueeze(1), torch.where(mine, -gradient, 0).unsqueeze(1))
+    return result
 
 
 def _pick(logits: torch.Tensor, places: torch.Tensor, precise: torch.dtype) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.chunked import ChunkedHead
 from meshwright.parallel.group import Group
 from meshwright.parallel.loss import count_labels, shifted, sum_loss
 
@@ -35,6 +36,7 @@ class Objective:
     ) -> None:
         """`piece`: this rank's positions of labels, where context ranks share a sequence."""
         self.loss, self.group, self.piece = loss, vocabulary_group, piece
+        self.chunked: ChunkedHead | None = None
         if loss is not None and piece is not None:
             raise InputError(
                 "cp: a loss of one's own sees a piece of the output beside the whole batch: use cp1, or let the model return logits"
@@ -46,6 +48,8 @@ class Objective:
         """What the model is called with: without labels, so that it makes logits and nothing more."""
         if self.loss is not None:
             return batch
+        if self.chunked is not None and "labels" in batch:
+            self.chunked.labels = self._wanted(batch["labels"])
         return {name: value for name, value in batch.items() if name != "labels"}
 
     def count(self, batch: Batch) -> int:
@@ -64,10 +68,14 @@ class Objective:
                 f"the loss is not known: the batch has {sorted(batch)} and the model returns {type(output).__name__}; "
                 "give 'labels' and a model that returns logits, or pass loss=function(output, batch)"
             )
-        labels, shift = batch["labels"], self.shift
-        if self.piece is not None:  # the label of a piece's last position may stand in another piece: shift first
-            labels, shift = self.piece(shifted(labels) if shift else labels), False
-        return sum_loss(logits, labels, shift, self.group)
+        if self.chunked is not None:
+            return self.chunked.take(logits)
+        return sum_loss(logits, self._wanted(batch["labels"]), False, self.group)
+
+    def _wanted(self, labels: torch.Tensor) -> torch.Tensor:
+        """What is held against the logits at each place. The label of a piece's last one may stand in another piece: shift first."""
+        labels = shifted(labels) if self.shift else labels
+        return labels if self.piece is None else self.piece(labels)
 
 
 def rows_of(batch: Batch) -> int:

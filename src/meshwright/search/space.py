@@ -294,7 +294,17 @@ class Space:
     def _box(self, cell: Cell, orders: list[Order]) -> Box:
         bucket = self.pins.get("bucket", self.bucket)
         first = (self._offloads() or [()])[0]
-        return Box(cell.layout, bucket, tuple(orders), cell.micro_batches, cell.parallel, self._whole(), cell.shards, (first,))
+        return Box(
+            cell.layout,
+            bucket,
+            tuple(orders),
+            cell.micro_batches,
+            cell.parallel,
+            self._whole(),
+            cell.shards,
+            (first,),
+            loss_chunks=self.pins.get("loss_chunks", 1),
+        )
 
     def _whole(self) -> tuple[Again, ...]:
         """What recomputes where all blocks are alike."""

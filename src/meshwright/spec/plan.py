@@ -44,6 +44,7 @@ class Plan(Degrees):
     shard_weights: tuple[int, ...] = Field(
         default=(), description="parts of the states that each rank of a shard group holds; empty: equal parts"
     )
+    loss_chunks: int = Field(default=1, ge=1, description="parts of a micro-batch's labels whose logits are made by themselves")
     axes: tuple[Axis, ...] = Field(default=AXES, description="from the outermost to the innermost; cp lies inside of dp")
     bucket: int = Field(default=BUCKET, ge=1, description="bytes of gradients that one collective carries at least")
 
@@ -246,6 +247,7 @@ def plan_name(plan: Plan) -> str:
         parts.append(str(plan.schedule))
     parts += ["ls" + "-".join(map(str, plan.layers_per_stage))] if plan.layers_per_stage else []
     parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}"] if plan.recompute != Recompute.none else []
+    parts += [f"lc{plan.loss_chunks}"] if plan.loss_chunks > 1 else []
     parts += [f"off-{what}" for what in plan.offload]
     parts += [f"{plan.context}{plan.ulysses or ''}"] if plan.context != Context.ring else []
     parts += ["on" + "-".join(map(str, plan.placement))] if plan.placement else []
@@ -255,7 +257,7 @@ def plan_name(plan: Plan) -> str:
     return ".".join(parts)
 
 
-_NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch"}
+_NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
 _WORDS = {"sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
 _KNOWN = (
     *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "zb1", "zbv", "dualpipev"),
@@ -264,6 +266,7 @@ _KNOWN = (
         "rc-selective",
         "rc-layer",
         "rc-layer8",
+        "lc8",
         "off-optimizer",
         "off-optimizer-files",
         "ulysses",
