@@ -55,6 +55,7 @@ def test_a_pod_knows_its_number_the_first_one_and_the_token(tmp_path: Path) -> N
     assert len(objects["Secret"]["stringData"]["token"]) == 64
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
     assert container["command"][-1] == "run.least=16"
+    assert environment["PYTORCH_ALLOC_CONF"]["value"] == "expandable_segments:True"
     ignored = [
         rule["onExitCodes"]["values"] for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "Ignore" and "onExitCodes" in rule
     ]

@@ -94,6 +94,7 @@ def start_of(file: JobFile, least: int | None) -> Start:
     from meshwright.cli.preparation import choose, folder_of, source_of
     from meshwright.intake.job import cluster_from
     from meshwright.launch.start import Start
+    from meshwright.report.settings import settings_of
 
     cluster = cluster_from(file.cluster)
     kinds = {group.devices for group in cluster.groups}
@@ -118,6 +119,7 @@ def start_of(file: JobFile, least: int | None) -> Start:
         accelerator=accelerator,
         folder=str(folder),
         grace=file.run.grace,
+        settings={setting.name: (setting.value, setting.reason) for setting in settings_of(cluster)},
         about=("Written by `meshwright launch`.", *(line.strip() for line in choice.why)),
     )
 
