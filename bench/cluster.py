@@ -47,8 +47,11 @@ from meshwright.train.rank import connect
 from meshwright.train.trials import Ground
 
 PLANS, STEPS, TRIALS = 20, 4, 5
-MINUTES = 3.5
+MINUTES = 3.0
 """After which no further plan of a case is begun."""
+
+HOURS = 6
+"""After which what an earlier run measured is forgotten."""
 
 CORE = 80e9
 RESULTS = Path(__file__).parent / "results" / "cluster.md"
@@ -309,14 +312,15 @@ def main(words: Sequence[str] = ()) -> None:
     plans = next((int(word.removeprefix("--plans=")) for word in words if word.startswith("--plans=")), PLANS)
     asked = [word for word in words if not word.startswith("--")]
     kept = Path(tempfile.gettempdir()) / "meshwright-bench-cluster.json"
-    found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if "--anew" not in words and kept.exists() else {}
+    fresh = kept.exists() and time.time() - kept.stat().st_mtime < 3600 * HOURS and "--anew" not in words
+    found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if fresh else {}
     for case in CASES:
-        if (asked and not any(word in case.name for word in asked)) or (not asked and case.name in found):
+        if (asked and not any(word in case.name for word in asked)) or (not asked and found.get(case.name, {}).get("asked", 0) >= plans):
             continue
         began = time.monotonic()
         try:
             with emulated(scaled(case.described, cores(), CORE)) as there:
-                found[case.name] = on_ranks(there, case, plans)
+                found[case.name] = {**on_ranks(there, case, plans), "asked": plans}
         except RuntimeError as error:
             print(error, file=sys.stderr)
             continue

@@ -39,7 +39,7 @@ def slowed(there: Emulated, rank: int, launch: Launch, ground: Ground) -> list[d
             found.append(_one(there, rank, launch, ground, trainer, factor))
         finally:
             trainer.close()
-            groups = [group.process for group in trainer.mesh.groups.values() if group.process not in (None, dist.group.WORLD)]
+            groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]
             del trainer
             for group in groups:
                 dist.destroy_process_group(group)
