@@ -62,10 +62,7 @@ def train(
     from meshwright.train.rank import launched
     from meshwright.train.screen import Screen
 
-    named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
-    where = None if offload_to is None else str(offload_to.expanduser().resolve())
-    given = {"workload.steps": steps, "run.folder": named, "run.offload_to": where}
-    shared = dataclasses.replace(shared, set=(*shared.set, *(f"{name}={value}" for name, value in given.items() if value is not None)))
+    shared = _with(shared, steps, run, offload_to)
     me = launched(os.environ)
     node = None if me is None else place_of(me, lambda: read_file(job, shared), os.environ)
     screen = Screen()
@@ -85,6 +82,14 @@ def train(
     if me is None or me.rank == 0:
         _conclude(folder, screen, json)
     return 0
+
+
+def _with(shared: Shared, steps: int | None, run: str | None, offload_to: Path | None) -> Shared:
+    """The options that are entries of the job file too."""
+    named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
+    where = None if offload_to is None else offload_to.expanduser().resolve()
+    entries = (("workload.steps", steps), ("run.folder", named), ("run.offload_to", where))
+    return dataclasses.replace(shared, set=(*shared.set, *(f"{name}={value}" for name, value in entries if value is not None)))
 
 
 def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int, node: Place | None) -> Path:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from meshwright.base.errors import MeshwrightError
+from meshwright.parallel.offload.scratch import Scratch, aligned
 from meshwright.spec.measurement import Measured, Product
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,7 +29,7 @@ TRIES, BURST, WINDOW = 5, 0.01, 0.25
 CORE_STREAM, CARD_STREAM, ROW = 2**23, 2**30, 2**10
 """Bytes of one tensor of element-wise work, and numbers in a row of it."""
 
-STORED = 16 * 2**20
+STORED, PIECE = 32 * 2**20, 2 * 2**20
 
 
 def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Measured:
@@ -136,15 +138,19 @@ def to_host(device: torch.device) -> float:
 
 
 def storage() -> float:
-    """Bytes/s at which a file is written and synced where temporary files go; 0 where nothing can be written."""
+    """Bytes/s at which a file is written and read where temporary files go, as what is offloaded is: around the page cache, piece by piece.
+    Both ways count alike; 0 where nothing can be written."""
     try:
-        with tempfile.NamedTemporaryFile(prefix="meshwright-") as file:
-            began = time.perf_counter()
-            file.write(bytes(STORED))
-            file.flush()
-            os.fsync(file.fileno())
-            return STORED / (time.perf_counter() - began)
-    except OSError:
+        scratch, piece = Scratch(Path(tempfile.gettempdir())), aligned(PIECE)
+        piece.fill_(1)
+        start = scratch.extend(STORED)
+        scratch.write(start, piece)
+        began = time.perf_counter()
+        for move in (scratch.write, scratch.read):
+            for at in range(start, start + STORED, PIECE):
+                move(at, piece)
+        return 2 * STORED / (time.perf_counter() - began)
+    except MeshwrightError:
         return 0.0
 
 

@@ -11,6 +11,7 @@ makes) is buffers. The module at the peak: the innermost whose forward runs, or 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
+from meshwright.base.errors import MeshwrightError
+from meshwright.base.units import show_bytes
+from meshwright.spec.plan import Offload, Plan, Recompute
 from meshwright.spec.timeline import Moment, Timeline
 
 if TYPE_CHECKING:
@@ -153,6 +157,43 @@ def _changes(roots: Any) -> Iterator[_Change]:
                 modules[details.sequence_number] = module
         within = within or name.startswith(("aten::", BACKWARD))
         waiting += [(child, module, place, within) for child in reversed(event.children)]
+
+
+class OutOfMemory(MeshwrightError):
+    """There is no memory for a step."""
+
+
+def out_of_memory(error: BaseException, trainer: Trainer) -> OutOfMemory | None:
+    """The line for an error that is of memory: what was asked for, what is held, which plan holds less; None for any other."""
+    text = str(error)
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in text:
+        return None
+    asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", text)
+    size = "more" if asked is None else f"{show_bytes(float(asked[1])) if asked[1] else asked[2]} more"
+    held = {kind: float(size) for kind, size in trainer.bytes().items() if kind != "offloaded"}
+    on_device = torch.cuda.memory_allocated(trainer.mesh.device) if trainer.mesh.device.type == "cuda" else resident()
+    kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in held.items())
+    rest = max(on_device - sum(held.values()), 0.0)
+    return OutOfMemory(
+        f"rank {trainer.mesh.rank} is out of memory in step {trainer.steps + 1}: {size} were asked for beside {kinds}, activations and all else {show_bytes(rest)}; "
+        f"{lighter(trainer.plan)} holds less, or find one that fits: meshwright plan --set cluster.memory=BYTES"
+    )
+
+
+def lighter(plan: Plan) -> str:
+    """The name of a plan of the same degrees that holds less, the one that costs the least time first.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> [lighter(parse_plan(name)) for name in ("dp4.mb2", "dp4.z1.mb2", "dp4.z1.mb2.rc-layer")]
+    ['dp4.z1.mb2', 'dp4.z1.mb2.rc-layer', 'dp4.z1.mb2.rc-layer.off-optimizer-files']
+    """
+    if plan.zero == 0 and plan.dp_replicate > 1 and plan.ep == 1:
+        return plan.but(zero=1, dp_replicate=1, dp_shard=plan.dp_replicate).name
+    if plan.recompute != Recompute.layer or plan.recompute_layers:
+        return plan.but(recompute=Recompute.layer, recompute_layers=0).name
+    if not {Offload.optimizer, Offload.optimizer_files} & set(plan.offload):
+        return plan.but(offload=(Offload.optimizer_files, *plan.offload)).name
+    return plan.but(zero=3).name if plan.zero in (1, 2) else "one of more ranks"
 
 
 def resident() -> float:
