@@ -180,6 +180,18 @@ def out_of_memory(error: BaseException, trainer: Trainer) -> OutOfMemory | None:
     )
 
 
+@contextmanager
+def in_words(trainer: Trainer) -> Iterator[None]:
+    """A want of memory inside is said in one line."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        found = out_of_memory(error, trainer)
+        if found is None:
+            raise
+        raise found from None
+
+
 def lighter(plan: Plan) -> str:
     """The name of a plan of the same degrees that holds less, the one that costs the least time first.
 

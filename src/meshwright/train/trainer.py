@@ -35,6 +35,7 @@ from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.record import Mixtures, RunState, StepRecord
 from meshwright.train.agreement import agree_on_batch, agree_on_model
+from meshwright.train.memory import in_words
 from meshwright.train.scaler import LossScale
 from meshwright.train.uneven import filled
 
@@ -118,7 +119,8 @@ class Trainer:
         A step with a non-finite gradient is skipped by all ranks alike.
         """
         began = time.perf_counter()
-        loss, tokens, squares = self._backward(batch)
+        with in_words(self):
+            loss, tokens, squares = self._backward(batch)
         outer = self.engine.outer
         own = squares[0 if outer is None else outer.replica] ** 0.5 / self.scale.factor
         norm = sum(squares) ** 0.5 / len(squares) ** 0.5 / self.scale.factor
@@ -129,7 +131,8 @@ class Trainer:
             factor = 1.0 / scale_used
             if self.clip is not None and own > self.clip:
                 factor *= self.clip / (own + 1e-6)
-            self.engine.zero.update(self.optimizer, factor, self.steps)
+            with in_words(self):
+                self.engine.zero.update(self.optimizer, factor, self.steps)
         self.scale.update(finite)
         self.steps += 1
         if outer is not None and outer.is_due(self.steps):
