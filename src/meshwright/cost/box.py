@@ -174,6 +174,7 @@ class Box:
     weight: float = 1.0
     """How many times an equal shard the shard of the priced rank is."""
     loss_chunks: int = 1
+    compile: bool = False
 
     @property
     def tp(self) -> int:
@@ -303,6 +304,7 @@ class Box:
             context=micro_batch.context,
             ulysses=micro_batch.ulysses,
             axes=self.layout.axes,
+            compile=self.compile,
         )
 
 
@@ -325,4 +327,5 @@ def box_of(plan: Plan, batch: int, blocks: int) -> Box:
         offload=(plan.offload,),
         weight=plan.shard_weight(),
         loss_chunks=plan.loss_chunks,
+        compile=plan.compile,
     )

@@ -18,6 +18,7 @@ from meshwright.parallel.balance import balance_of
 from meshwright.parallel.carry import Carry, Wants, carried, layers_over, numbered
 from meshwright.parallel.chance import drops
 from meshwright.parallel.chunked import chunk_loss
+from meshwright.parallel.compiled import check_compiler, compile_blocks
 from meshwright.parallel.context.setup import context_of, set_context
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.expert import check as check_experts
@@ -97,6 +98,8 @@ def parallelize_model(
     engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
     engine.mixtures = still_in(model, mixtures)
     give_whole(engine, needs)
+    if plan.compile and anatomy.blocks is not None:
+        compile_blocks(gates, [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)])
     use_products(model, anatomy, recipe)
     engine.outer = outer_of(recipe, zero)
     return engine
@@ -137,6 +140,7 @@ def _check_recipe(model: nn.Module, mesh: Mesh, recipe: Recipe) -> None:
     """What float8 products need, and what exact sums rest on (exact.py): one thread, no draws that differ between ranks, gradients of their
     own size."""
     check_plan(recipe, mesh.plan)
+    check_compiler(mesh.plan, mesh.device)
     if not recipe.exact:
         return
     if recipe.loss_scaling:

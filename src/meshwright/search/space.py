@@ -33,6 +33,7 @@ from meshwright.spec.plan import AXES, BUCKET, FILES, HELD, Axis, Context, Offlo
 from meshwright.spec.rules import (
     Fault,
     batch_faults,
+    compile_faults,
     context_faults,
     expert_faults,
     offload_faults,
@@ -294,23 +295,15 @@ class Space:
     def _box(self, cell: Cell, orders: list[Order]) -> Box:
         bucket = self.pins.get("bucket", self.bucket)
         first = (self._offloads() or [()])[0]
-        return Box(
-            cell.layout,
-            bucket,
-            tuple(orders),
-            cell.micro_batches,
-            cell.parallel,
-            self._whole(),
-            cell.shards,
-            (first,),
-            loss_chunks=self.pins.get("loss_chunks", 1),
-        )
+        given = (cell.layout, bucket, tuple(orders), cell.micro_batches, cell.parallel, self._whole(), cell.shards, (first,))
+        return Box(*given, loss_chunks=self.pins.get("loss_chunks", 1), compile=self.pins.get("compile", False))
 
     def _whole(self) -> tuple[Again, ...]:
         """What recomputes where all blocks are alike."""
         if self.pins.get("recompute_layers"):
             return (Again(Recompute.layer, self.pins["recompute_layers"]),)
-        return tuple(Again(kind) for kind in self._choices("recompute", self._recompute))
+        kinds = self._choices("recompute", self._recompute)
+        return tuple(Again(kind) for kind in kinds if not (self.pins.get("compile") and kind == Recompute.selective))
 
     def _offloads(self) -> list[tuple[Offload, ...]]:
         """What may wait on the host, nothing first."""
@@ -329,6 +322,7 @@ class Space:
             *tensor_faults(plan, model.divisible, model.tensor_parallel),
             *expert_faults(plan, model.experts),
             *offload_faults(plan, self.job.cluster),
+            *compile_faults(plan),
             *stage_faults(plan, max(model.blocks, 1)),
             *sequence_faults(plan, self.job.workload.sequence),
         )

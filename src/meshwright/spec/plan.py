@@ -6,7 +6,7 @@ micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stage
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage),
 `rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `off-optimizer-files`, `ulysses` (how context ranks attend; else
 by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `shards3-1` (parts of
-the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes).
+the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
 
 World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies inside of dp.
 """
@@ -46,6 +46,7 @@ class Plan(Degrees):
     )
     loss_chunks: int = Field(default=1, ge=1, description="parts of a micro-batch's labels whose logits are made by themselves")
     axes: tuple[Axis, ...] = Field(default=AXES, description="from the outermost to the innermost; cp lies inside of dp")
+    compile: bool = Field(default=False, description="blocks go through torch.compile")
     bucket: int = Field(default=BUCKET, ge=1, description="bytes of gradients that one collective carries at least")
 
     @model_validator(mode="after")
@@ -253,18 +254,20 @@ def plan_name(plan: Plan) -> str:
     parts += ["on" + "-".join(map(str, plan.placement))] if plan.placement else []
     parts += ["sh" + "-".join(map(str, plan.shares))] if plan.shares else []
     parts += ["shards" + "-".join(map(str, plan.shard_weights))] if plan.shard_weights else []
+    parts += ["compile"] if plan.compile else []
     parts += ["ax-" + "-".join(plan.axes)] if plan.axes != AXES else []
     return ".".join(parts)
 
 
 _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
-_WORDS = {"sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
+_WORDS = {"compile": ("compile", True), "sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
 _KNOWN = (
     *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "zb1", "zbv", "dualpipev"),
     *(
         "ls10-11-11",
         "rc-selective",
         "rc-layer",
+        "compile",
         "rc-layer8",
         "lc8",
         "off-optimizer",

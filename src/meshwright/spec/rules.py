@@ -15,7 +15,7 @@ from meshwright.base.errors import InputError
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.local import Local
-from meshwright.spec.plan import FILES, Context, Plan, Schedule
+from meshwright.spec.plan import FILES, Context, Plan, Recompute, Schedule
 
 
 class Fault(NamedTuple):
@@ -94,6 +94,13 @@ def offload_faults(plan: Plan, cluster: Cluster) -> Iterator[Fault]:
                 f"off-{what}: the cluster names no host_bandwidth between its devices and their hosts (a core's memory is the host's); "
                 "off-optimizer-files needs none",
             )
+
+
+def compile_faults(plan: Plan) -> Iterator[Fault]:
+    """torch.compile sees attention where it is torch's own, computed once."""
+    if plan.compile and (plan.cp > 1 or plan.recompute == Recompute.selective):
+        what = f"cp{plan.cp}" if plan.cp > 1 else "rc-selective"
+        yield Fault(f"compile does not go with {what.strip('0123456789')}", f"compile does not go with {what}: leave one of them out")
 
 
 def stage_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
@@ -201,6 +208,7 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     yield from expert_faults(plan, job.model.experts)
     yield from context_faults(plan, job.model.divisible)
     yield from offload_faults(plan, job.cluster)
+    yield from compile_faults(plan)
     yield from stage_faults(plan, job.model.blocks)
     yield from sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence)
     yield from batch_faults(plan, job.workload.batch)
