@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from meshwright.spec.faults import Faults
     from meshwright.spec.job import Job
     from meshwright.spec.plan import Plan, parse_plan
+    from meshwright.spec.precision import recipe
     from meshwright.train.trainer import parallelize
 
 __version__ = "0.1.0"
-__all__ = ["Faults", "Job", "Plan", "__version__", "estimate", "load", "parallelize", "parse_plan", "plan", "simulate", "verify"]
+__all__ = ["Faults", "Job", "Plan", "__version__", "estimate", "load", "parallelize", "parse_plan", "plan", "recipe", "simulate", "verify"]
 
 _HOMES = {
     "Faults": "meshwright.spec.faults",
@@ -31,6 +32,7 @@ _HOMES = {
     "Plan": "meshwright.spec.plan",
     "parallelize": "meshwright.train.trainer",
     "parse_plan": "meshwright.spec.plan",
+    "recipe": "meshwright.spec.precision",
     "simulate": "meshwright.simulate",
 }
 

@@ -37,7 +37,7 @@ def train_with(backend: str, *given: Any) -> tuple[dict[str, Any], float]:
             os.environ[compiled.SWITCH] = before
 
 
-@pytest.mark.parametrize("plan", ["dp2.z3.mb2.compile"])
+@pytest.mark.parametrize("plan", ["dp1.compile"])
 def test_compiled_blocks_compute_what_one_device_computes(ranks: Any, plan: str) -> None:
     found = ranks.run(parse_plan(plan).world, train_with, "aot_eager", "llama", plan, "fp64", 2)
     check(alone("llama", "fp64", 2), [result for result, _ in found], "fp64")

@@ -55,6 +55,9 @@ def _first_line(kind: type[BaseModel], error: ValidationError, where: str) -> st
         return f"{place}: {owner.__name__ if owner else 'object'} has no field {name!r}{did_you_mean(name, known)}"
     place = where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     message = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"])
+    if first["type"] == "literal_error" and isinstance(first.get("input"), str):
+        near = did_you_mean(first["input"], re.findall(r"'([^']*)'", first["msg"]))
+        return f"{place}: {message[:1].lower() + message[1:]}, got {first['input']!r}{near}"
     got = first.get("input")
     shown = f", got {got!r}" if isinstance(got, str | int | float | bool | None) and repr(got) not in message else ""
     return f"{place}: {message[:1].lower() + message[1:] if message.startswith('Input') else message}{shown}"

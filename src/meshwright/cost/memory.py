@@ -23,7 +23,7 @@ from meshwright.cost.compute import local_share
 from meshwright.cost.context import on_the_way
 from meshwright.cost.held import Fullest, Held, stack
 from meshwright.cost.offload import away, windows
-from meshwright.cost.optimizer import passing, state_bytes
+from meshwright.cost.optimizer import gathered, kept_on_the_way, passing, state_bytes
 from meshwright.cost.setting import BLOCK, HEAD, Entry, Setting
 from meshwright.spec.model import Layer
 from meshwright.spec.plan import Recompute
@@ -142,9 +142,14 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = shard_of(box, states)
     gone = where.optimizer + where.optimizer_files
-    master = np.where(gone > 0, np.minimum(largest, constants.WINDOW), largest) * passing(setting) * (setting.on_host | (gone == 0))
+    master = (
+        np.where(gone > 0, np.minimum(largest, constants.WINDOW), largest)
+        * (passing(setting) + gathered(setting) * ((shards > 1) | (box.tp > 1)))
+        * (setting.on_host | (gone == 0))
+    )
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
-    return Moving(at_head * size, elsewhere * size, at_end)
+    slots = largest * kept_on_the_way(setting) * ((shards > 1) | (box.tp > 1))
+    return Moving(at_head * size + slots, elsewhere * size + slots, at_end + slots)
 
 
 def shard_of(box: Box, states: States) -> Array:

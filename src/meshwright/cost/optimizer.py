@@ -18,6 +18,12 @@ from meshwright.cost.setting import Setting
 COMPUTED = 4
 """Bytes of the type in which an update of low precision is computed."""
 
+SLOTS = 3
+"""Of gradients and weights on their way in memory that the ranks of a host share, which is kept."""
+
+COPIES = 8
+"""Of gradients and weights: what is sent, what came, put together, and as the rule is given them."""
+
 ROUNDS = 5
 """Newton-Schulz iterations."""
 
@@ -47,6 +53,16 @@ def passing(setting: Setting) -> float:
     gradient = COMPUTED if lower != (recipe.reduced > 0) else 0  # low, and not held in float32; or float32 with gradients held low
     widened = rule.states * COMPUTED if recipe.rounds or rule.state else 0
     return gradient + widened + (COMPUTED if recipe.rounds else 0)
+
+
+def gathered(setting: Setting) -> float:
+    """Bytes beside one weight of a rank's shard of the unit that is being updated, where whole tensors come from other ranks and go back."""
+    return COPIES * setting.recipe.state_size if setting.job.workload.optimizer.name in UNLIKE else 0.0
+
+
+def kept_on_the_way(setting: Setting) -> float:
+    """The same that ranks which share memory keep there all the time."""
+    return SLOTS * setting.recipe.state_size if setting.shares_memory and setting.job.workload.optimizer.name in UNLIKE else 0.0
 
 
 def products(setting: Setting) -> float:

@@ -21,6 +21,7 @@ from meshwright.base.units import show_count
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.sampler import batch_of
+from meshwright.parallel.compiled import seconds as compiling
 from meshwright.parallel.group import of_process
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
@@ -157,6 +158,11 @@ class Loop:
             self.loader.left_out = guard.left_out
             for record, phases in self._stretch(done, began):
                 done = record.step
+                if self.launch.plan.compile and done == began + 1:
+                    self._say(
+                        "note",
+                        line=f"compiled blocks: {compiling():.1f} s of the first step of {record.seconds:.1f} s went to the compiler",
+                    )
                 yield record
                 if guard.is_spike:
                     break

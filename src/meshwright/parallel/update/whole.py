@@ -99,6 +99,9 @@ class WholeUnit:
 
     def update(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """`weights`, this rank's run of the unit, after a step with `gradients`, of the same run."""
+        if self.group is None and not any(part.split for part in self.parts):
+            self._update_here(optimizer, weights, gradients)
+            return
         whole = self.gather(torch.stack([weights, gradients], dim=1))
         for part, parameter in zip(self.mine, self.parameters, strict=True):
             both = whole.pop(part.name)
@@ -109,6 +112,18 @@ class WholeUnit:
         for parameter in self.parameters:
             parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
         self.scatter(after, weights.unsqueeze(1))
+
+    def _update_here(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
+        """All of the unit is this rank's: its tensors are updated where they lie."""
+        for part, parameter in zip(self.mine, self.parameters, strict=True):
+            taken = slice(part.offset, part.offset + part.shape.numel())
+            parameter.data, parameter.grad = weights[taken].view(part.shape), gradients[taken].view(part.shape)
+        optimizer.step()
+        for part, parameter in zip(self.mine, self.parameters, strict=True):
+            taken = slice(part.offset, part.offset + part.shape.numel())
+            if parameter.data.data_ptr() != weights[taken].data_ptr():  # a rule may put new weights in the place of the old
+                weights[taken].view(part.shape).copy_(parameter.data)
+            parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
 
     def make_states(self, optimizer: torch.optim.Optimizer) -> None:
         """The states that a first step makes, whatever is in them: the step is made on zeros."""
