@@ -57,12 +57,20 @@ def passing(setting: Setting) -> float:
 
 def gathered(setting: Setting) -> float:
     """Bytes beside one weight of a rank's shard of the unit that is being updated, where whole tensors come from other ranks and go back."""
-    return COPIES * setting.recipe.state_size if setting.job.workload.optimizer.name in UNLIKE else 0.0
+    return COPIES * setting.recipe.state_size * whole(setting)
 
 
 def kept_on_the_way(setting: Setting) -> float:
     """The same that ranks which share memory keep there all the time."""
-    return SLOTS * setting.recipe.state_size if setting.shares_memory and setting.job.workload.optimizer.name in UNLIKE else 0.0
+    return SLOTS * setting.recipe.state_size * whole(setting) if setting.shares_memory else 0.0
+
+
+def whole(setting: Setting) -> float:
+    """The part of the weights that the rule needs as whole tensors."""
+    if setting.job.workload.optimizer.name != "muon":
+        return float(setting.job.workload.optimizer.name in UNLIKE)
+    held = [(entry.layer.repeat * each.numel, entry.is_block and len(each.shape) == 2) for entry in setting.entries for each in entry.own]
+    return sum(count for count, is_matrix in held if is_matrix) / max(sum(count for count, _ in held), 1)
 
 
 def products(setting: Setting) -> float:

@@ -97,11 +97,17 @@ def parallelize_model(
     engine.statistics, engine.balance = statistics, balance_of(model, loss, mesh, context.cut_labels if context else None)
     engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
     engine.mixtures = still_in(model, mixtures)
+    return _finished(engine, needs)
+
+
+def _finished(engine: Parallel, needs: Needs) -> Parallel:
+    """What depends on all that is laid: whole tensors for the optimizer, the products of the recipe, compiled blocks."""
+    model, anatomy = engine.model, engine.anatomy
     give_whole(engine, needs)
-    if plan.compile and anatomy.blocks is not None:
-        compile_blocks(gates, [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)])
-    use_products(model, anatomy, recipe)
-    engine.outer = outer_of(recipe, zero)
+    if engine.mesh.plan.compile and anatomy.blocks is not None:
+        compile_blocks(engine.gates, [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)])
+    use_products(model, anatomy, engine.recipe)
+    engine.outer = outer_of(engine.recipe, engine.zero)
     return engine
 
 
