@@ -8,6 +8,8 @@ that is 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism st
 'dp2.tp2.pp2.z1.mb2'
 >>> reduced(parse_plan("dp4.z3.rc-layer")).name
 'dp4.z3.rc-layer'
+>>> reduced(parse_plan("dp2.tp8.pp2.z3.shards3-1.on1-0")).name, reduced(parse_plan("dp16.z3.shards" + "-".join("12" * 8))).name
+('dp2.tp2.pp2.z3.on1-0.shards3-1', 'dp8.z3')
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ def reduced(plan: Plan, most: int = MOST) -> Plan:
         "micro_batch": min(plan.micro_batch, 2),
         "layers_per_stage": (),
         "shares": (),
+        "shard_weights": plan.shard_weights if sizes["dp_shard"] * sizes["cp"] == plan.shards else (),
+        "placement": plan.placement if sizes["pp"] == plan.pp else (),
         "bucket": min(plan.bucket, BUCKET // 2**10),
     }
     if plan.shares and sizes["dp_replicate"] * sizes["dp_shard"] == plan.dp:
