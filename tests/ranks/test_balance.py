@@ -106,3 +106,63 @@ def test_evaluation_leaves_the_balance_loss_out() -> None:
     trainer = parallelize(balanced("mixtral"), make_optimizer, "dp1.mb8", precision="fp64")
     expected = loss_of(balanced("mixtral"), "mixtral", batch_of(0, False))[0]
     assert trainer.evaluate(batch_of(0, False)) == pytest.approx(expected.item(), rel=1e-10)
+
+
+RATE = 0.05
+
+
+def biased() -> Any:
+    model: Any = make_model("deepseek-v3")
+    model.expert_bias_rate = RATE
+    return precise(model.double())
+
+
+@functools.cache
+def moved_alone() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of three steps of one device, whose biases move by the counts of its routers, and the biases at the end."""
+    model = biased()
+    optimizer = make_optimizer(model.parameters())
+    routers = {name: module for name, module in model.named_modules() if type(module).__name__ == "DeepseekV3TopkRouter"}
+    counts: dict[str, torch.Tensor] = {}
+    for name, module in routers.items():
+        module.register_forward_hook(
+            lambda module, given, output, name=name: counts.update({name: torch.bincount(output[2].flatten(), minlength=8)})
+        )
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, "deepseek-v3", make_batch("deepseek-v3", step))[0]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        for name, module in routers.items():
+            module.e_score_correction_bias += RATE * torch.sign(counts[name].double().mean() - counts[name])
+    return losses, {f"{name}.e_score_correction_bias": module.e_score_correction_bias for name, module in routers.items()}
+
+
+def moved(plan: str, folder: str) -> Any:
+    """On every rank: losses of two steps, saved, and of a third one of a new trainer; and the biases that this rank has."""
+    trainer = parallelize(biased(), make_optimizer, plan, precision="fp64")
+    losses = [trainer.step(make_batch("deepseek-v3", step)).loss for step in range(2)]
+    path = trainer.save(folder)
+    again = parallelize(biased(), make_optimizer, plan, precision="fp64")
+    again.load(path)
+    losses.append(again.step(make_batch("deepseek-v3", 2)).loss)
+    return losses, {name: buffer for name, buffer in again.engine.model.named_buffers() if name.endswith("correction_bias")}
+
+
+@pytest.mark.parametrize("plan", ["dp2.ep2.z1.rc-layer", "pp3", pytest.param("tp2.pp2.ep2.mb2", marks=pytest.mark.soak)])
+def test_routers_biases_move_as_on_one_device_and_stand_in_checkpoints(ranks: Any, plan: str, tmp_path: Any) -> None:
+    losses, biases = moved_alone()
+    found: dict[str, torch.Tensor] = {}
+    for said, here in ranks.run(parse_plan(plan).world, moved, plan, str(tmp_path)):
+        assert said == pytest.approx(losses, rel=1e-10)
+        found |= here
+    assert found.keys() == biases.keys() and all(torch.equal(found[name], biases[name]) for name in biases)
+
+
+def test_a_bias_rate_without_biases_is_refused() -> None:
+    model: Any = make_model("mixtral")
+    model.expert_bias_rate = RATE
+    with pytest.raises(InputError, match="has 0 buffers of one number an expert"):
+        parallelize(model, make_optimizer, "dp1")

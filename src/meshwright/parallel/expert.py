@@ -30,6 +30,7 @@ from meshwright.anatomy.experts import count_experts, holding
 from meshwright.base.errors import InputError
 from meshwright.parallel import collectives, exchange
 from meshwright.parallel.capacity import Capacity, capacity_of
+from meshwright.parallel.expert_bias import check_biases
 from meshwright.parallel.expert_ranks import ExpertRanks
 from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.group import Group
@@ -77,6 +78,7 @@ def still_in(model: nn.Module, mixtures: Sequence[Mixture]) -> list[Mixture]:
 def shard_experts(model: nn.Module, anatomy: Anatomy, ranks: ExpertRanks, mesh: Mesh) -> list[Mixture]:
     """Each module of experts keeps this rank's, and sends the others their tokens. Parameters must be whole, or (ep 1) already cut by tp."""
     found = []
+    check_biases(model, anatomy)
     capacity = capacity_of(model, len(anatomy.experts), mesh)
     for experts in anatomy.experts:
         module = model.get_submodule(experts.path)

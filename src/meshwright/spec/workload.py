@@ -111,6 +111,9 @@ class Workload(Noun):
         gt=0,
         description="tokens of a sequence that an expert takes, over the mean; what is beyond is dropped; null: nothing is",
     )
+    expert_bias_rate: float | None = Field(
+        default=None, gt=0, description="how far a router's bias moves after a step against the load of each expert; null: it stays"
+    )
     lora: Lora | None = Field(default=None, description="train adapters only; null: all weights")
 
     @model_validator(mode="after")

@@ -69,7 +69,7 @@ class Loop:
         self.folder = Path(launch.run.folder)
         self.steps = launch.workload.steps
         work = launch.workload
-        model = build_model(launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity)
+        model = build_model(launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity, bias_rate=work.expert_bias_rate)
         self.objective = objective_of(launch.model, model)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         vocabulary, positions = vocabulary_of(launch.model, model), takes_positions(model)

@@ -22,15 +22,24 @@ from meshwright.checkpoint.weights import has_weights
 from meshwright.data.dataset import Objective
 from meshwright.models.registry import build
 from meshwright.parallel.capacity import FACTOR
+from meshwright.parallel.expert_bias import RATE
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.workload import Lora
 from meshwright.train.adapters import attach
 from meshwright.train.start import without_memory
 
 
-def build_model(source: ModelSource, seed: int, weights: bool = True, lora: Lora | None = None, capacity: float | None = None) -> nn.Module:
+def build_model(
+    source: ModelSource,
+    seed: int,
+    weights: bool = True,
+    lora: Lora | None = None,
+    capacity: float | None = None,
+    bias_rate: float | None = None,
+) -> nn.Module:
     """The whole model, on the host, in float32. Where its folder holds weights it is built without memory, to be filled when it is cut
-    (start.py); without `weights` as it is initialized, whatever its folder holds. With `lora` all but its adapters is frozen; `capacity`: of its experts."""
+    (start.py); without `weights` as it is initialized, whatever its folder holds. With `lora` all but its adapters is frozen; `capacity` and
+    `bias_rate`: of its experts."""
     torch.manual_seed(seed)
     if source.sizes:
         model = build(source.sizes)
@@ -40,6 +49,8 @@ def build_model(source: ModelSource, seed: int, weights: bool = True, lora: Lora
         attach(model, lora, seed)
     if capacity is not None:
         setattr(model, FACTOR, capacity)
+    if bias_rate is not None:
+        setattr(model, RATE, bias_rate)
     return model
 
 

@@ -23,6 +23,7 @@ from meshwright.parallel.apply import parallelize_model
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange import all_reduce
 from meshwright.parallel.expert import loads, pairs_by_expert, said
+from meshwright.parallel.expert_bias import move_biases
 from meshwright.parallel.heap import give_back
 from meshwright.parallel.local import Outer
 from meshwright.parallel.mesh import make_mesh
@@ -133,6 +134,8 @@ class Trainer:
                 factor *= self.clip / (own + 1e-6)
             with in_words(self):
                 self.engine.zero.update(self.optimizer, factor, self.steps)
+            here = {mixture.experts.path for mixture in self.engine.mixtures}
+            move_biases(self.engine.model, self.engine.anatomy, here, self._loads)
         self.scale.update(finite)
         self.steps += 1
         if outer is not None and outer.is_due(self.steps):

@@ -48,7 +48,7 @@ class Ground:
 
     def _model(self) -> Any:
         work = self.launch.workload
-        return build_model(self.launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity)
+        return build_model(self.launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity, bias_rate=work.expert_bias_rate)
 
     def try_plan(self, plan: Plan) -> Timed:
         work = self.launch.workload
