@@ -51,12 +51,13 @@ class Outer:
     @torch.no_grad()
     def meet(self) -> None:
         """All replicas call it after the same step."""
-        moved = [begun - unit.master.flat for begun, unit in zip(self.begun, self.units, strict=True)]
-        for pending in [all_reduce(each, _sites(unit), across=unit.across.copies) for each, unit in zip(moved, self.units, strict=True)]:
-            self.zero.wait(pending)
         self.zero.settle()
-        for unit, begun, velocity, total in zip(self.units, self.begun, self.velocity, moved, strict=True):
-            mean = total.div_(self.rule.replicas)
+        for unit, begun, velocity in zip(
+            self.units, self.begun, self.velocity, strict=True
+        ):  # one after the other: it is rare, and takes memory
+            moved = begun - unit.master.flat
+            self.zero.wait(all_reduce(moved, _sites(unit), across=unit.across.copies))
+            mean = moved.div_(self.rule.replicas)
             velocity.mul_(self.rule.momentum).add_(mean)
             begun.sub_(mean.add_(velocity, alpha=self.rule.momentum), alpha=self.rule.lr)
             unit.master.flat.copy_(begun)

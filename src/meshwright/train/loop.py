@@ -230,6 +230,9 @@ class Loop:
         expected = self.launch.parameters
         if expected and expected != self.parameters:
             self._say("note", line=f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates are off")
+        asked, units = self.launch.workload.compression, self.trainer.engine.zero.trained
+        if asked is not None and not any(way is not None for unit in units for way in unit.across):
+            self._say("note", line=f"compression {asked.kind}: no gradients leave this machine, so that nothing is compressed")
 
     # --- sample ---------------------------------------------------------------------------------------------------------------
 
