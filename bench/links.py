@@ -115,8 +115,17 @@ def training(rounds: int) -> list[dict[str, Any]]:
             seconds = timed(lambda trainer=trainer, records=records: records.append(trainer.step(rows)), rounds)
             exposed = statistics.median(record.exposed["data"] for record in records)
             found.append({"plan": plan, "system": name, "step": seconds, "exposed": exposed, "sent": records[-1].sent.get("data", 0.0)})
-            trainer.close()
+            end(trainer)
     return found
+
+
+def end(trainer: Trainer) -> None:
+    """Its process groups go: their threads would disturb whoever comes next."""
+    trainer.close()
+    groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def hidden(rounds: int) -> dict[str, float]:
@@ -146,7 +155,7 @@ def hidden(rounds: int) -> dict[str, float]:
     timed(one, rounds)
     exposed = statistics.median(record.exposed["data"] for record in records)
     beside = statistics.median(backward)
-    trainer.close()
+    end(trainer)
     return {"alone": alone, "exposed": exposed, "backward": beside, "hidden": (alone - exposed) / min(alone, beside)}
 
 
