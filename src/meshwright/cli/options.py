@@ -33,6 +33,7 @@ class Shared:
         str | None, _option("catalog name, size (200b), folder with config.json, architecture file, or package.module:function")
     ] = None
     cluster: Annotated[str | None, _option("local, a file, or NODESxDEVICES:device[@LINK] joined by +, such as 8x8:a100-80gb")] = None
+    budget: Annotated[str | None, _option("bytes that a rank may take of its device, such as 70GiB; else nearly all of it")] = None
     batch: Annotated[int | None, _option("sequences per optimizer step, over all devices")] = None
     seq: Annotated[int | None, _option("tokens per sequence")] = None
     precision: Annotated[str | None, _option("fp64, fp32, tf32, bf16, bf16-pure, fp16 or fp8; else the fastest of the devices")] = None
@@ -54,6 +55,7 @@ class Shared:
         entries = {
             model: self.model,
             "cluster.name": self.cluster,
+            "cluster.budget": self.budget,
             "workload.batch": self.batch,
             "workload.sequence": self.seq,
             "workload.precision": self.precision,

@@ -65,7 +65,6 @@ def plan(
 
     Try: meshwright plan --model llama-65b --cluster 8x8:a100-80gb --batch 512 --seq 2048 --pin tp=8
     """
-    from meshwright.base.errors import InputError
     from meshwright.cli.preparation import read_file
     from meshwright.cli.trials import led_by, tried
     from meshwright.intake.job import resolve
@@ -73,21 +72,14 @@ def plan(
     from meshwright.search.answer import Objective
     from meshwright.search.near import NoPlanFits
     from meshwright.search.rank import narrowed, search
-    from meshwright.words.say import language_of
+    from meshwright.words.say import language_of, tell
+    from meshwright.words.say import say as said
 
-    if shown.top < 1:
-        raise InputError(f"--top {shown.top}: must be at least 1")
-    for option, path in (("--save", shown.save), ("--page", shown.page)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise InputError(
-                f"{option} {path}: {'is a folder' if path.is_dir() else f'folder {path.parent} does not exist'}; name a file in one"
-            )
-    if shown.page is not None and wanted.objective in ("fewest", "cheapest"):
-        raise InputError(
-            f"--page ranks plans on all devices, --objective {wanted.objective} on fewer; leave one out: the page has a slider"
-        )
+    _check(shared, wanted, shown)
     language = language_of(shown.lang, os.environ)
     file = read_file(job, shared)
+    if job is None and shared.model and shared.batch is None and shared.seq is None and not shared.set:
+        note(said(tell("question.usual", batch=file.workload.batch, sequence=file.workload.sequence), language))
     question = resolve(file)
     if wanted.pin:
         question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
@@ -114,10 +106,30 @@ def plan(
     return 0
 
 
+def _check(shared: Shared, wanted: Wanted, shown: Shown) -> None:
+    """InputError where options do not go together or name no place."""
+    from meshwright.base.errors import InputError
+
+    if shown.top < 1:
+        raise InputError(f"--top {shown.top}: must be at least 1")
+    for option, path in (("--save", shown.save), ("--page", shown.page)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise InputError(
+                f"{option} {path}: {'is a folder' if path.is_dir() else f'folder {path.parent} does not exist'}; name a file in one"
+            )
+    if shown.page is not None and wanted.objective in ("fewest", "cheapest"):
+        raise InputError(
+            f"--page ranks plans on all devices, --objective {wanted.objective} on fewer; leave one out: the page has a slider"
+        )
+    if shown.page is not None and shared.budget is not None:
+        raise InputError("--page and --budget: the page has a slider for the memory of a device; leave one out")
+
+
 def _asked(job: Path | None, shared: Shared, wanted: Wanted) -> list[str]:
     """The command line without what a page changes."""
     options = {
         "--model": shared.model,
+        "--budget": shared.budget,
         "--precision": shared.precision,
         "--optimizer": shared.optimizer,
         "--plan": shared.plan,
@@ -139,7 +151,11 @@ def _page(question: Job, answer: Answer, wanted: Wanted, asked: list[str], choic
     axes = axes_of(question, shape_for(answer.seconds / workers))
     note(f"page: a search for each of {axes.size} settings of devices, batch, sequence and memory")
     found = grid(question, axes, Objective(wanted.objective), wanted.runnable, workers if axes.size * answer.seconds > 2.0 else 1)
-    cluster = choice.name if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0) else None
+    cluster = (
+        choice.name
+        if choice == choice.but(groups=(), path="", network=None, memory=None, budget=None, failures_per_device_hour=0.0)
+        else None
+    )
     text = page_text(found, asked, cluster, language)
     path.write_text(text, encoding="utf-8")
     note(f"page: {path}, {show_bytes(len(text.encode()))}")

@@ -93,11 +93,13 @@ class MicroBatch(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What recomputes: all blocks alike, or the first `layers`, or `part` of PARTS, of each virtual stage."""
+    """What recomputes: all blocks alike, or the first `layers`, or `part` of PARTS, of each virtual stage. `fewer`: only where a stage has more
+    than that, else it is another name for all of them."""
 
     kind: Recompute
     layers: int = 0
     part: int = 0
+    fewer: bool = False
 
     @property
     def some(self) -> bool:
@@ -116,9 +118,10 @@ class Again(NamedTuple):
 def new_parts(orders: Sequence[Order], recompute: Sequence[Again]) -> Array:
     """Whether a part is another plan of an order than a smaller part, or the whole (o, c)."""
     most = np.array([max(order.stage_layers) for order in orders])[:, None]
-    part = np.array([again.part for again in recompute])
+    part = np.array([again.part for again in recompute], dtype=int)
     count, smaller = -(-most * part // PARTS), -(-most * (part - 1) // PARTS)
-    return (part == 0) | ((smaller < count) & (count < most))
+    fewer = np.array([again.layers * again.fewer for again in recompute], dtype=int)
+    return ((part == 0) | ((smaller < count) & (count < most))) & (fewer < most)
 
 
 def _rounds(order: Order, pp: int, counts: Array) -> Array:

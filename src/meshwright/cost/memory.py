@@ -12,6 +12,7 @@ Sources: Rajbhandari et al., ZeRO, section 3; Korthikanti et al., arXiv 2205.051
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -298,5 +299,10 @@ def reserved(setting: Setting, allocated: Array) -> tuple[Array, Array]:
 
 
 def usable(setting: Setting) -> float:
-    """Bytes of the device that a rank can take."""
+    """Bytes that a rank can take of its device: all but a little of it, or the budget that was set."""
+    return min(ample(setting), setting.job.cluster.budget or math.inf)
+
+
+def ample(setting: Setting) -> float:
+    """Bytes that the worst fragmentation must leave room in: a budget binds what is expected, the device what can happen."""
     return setting.device.memory * constants.USABLE

@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.base.units import show_bytes
 from meshwright.cost import constants, unlike
 from meshwright.cost.box import Box, box_of
-from meshwright.cost.memory import reserved, usable
+from meshwright.cost.memory import ample, reserved, usable
 from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Seconds
 from meshwright.spec.estimate import Estimate, Fits, Memory, Time
 from meshwright.spec.job import Job
@@ -41,7 +41,7 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
     tokens = job.workload.tokens
     _, safe = reserved(pricer.setting, np.array(busiest.total))
     limit = usable(pricer.setting)
-    verdict = Fits.fits if safe <= limit else Fits.tight if busiest.reserved <= limit else Fits.no
+    verdict = Fits.no if busiest.reserved > limit else Fits.fits if safe <= ample(pricer.setting) else Fits.tight
     on_host, in_files = (float(part.max()) for part in (prices.footprint.host, prices.footprint.files))
     notes, crowded = pricer.setting.notes, on_host > pricer.setting.host_memory
     if crowded:
@@ -53,7 +53,7 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
         per_stage=per_stage,
         time=seconds,
         tokens_per_second=tokens / seconds.step,
-        mfu=model_flops(job) / (seconds.step * job.cluster.devices * pricer.setting.rate),
+        mfu=model_flops(job) / (seconds.step * sold(job)),
         fits=verdict != Fits.no,
         verdict=verdict,
         limit=limit,
@@ -77,7 +77,7 @@ def placed(job: Job, plan: Plan) -> Estimate:
     left = [limit - memory.reserved for limit, memory, _ in ranks]
     fullest = [min(range(rank, len(ranks), plan.pp), key=lambda at: left[at]) for rank in range(plan.pp)]
     least = min(fullest, key=lambda at: left[at])
-    roomy = all(float(reserved(setting, np.array(memory.total))[1]) <= limit for limit, memory, setting in ranks)
+    roomy = all(float(reserved(setting, np.array(memory.total))[1]) <= ample(setting) for _, memory, setting in ranks)
     parts = [unlike.seconds(on, kind.placement, box) for kind, box in zip(kinds, boxes, strict=True)]
     seconds = _together([_time(box, each) for box, each in zip(boxes, parts, strict=True)], parts)
     groups = job.cluster.groups
@@ -146,6 +146,11 @@ def _time(box: Box, seconds: Seconds) -> Time:
         offload=offload + seconds.on_host.item(),
         step=seconds.step.item(),
     )
+
+
+def sold(job: Job) -> float:
+    """FLOP/s of all devices at the job's precision, as sold."""
+    return sum(group.nodes * group.devices * group.device.peak[job.workload.precision] for group in job.cluster.groups)
 
 
 def model_flops(job: Job) -> float:

@@ -65,6 +65,7 @@ class ClusterChoice(Noun):
     groups: tuple[dict[str, Any], ...] = ()
     network: dict[str, Any] | None = None
     memory: Bytes | None = Field(default=None, description="of every device, instead of what it has")
+    budget: Bytes | None = Field(default=None, gt=0, description="that a rank may take of its device; else nearly all of it")
     failures_per_device_hour: float = Field(default=0.0, ge=0)
 
 
@@ -160,10 +161,11 @@ def sizes_of(choice: ModelChoice) -> Sizes:
 
 def cluster_from(choice: ClusterChoice) -> Cluster:
     if choice.groups:
-        cluster = cluster_of(choice.model_dump(exclude={"path", "memory"}), "$.cluster")
+        cluster = cluster_of(choice.model_dump(exclude={"path", "memory", "budget"}), "$.cluster")
     else:
         cluster = read_cluster(choice.path or choice.name)
     cluster = cluster.with_memory(choice.memory) if choice.memory else cluster
+    cluster = cluster.but(budget=choice.budget) if choice.budget else cluster
     return cluster.but(failures_per_device_hour=choice.failures_per_device_hour) if choice.failures_per_device_hour else cluster
 
 

@@ -43,12 +43,10 @@ def answer_text(job: Job, answer: Answer, why: Sequence[Sentence], language: str
     tally = tell("answer.considered", count=answer.considered, seconds=answer.seconds)
     lines = [say(tell("answer.rejected", tally=tally) if answer.rejected else tally, language)]
     if answer.rejected:
-        found = [
-            (f"{say(name('reason', entry.reason), language)} ({translated(entry.example, language)})", f"{entry.count:,}")
-            for entry in answer.rejected
-        ]
-        room = WIDTH - 4 - max(len(count) for _, count in found)
-        lines.append(columns([(clip(text, room), count) for text, count in found], "  "))
+        width = max(len(f"{entry.count:,}") for entry in answer.rejected)
+        for entry in answer.rejected:
+            example = f"{say(name('reason', entry.reason), language)} ({translated(entry.example, language)})"
+            lines.append(folded(f"  {entry.count:>{width},}  {example}", WIDTH, " " * (width + 6)))
     said = told([*why, *(tell("estimate.note", note=note) for note in answer.chosen.estimate.notes)], language)
     return "\n\n".join([question_text(job, language), ranked, said, "\n".join(lines)])
 
@@ -89,19 +87,34 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
                 share(exposed(time), time),
             ]
         )
-    return columns(cut_names(rows))
+    return columns(broken(rows))
 
 
-def cut_names(rows: list[list[str]]) -> list[list[str]]:
-    """The same with names in the first column cut, so that the table fits; a mark behind a name stays."""
-    rest = sum(2 + max(columns_of(row[at]) for row in rows) for at in range(1, len(rows[0])))
-    room = WIDTH - rest
+def broken(rows: list[list[str]], at: int = 0) -> list[list[str]]:
+    """The same with long names of plans in column `at` broken over several lines, so that the table fits and names that differ look different."""
+    rest = sum(2 + max(columns_of(row[column]) for row in rows) for column in range(len(rows[0])) if column != at)
+    found = []
+    for row in rows:
+        first, *more = parts_of(row[at], WIDTH - rest)
+        found.append([*row[:at], first, *row[at + 1 :]])
+        found += [[*[""] * at, "  " * (not at) + part] for part in more]
+    return found
 
-    def cut(text: str) -> str:
-        mark = " *" if text.endswith(" *") and columns_of(text) > room else ""
-        return clip(text.removesuffix(mark), room - len(mark)) + mark
 
-    return [[cut(row[0]), *row[1:]] for row in rows]
+def parts_of(name: str, room: int) -> list[str]:
+    """A plan's name in pieces of at most `room` columns, broken before a dot.
+
+    >>> parts_of("dp4.tp2.sp.pp8.z1.interleaved10 *", 20)
+    ['dp4.tp2.sp.pp8.z1', '.interleaved10 *']
+    """
+    pieces = name.replace(".", "\0.").split("\0")
+    lines = [pieces[0]]
+    for piece in pieces[1:]:
+        if len(lines[-1]) + len(piece) <= room - 2 * (len(lines) > 1):
+            lines[-1] += piece
+        else:
+            lines.append(piece)
+    return [clip(line, room) for line in lines]
 
 
 def show_step(seconds: float) -> str:

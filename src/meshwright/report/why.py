@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.base.units import show_bytes, show_seconds
-from meshwright.report.plans import WIDTH, clip, entry_data, label, show_step
+from meshwright.report.plans import WIDTH, broken, entry_data, label, show_step
 from meshwright.report.text import columns, folded, whole_parts
 from meshwright.spec.estimate import Estimate
 from meshwright.words.say import name, say, tell
@@ -96,6 +96,8 @@ def families_text(answer: Answer, families: Sequence[Against], language: str = "
     """The best plan of every family that lost: by how much, and the item of time that is most of its loss."""
     from meshwright.search.explain import family_name
 
+    if not families:
+        return say(tell("why.alone"), language)
     rows = [[label(head, language) for head in ("family", "best plan", "verdict", "takes", "loss", "by")]]
     step = answer.chosen.estimate.time.step
     for found in families:
@@ -106,14 +108,14 @@ def families_text(answer: Answer, families: Sequence[Against], language: str = "
         rows.append(
             [
                 say(family_name(found.asked), language),
-                clip(found.plan.name, 26),
+                found.plan.name,
                 label(str(priced.verdict), language),
                 show_step(priced.time.step) if fits else show_bytes(priced.memory.reserved),
                 f"{priced.time.step / step - 1.0:+.0%}" if fits else "-",
                 f"{say(name('time', most.name), language)} +{show_seconds(most.seconds)}" if fits and most and most.seconds > 0 else "-",
             ]
         )
-    return columns(rows)
+    return columns(broken(rows, at=1))
 
 
 def lost_data(found: Against) -> dict[str, Any]:

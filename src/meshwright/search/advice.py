@@ -105,7 +105,7 @@ def _speed_or_memory(job: Job, answer: Answer, runnable: bool) -> Sentence:
 def _hybrid(job: Job, answer: Answer) -> Sentence:
     """Question 5: families of one kind of parallelism beside the chosen plan."""
     step = answer.chosen.estimate.time.step
-    single = [family for family in answer.families if " + " not in family.name]
+    single = [family for family in answer.families if kinds_of(family.plan) <= 1]
     fitting = [family for family in single if family.fits]
     mine = [family for family in single if family.plan == answer.chosen.plan]
     if mine:
@@ -120,6 +120,11 @@ def _hybrid(job: Job, answer: Answer) -> Sentence:
             share=best.seconds / step - 1.0,
         )
     return tell("advice.hybrid.needed", plan=answer.chosen.name, families=tuple(map(_lack, single[:NEIGHBOURS])))
+
+
+def kinds_of(plan: Plan) -> int:
+    """How many kinds of parallelism a plan joins."""
+    return sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep))
 
 
 def _lack(family: Family) -> Sentence:
@@ -153,7 +158,7 @@ def _priced(axis: str, degree: int, job: Job, step: float, runnable: bool) -> Se
 
 def _improve(job: Job, answer: Answer, runnable: bool) -> Iterable[Sentence]:
     """What each single improvement brings."""
-    found = improvements(job, answer.chosen.estimate.time.step, runnable)
+    found = improvements(job, answer.chosen.estimate.time.step, runnable, answer.chosen.plan)
     yield tell(
         "advice.improve",
         changes=tuple(

@@ -14,6 +14,7 @@ from meshwright.spec.cluster import Cluster, NodeGroup
 from meshwright.spec.compression import Compression
 from meshwright.spec.job import Job
 from meshwright.spec.local import Local
+from meshwright.spec.plan import Plan
 
 TIMES = 2.0
 
@@ -60,11 +61,11 @@ def _fewer_bytes(job: Job) -> Iterator[tuple[str, Job]]:
         yield "local", job.but(workload=apart, pins={**job.pins, **apart.fixed})
 
 
-def improvements(job: Job, step: float, runnable: bool = False) -> tuple[Improvement, ...]:
-    """Every single change of a job whose best plan takes `step` seconds, the best first."""
+def improvements(job: Job, step: float, runnable: bool = False, chosen: Plan | None = None) -> tuple[Improvement, ...]:
+    """Every single change of a job whose best plan, `chosen` where it is known, takes `step` seconds, the best first."""
     found = []
     for name, changed in improved(job):
-        best = fastest(changed, runnable)
+        best = fastest(changed, runnable, chosen if changed.pins == job.pins else None)
         if best is not None:
             found.append(Improvement(name, step / best.seconds * (changed.workload.batch / job.workload.batch), best.plan.name))
     return tuple(sorted(found, key=lambda it: -it.speed))

@@ -14,11 +14,15 @@ from meshwright.base.errors import InputError, NothingFits
 from meshwright.base.units import parse_quantity
 from meshwright.catalog import read as catalog
 from meshwright.cost.constants import USABLE
-from meshwright.cost.step import estimate_of
+from meshwright.cost.memory import ample
+from meshwright.cost.setting import setting
+from meshwright.cost.step import estimate, estimate_of
 from meshwright.search.ranking import Candidate
-from meshwright.search.survey import Survey, first, survey
+from meshwright.search.survey import TIGHT_GAIN, Survey, first, survey
 from meshwright.search.why_not import illegal
+from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
 from meshwright.words.say import Sentence, say, tell
 from meshwright.words.verdict import largest_kind
 
@@ -27,7 +31,7 @@ TRIED = 6
 PARTS = (2, 4, 8, 16)
 LARGER = 4.0
 """Devices with more than so many times the memory are named only when nothing else helps."""
-GIB = 2.0**30
+MIB, GIB = 2.0**20, 2.0**30
 LEAN = {"micro_batch": 1, "recompute": "layer", "schedule": "1f1b"}
 """What takes least memory, whatever else a plan has: fewer sequences, fewer activations, fewer micro-batches in flight."""
 
@@ -59,7 +63,7 @@ def nothing_fits(found: Survey) -> NothingFits | InputError:
             plan=candidate.plan.name,
             reserved=candidate.reserved,
             rank=stage * (job.cluster.devices // candidate.plan.pp),
-            memory=found.pricer.setting.device.memory,
+            memory=job.cluster.budget or found.pricer.setting.device.memory,
             kind=kind,
             size=size,
             ways=tuple(ways(job, candidate, found.space.runnable)),
@@ -69,7 +73,7 @@ def nothing_fits(found: Survey) -> NothingFits | InputError:
 
 def nearest(found: Survey) -> Candidate | None:
     """The legal plan that needs least memory."""
-    return min(found.ranking.nearest.values(), key=lambda it: it.reserved, default=None)
+    return found.least
 
 
 def ways(job: Job, candidate: Candidate, runnable: bool = False) -> Iterator[Sentence]:
@@ -82,6 +86,9 @@ def ways(job: Job, candidate: Candidate, runnable: bool = False) -> Iterator[Sen
                 yield tell(key, **values, plan=best.plan.name, seconds=best.seconds)
                 found += 1
                 break
+    if candidate.reserved <= ample(setting(job)):
+        yield tell("near.budget", memory=ceil(candidate.reserved / MIB) * MIB, plan=candidate.plan.name, seconds=candidate.seconds)
+        return
     memory = ceil(candidate.reserved / USABLE / GIB) * GIB
     if not found or memory <= LARGER * job.cluster.memory:
         device = device_of(memory, job.cluster.groups[0].link.name)
@@ -96,9 +103,13 @@ def device_of(memory: float, link: str) -> str:
     return min((name for name, size in sizes.items() if size >= memory), key=lambda name: sizes[name], default="")
 
 
-def fastest(job: Job, runnable: bool = False) -> Candidate | None:
-    """The best plan that fits; None where none does, or none is legal. Where not even the plans that need least memory fit, no other is priced."""
+def fastest(job: Job, runnable: bool = False, known: Plan | None = None) -> Candidate | None:
+    """The best plan that fits; None where none does, or none is legal. Where not even the plans that need least memory fit, no other is priced;
+    and none that is slower than the one that is `known`, where that one fits."""
     try:
+        priced = estimate(job, known) if known is not None else None
+        if priced is not None and priced.fits:
+            return first(job, runnable, priced.time.step * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)))
         return first(job, runnable) if first(lean(job), runnable) or not survey(lean(job), 1, runnable=runnable).ranking.nearest else None
     except InputError:
         return None

@@ -4,7 +4,7 @@ The space is the product
 
     tp x pp x cp x dp_replicate x dp_shard = devices,  ep divides the experts and dp_shard x cp x tp,  ZeRO 0 (one shard) or 1 to 3 (two holders or more),  micro-batch divides batch,
     1f1b, gpipe, interleaved with 2 to blocks / pp stages a rank, zb1, zbv, dualpipev where pp > 1,  blocks as even as can be or the last stage with a few less,
-    recompute none, selective, layer, or layer in eighths of each stage's blocks,  sequence parallelism where tp > 1,
+    recompute none, selective where the attention core is worth it, layer, or the first blocks of each stage, any number of them,  sequence parallelism where tp > 1,
     offload of any of optimizer, parameters and activations where devices have a link to their host;
 
     where cp > 1 a ring, ulysses, or both with as many ranks exchanging heads as heads allow,
@@ -20,14 +20,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from math import ceil, gcd
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.base.errors import InputError, did_you_mean
-from meshwright.cost.box import PARTS, Again, Box, Layout, MicroBatch, Order, Shards, new_parts
+from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards, new_parts
 from meshwright.cost.collectives import fabric
+from meshwright.search.worth import CORE_WORTH, core_share, relief
 from meshwright.spec.job import Job
 from meshwright.spec.plan import AXES, BUCKET, FILES, HELD, Axis, Context, Offload, Plan, Recompute, Schedule
 from meshwright.spec.rules import (
@@ -43,9 +44,6 @@ from meshwright.spec.rules import (
 )
 from meshwright.spec.runs import RUNS
 
-RELIEF = 4
-"""Blocks that the last stage of a pipeline may have less than the others at most: what the head weighs in blocks, rounded up."""
-
 ORDERS: tuple[tuple[Axis, ...], ...] = (AXES, ("dp", "pp", "tp"))
 """Orders of axes that are offered, the usual one first."""
 
@@ -58,9 +56,6 @@ OFFLOADS = tuple(
     for kept in combinations(Offload, count)
     if not {Offload.optimizer, Offload.optimizer_files} <= set(kept)
 )
-
-
-PARTLY = tuple(Again(Recompute.layer, part=part) for part in range(1, PARTS))
 
 
 @dataclass
@@ -124,9 +119,9 @@ class Space:
         check_pins(self.job)
         links = fabric(self.job.cluster)
         self._domain = links.domain
-        core = any(layer.core_fixed + layer.core_context for layer in self.job.model.layers)
-        self._recompute = [Recompute.none, *([Recompute.selective] if core else []), Recompute.layer]
-        self._parts = () if {"recompute", "recompute_layers"} & self.pins.keys() or self.runnable else PARTLY
+        worth = core_share(self.job) >= CORE_WORTH or self.pins.get("recompute") == Recompute.selective
+        self._recompute = [Recompute.none, *([Recompute.selective] if worth else []), Recompute.layer]
+        self._partly = not {"recompute", "recompute_layers"} & self.pins.keys()
         self._reliefs = range(1, relief(self.job) + 1)
 
     @property
@@ -227,10 +222,6 @@ class Space:
 
     # --- regions ----------------------------------------------------------------------------------------------------------------
 
-    def _against_cut(self, plan: Plan) -> Fault | None:
-        """Why the sequence cannot be cut as `plan` does."""
-        return next(sequence_faults(plan, self.job.workload.sequence, against=self.job.model.against_sequence), None)
-
     def _cell(self, layout: Layout, cp: int, shards: tuple[Shards, ...], orders: list[Order]) -> Cell | None:
         """What is legal of one layout and number of context ranks; what is not is counted."""
         job, data = self.job, shards[0].replicas * shards[0].holders
@@ -239,7 +230,7 @@ class Space:
         parallel = self._choices("sequence_parallel", [False, True] if layout.tp > 1 else [False])
         sizes = [self.pins["micro_batch"]] if "micro_batch" in self.pins else divisors(batch)
         axes, offloads = self._axes(layout, data), self._offloads() or [()]
-        parts = int(new_parts(orders, self._parts).sum())
+        parts = int(new_parts(orders, self._parts(orders)).sum())
         whole = len(recompute) * len(orders)
         each = (whole + parts) * len(offloads) + whole * (len(axes) - 1) if axes else 0
         each *= len(shards)
@@ -258,7 +249,7 @@ class Space:
         if fault is not None:
             self._take(fault, first, size)
             return None
-        if True in parallel and (fault := self._against_cut(cut := first.but(sequence_parallel=True))):
+        if True in parallel and (fault := against_cut(job, cut := first.but(sequence_parallel=True))):
             self._take(fault, cut, each * len(sizes) * len(contexts))
             parallel = [choice for choice in parallel if not choice]
         fit = [micro_batch for micro_batch in sizes if batch % (dp * micro_batch) == 0]
@@ -288,7 +279,7 @@ class Space:
             micro_batches=tuple(each for cell in cells for each in cell.micro_batches),
             shards=tuple(sorted({each for cell in cells for each in cell.shards}, key=lambda each: (each.zero, each.holders))),
         )
-        found = Region(self._box(whole, orders), whole.axes, self._parts, tuple(self._offloads()[1:]))
+        found = Region(self._box(whole, orders), whole.axes, self._parts(orders), tuple(self._offloads()[1:]))
         self._interleaving(found)
         return found
 
@@ -304,6 +295,11 @@ class Space:
             return (Again(Recompute.layer, self.pins["recompute_layers"]),)
         kinds = self._choices("recompute", self._recompute)
         return tuple(Again(kind) for kind in kinds if not (self.pins.get("compile") and kind == Recompute.selective))
+
+    def _parts(self, orders: list[Order]) -> tuple[Again, ...]:
+        """Every number of blocks of a stage that recompute beside others that do not."""
+        most = max((max(order.stage_layers) for order in orders), default=0) if self._partly else 0
+        return tuple(Again(Recompute.layer, count, fewer=True) for count in range(1, most))
 
     def _offloads(self) -> list[tuple[Offload, ...]]:
         """What may wait on the host, nothing first."""
@@ -341,10 +337,9 @@ class Space:
         self.refuse(fault.reason, count, f"{plan.name}: {fault.message}")
 
 
-def relief(job: Job) -> int:
-    """How many blocks less the last stage may have."""
-    work = {layer.name: layer.flops + layer.attention_flops * job.workload.sequence for layer in job.model.layers}
-    return min(ceil(work.get("head", 0.0) / work["block"]), RELIEF) if work.get("block") else 0
+def against_cut(job: Job, plan: Plan) -> Fault | None:
+    """Why the sequence cannot be cut as `plan` does."""
+    return next(sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence), None)
 
 
 def relieved(blocks: int, stages: int, less: int) -> tuple[int, ...]:

@@ -22,16 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from meshwright.base.units import show_bytes
-from meshwright.cost.box import CHOICES, Array, Box
+from meshwright.cost.box import Array, Box
 from meshwright.cost.hiding import bucket
-from meshwright.cost.memory import Footprint, reserved, usable
+from meshwright.cost.memory import Footprint, ample, reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.search.answer import Objective
+from meshwright.search.partly import FEW, Partly, crop
 from meshwright.search.ranking import ROUNDING, Candidate, Priced, Ranking
 from meshwright.search.space import Region, Space
 from meshwright.spec.job import Job
@@ -46,8 +46,7 @@ TIGHT_GAIN = 0.05
 ROWS = 1 << 16
 """Plans of one box at most, so that its arrays stay in a core's cache."""
 
-FEW = 4096
-"""Plans of a box that are priced as quickly as a part of them."""
+ACTIVATIONS = (Offload.activations,)
 
 SPARSE = 0.5
 """Of a box; when fewer are fast enough, only their memory is priced."""
@@ -64,6 +63,7 @@ class Survey:
     priced: int = 0
     unfit: int = 0
     fastest: Candidate | None = None
+    least: Candidate | None = None
 
     def __post_init__(self) -> None:
         self._usable = usable(self.pricer.setting)
@@ -152,7 +152,7 @@ class Survey:
         mask = np.isfinite(step)
         mask = mask & (parts.host.max(axis=0) <= setting.host_memory) if any(box.offload) else mask
         taken = np.where(mask, usual, np.inf)
-        tight = np.broadcast_to(safe > self._usable, box.shape)
+        tight = np.broadcast_to(safe > ample(setting), box.shape)
         worth = taken if self.objective == Objective.headroom else np.where(tight, step * (1.0 + TIGHT_GAIN), step)
         return Priced(np.where(taken <= self._usable, worth, np.inf), step, taken, tight)
 
@@ -164,68 +164,57 @@ class Survey:
         missing = legal - int(np.count_nonzero(fitting))
         self.unfit += missing
         if missing:
+            self._least_of(box, step, found)
             lost = np.where(fitting, np.inf, step)
             at = np.unravel_index(int(lost.argmin()), lost.shape)
             if np.isfinite(lost[at]) and (self.fastest is None or lost[at] < self.fastest.seconds):
                 self.fastest = Candidate(box, tuple(map(int, at)), float(lost[at]), float(found.taken[at]))
 
+    def _least_of(self, box: Box, step: Array, found: Priced) -> None:
+        """The plan that takes least, while nothing fits."""
+        at = np.unravel_index(int(found.taken.argmin()), box.shape)
+        if not self.ranking.best and np.isfinite(found.taken[at]) and (self.least is None or found.taken[at] < self.least.reserved):
+            self.least = Candidate(box, tuple(map(int, at)), float(step[at]), float(found.taken[at]))
+
     # --- choices that only memory asks for --------------------------------------------------------------------------------------
 
     def _beside(self, region: Region, box: Box, priced: Priced) -> None:
-        """Recompute of part of the blocks, and offload, where `box` leaves no margin without them."""
-        self._partly(region, box, self._asked(priced))
+        """Recompute of some of the blocks, and offload, where `box` leaves no margin without them."""
+        self._partly(region, box, self._asked(priced), priced)
         asked = self._asked(priced)
-        alone = tuple(choice for choice in region.offloads if len(choice) == 1)
         if not asked.any():
             return
         sent, at = crop(box, asked)
-        found = self._sent(region, sent, alone) if alone else np.empty((*sent.shape[:3], 1, sent.shape[4], 0))
-        quick = {choice[0]: found[..., which : which + 1] <= self.ranking.record for which, choice in enumerate(alone)}
+        alone = [choice for choice in region.offloads if len(choice) == 1]
+        quick: dict[Offload, Array] = {}
+        for together in ([it for it in alone if it != ACTIVATIONS], [it for it in alone if it == ACTIVATIONS]):
+            found = self._sent(region, sent, asked[at], tuple(together)) if together else asked
+            quick |= {choice[0]: found[..., which : which + 1] <= self.ranking.record for which, choice in enumerate(together)}
         for choice in region.offloads:
             if len(choice) > 1:
                 near = asked[at].copy()
                 for what in choice:
                     near &= quick.get(what, True)
                 if near.any():
-                    self._sent(region, crop(sent, near)[0], (choice,))
+                    part, within = crop(sent, near)
+                    self._sent(region, part, near[within], (choice,))
 
-    def _sent(self, region: Region, box: Box, offloads: tuple[tuple[Offload, ...], ...]) -> Array:
-        """Prices the plans of `box` that offload; their seconds without recompute (o, b, s, 1, z, f)."""
+    def _sent(self, region: Region, box: Box, asked: Array, offloads: tuple[tuple[Offload, ...], ...]) -> Array:
+        """Prices the plans of `box` that offload so; the least seconds of each, whatever recomputes, over obs1zf."""
         sent = replace(box, offload=offloads)
         found = self.price(sent, self.ranking.limit)
         self.ranking.take(sent, found, with_families=False)
-        self._partly(region, sent, self._asked(found))
-        return found.seconds[:, :, :, :1]
+        return self._partly(region, sent, asked if Offload.activations in offloads[0] else asked & self._asked(found), found)
 
-    def _partly(self, region: Region, box: Box, asked: Array) -> None:
-        """Of the parts of the blocks that recompute, the best of each plan: in one go where that are few plans, else part by part."""
-        parts = region.parts if Recompute.none == box.recompute[0].kind else ()
-        best = np.full(asked.shape, np.inf)
-        found = []
-        while parts and asked.any():
-            part, at = crop(box, asked)
-            count = max(FEW // (part.size // len(part.recompute)), 1)
-            part, parts = replace(part, recompute=parts[:count]), parts[count:]
-            each = self.price(part, self.ranking.limit)
-            found.append((part, at, each))
-            best[at] = np.minimum(best[at], each.score.min(axis=3, keepdims=True))
-            enough = np.isfinite(each.seconds) & (each.roomy | (each.seconds > self.ranking.record))
-            asked[at] &= ~enough.any(axis=3, keepdims=True)
-        for part, at, each in found:
-            shown = np.where(each.score <= best[at], each.score, np.inf)
-            self.ranking.take(part, each._replace(score=shown), with_families=False)
-
-
-def crop(box: Box, mask: Array) -> tuple[Box, Any]:
-    """The least box that holds what `mask` asks for, and where it lies in `mask`; one choice of recompute stands for all."""
-    one = mask.shape[3] == 1
-    kept = {name: np.flatnonzero(mask.any(axis=_others_of(axis, mask.ndim))) for axis, name in enumerate(CHOICES)}
-    part = box.part(**{name: at for name, at in kept.items() if not (one and name == "recompute")})
-    return part, np.ix_(*kept.values())
-
-
-def _others_of(axis: int, axes: int) -> tuple[int, ...]:
-    return tuple(other for other in range(axes) if other != axis)
+    def _partly(self, region: Region, box: Box, asked: Array, priced: Priced) -> Array:
+        """Of the numbers of blocks that recompute, the best of each plan that is asked for; the least seconds of each."""
+        none, whole = priced.seconds[:, :, :, :1], priced.seconds[:, :, :, -1:]
+        if not (region.parts and box.recompute[0].kind == Recompute.none and asked.any()):
+            return np.minimum(none, whole)
+        partly = Partly(box, lambda part: self.price(part, self.ranking.limit), self.ranking.record)
+        for part, each in partly.explore(asked, none, whole):
+            self.ranking.take(part, each, with_families=False)
+        return partly.quickest
 
 
 def _least(box: Box) -> Array:
@@ -249,9 +238,9 @@ def survey(job: Job, top: int, objective: Objective = Objective.fastest, runnabl
     return surveyed(job, Ranking(top, ceiling), objective, runnable)
 
 
-def first(job: Job, runnable: bool = False) -> Candidate | None:
-    """The best plan that fits, if any, and nothing else: no families."""
-    best = surveyed(job, Ranking(1, by_family=False), Objective.fastest, runnable).ranking.best
+def first(job: Job, runnable: bool = False, ceiling: float = np.inf) -> Candidate | None:
+    """The best plan that fits, if any below `ceiling`, and nothing else: no families."""
+    best = surveyed(job, Ranking(1, ceiling, by_family=False), Objective.fastest, runnable).ranking.best
     return best[0] if best else None
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.base.errors import InputError
 from meshwright.cost import unlike
 from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards
-from meshwright.cost.memory import reserved, usable
+from meshwright.cost.memory import ample, reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import model_flops
 from meshwright.search import shares
@@ -106,7 +106,7 @@ def best_of(job: Job, on: dict[int, Pricer], placement: tuple[int, ...], tp: int
         setting, total = on[group].setting, said[group].footprint.total[rank]
         usual, safe = reserved(setting, total)
         score = np.where(
-            usual > usable(setting), np.inf, np.where(safe > usable(setting), np.maximum(score, step * (1 + TIGHT_GAIN)), score)
+            usual > usable(setting), np.inf, np.where(safe > ample(setting), np.maximum(score, step * (1 + TIGHT_GAIN)), score)
         )
     at = np.unravel_index(int(score.argmin()), score.shape)
     if np.isfinite(score[at]):

@@ -56,6 +56,7 @@ class Cluster(Noun):
     groups: tuple[NodeGroup, ...] = Field(min_length=1)
     network: Link = Field(description="between nodes")
     failures_per_device_hour: float = Field(default=0.0, ge=0)
+    budget: Bytes = Field(default=0.0, ge=0, description="that a rank may take of its device; 0: nearly all of it")
 
     @property
     def devices(self) -> int:

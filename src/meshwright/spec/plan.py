@@ -3,7 +3,7 @@
 Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (ZeRO 0) or a shard group of 8 (ZeRO 1-3); `dp2x4` is
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
 micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
-that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage),
+that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2, then 1),
 `rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `off-optimizer-files`, `ulysses` (how context ranks attend; else
 by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `shards3-1` (parts of
 the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
@@ -22,6 +22,7 @@ from meshwright.base.codec import build
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.spec.choices import AXES, BUCKET, FILES, HELD, Axis, Context, Offload, Recompute, Schedule, lies_as_v, rank_of
 from meshwright.spec.degrees import Degrees
+from meshwright.spec.numbers import listed, unlisted
 
 
 class Plan(Degrees):
@@ -246,20 +247,21 @@ def plan_name(plan: Plan) -> str:
         parts.append("actions-" + hashlib.sha256("\n".join(plan.actions).encode()).hexdigest()[:8])
     elif plan.schedule != Schedule.one_f_one_b:
         parts.append(str(plan.schedule))
-    parts += ["ls" + "-".join(map(str, plan.layers_per_stage))] if plan.layers_per_stage else []
+    parts += ["ls" + listed(plan.layers_per_stage)] if plan.layers_per_stage else []
     parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}"] if plan.recompute != Recompute.none else []
     parts += [f"lc{plan.loss_chunks}"] if plan.loss_chunks > 1 else []
     parts += [f"off-{what}" for what in plan.offload]
     parts += [f"{plan.context}{plan.ulysses or ''}"] if plan.context != Context.ring else []
-    parts += ["on" + "-".join(map(str, plan.placement))] if plan.placement else []
-    parts += ["sh" + "-".join(map(str, plan.shares))] if plan.shares else []
-    parts += ["shards" + "-".join(map(str, plan.shard_weights))] if plan.shard_weights else []
+    parts += ["on" + listed(plan.placement)] if plan.placement else []
+    parts += ["sh" + listed(plan.shares)] if plan.shares else []
+    parts += ["shards" + listed(plan.shard_weights)] if plan.shard_weights else []
     parts += ["compile"] if plan.compile else []
     parts += ["ax-" + "-".join(plan.axes)] if plan.axes != AXES else []
     return ".".join(parts)
 
 
 _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
+_LISTS = {"ls": "layers_per_stage", "on": "placement", "sh": "shares", "shards": "shard_weights"}
 _WORDS = {"compile": ("compile", True), "sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
 _KNOWN = (
     *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "zb1", "zbv", "dualpipev"),
@@ -319,14 +321,8 @@ def parse_plan(name: str) -> Plan:
         elif (again := re.fullmatch(r"rc-(none|selective|layer)(\d*)", part)) is not None:
             put("recompute", again[1], part)
             fields["recompute_layers"] = int(again[2] or 0)
-        elif re.fullmatch(r"ls\d+(-\d+)*", part):
-            put("layers_per_stage", tuple(map(int, part[2:].split("-"))), part)
-        elif re.fullmatch(r"on\d+(-\d+)*", part):
-            put("placement", tuple(map(int, part[2:].split("-"))), part)
-        elif re.fullmatch(r"sh\d+(-\d+)+", part):
-            put("shares", tuple(map(int, part[2:].split("-"))), part)
-        elif re.fullmatch(r"shards\d+(-\d+)+", part):
-            put("shard_weights", tuple(map(int, part[6:].split("-"))), part)
+        elif (numbers := re.fullmatch(r"(ls|on|shards|sh)(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)*)", part)) is not None:
+            put(_LISTS[numbers[1]], unlisted(numbers[2]), part)
         elif re.fullmatch(r"ax(-(pp|dp|tp)){3}", part):
             put("axes", tuple(part[3:].split("-")), part)
         elif part.startswith("off-") and part[4:] in list(Offload):

@@ -1,7 +1,7 @@
 """What the runtime of this version runs, as one table that both wings read. The planner prices more: it says so beside a plan, and `train`
 searches only here.
 
->>> from meshwright.spec.plan import parse_plan
+>>> from meshwright.spec.plan import parse_plan, listed
 >>> missing(parse_plan("dp4.cp2.z1.off-parameters")), runs(parse_plan("dp8.tp2.z1.off-optimizer"))
 (('off-parameters',), True)
 """

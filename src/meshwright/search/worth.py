@@ -1,0 +1,31 @@
+"""Which choices are worth offering for a job: those that can ever be the better one."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from meshwright.spec.job import Job
+from meshwright.spec.precision import recipe
+
+RELIEF = 4
+"""Blocks that the last stage of a pipeline may have less than the others at most: what the head weighs in blocks, rounded up."""
+
+CORE_WORTH = 0.01
+"""Of what a block keeps for backward, the share that its attention core must have for selective recompute to be offered: fused attention
+keeps next to nothing there, and a plan that repeats it for that is never the better one."""
+
+
+def core_share(job: Job) -> float:
+    """The part of what blocks keep for backward that is their attention core."""
+    size, sequence = recipe(job.workload.precision).size, job.workload.sequence
+    blocks = [layer for layer in job.model.layers if layer.name == "block"]
+    core = sum(layer.repeat * (layer.core_fixed + layer.core_context * sequence) for layer in blocks)
+    plain = sum(layer.repeat * ((layer.saved_split + layer.saved_whole) * size + layer.fixed_split + layer.fixed_whole) for layer in blocks)
+    context = sum(layer.repeat * layer.core_context * sequence for layer in blocks)
+    return core / (plain + context) if core else 0.0
+
+
+def relief(job: Job) -> int:
+    """How many blocks less the last stage may have."""
+    work = {layer.name: layer.flops + layer.attention_flops * job.workload.sequence for layer in job.model.layers}
+    return min(ceil(work.get("head", 0.0) / work["block"]), RELIEF) if work.get("block") else 0

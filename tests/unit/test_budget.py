@@ -1,0 +1,83 @@
+"""A budget of bytes a rank: never over, as near as a block is large, and the least time that any choice of recompute and offload has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from jobs import cluster, decoder, small_job
+
+from meshwright.base.errors import NothingFits
+from meshwright.cli.main import run
+from meshwright.cost.box import box_of
+from meshwright.cost.memory import reserved
+from meshwright.cost.price import Pricer
+from meshwright.search.rank import search
+from meshwright.search.space import Space
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+
+DEEP, DEEPER = (decoder(((blocks, 64),), hidden=32, heads=2, vocabulary=64, tied=True) for blocks in (20, 48))
+HOSTS = {"no way to the host": 0.0, "a slow way": 1e9, "a fast way": 1e12}
+
+
+def job(devices: int, batch: int, link: float = 0.0, **pins: int) -> Job:
+    on = cluster(1, devices, 1e9)
+    group = on.groups[0].but(host_bandwidth=link, host_memory=1e9)
+    return small_job(DEEP, on.but(groups=(group,)), batch, sequence=256).but(pins=pins)
+
+
+def with_budget(question: Job, budget: float) -> Job:
+    return question.but(cluster=question.cluster.but(budget=budget))
+
+
+def every_price(question: Job) -> Iterator[tuple[float, float, Plan]]:
+    """Seconds and reserved bytes of every plan of the space, one by one."""
+    pricer = Pricer(question)
+    for box in Space(question).boxes():
+        for index in np.argwhere(np.broadcast_to(box.legal[0], box.shape)).tolist():
+            plan = box.plan(tuple(index))
+            prices = pricer.price(box_of(plan, question.workload.batch, question.model.blocks))
+            yield prices.step.item(), float(reserved(pricer.setting, prices.allocated)[0].item()), plan
+
+
+@pytest.mark.parametrize("link", HOSTS.values(), ids=HOSTS)
+@pytest.mark.parametrize(("devices", "pins"), [(1, {}), (2, {"pp": 2, "micro_batch": 1})], ids=["one device", "a pipeline"])
+def test_within_a_budget_the_plan_is_the_quickest_that_exhaustive_choice_finds(devices: int, pins: dict[str, int], link: float) -> None:
+    question = job(devices, 2, link, schedule="1f1b", **pins)  # type: ignore[arg-type]
+    every = list(every_price(question))
+    assert len({plan for _, _, plan in every}) == len(every) > 20
+    taken = [bytes_ for _, bytes_, _ in every]
+    for share in (0.02, 0.1, 0.35, 0.7, 1.0):
+        budget = min(taken) + share * (max(taken) - min(taken))
+        chosen = search(with_budget(question, budget), top=1).chosen.estimate
+        assert chosen.memory.reserved <= budget
+        assert chosen.time.step <= 1.000001 * min(seconds for seconds, bytes_, _ in every if bytes_ <= budget), share
+
+
+def test_where_recompute_makes_a_plan_fit_it_comes_within_three_percent_of_the_budget() -> None:
+    question = job(1, 4, micro_batch=1).but(model=DEEPER)
+    full, lean = (search(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate for kind in ("none", "layer"))
+    for share in np.linspace(0.05, 0.95, 10):
+        budget = lean.memory.reserved + share * (full.memory.reserved - lean.memory.reserved)
+        plan = search(with_budget(question, budget)).chosen
+        assert 0.97 * budget <= plan.estimate.memory.reserved <= budget, (share, plan.name)
+        assert lean.time.step > plan.estimate.time.step > full.time.step
+
+
+def test_a_budget_that_cannot_be_met_names_the_least_that_can() -> None:
+    question = job(1, 2, 1e9)
+    with pytest.raises(NothingFits) as refused:
+        search(with_budget(question, 3e5))
+    said = str(refused.value)
+    assert "\n" not in said and "of 293.0 KiB" in said and "a budget of 2.00 MiB would fit" in said, said
+    assert search(with_budget(question, 2.0 * 2**20)).chosen.estimate.memory.reserved <= 2.0 * 2**20
+
+
+def test_the_command_plans_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama2-7b", "--cluster", "1x8:a100-80gb", "--batch", "64", "--seq", "4096", "--budget", "30GiB"]
+    assert run([*words, "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]["estimate"]
+    assert 0.97 * 30 * 2**30 <= chosen["memory"]["reserved"] <= 30 * 2**30 == chosen["limit"]
