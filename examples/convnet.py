@@ -1,13 +1,13 @@
-"""A convolutional network of one's own that classifies drawn shapes, under data parallelism and ZeRO, with a loss of one's own.
+"""A convolutional network of one's own that classifies drawn shapes, under any plan, with a loss of one's own.
 
     torchrun --nproc-per-node 2 examples/convnet.py --plan dp2.mb32
     torchrun --nproc-per-node 2 examples/convnet.py --plan dp2.z3.mb32
+    torchrun --nproc-per-node 2 examples/convnet.py --plan tp2.mb64
 
 Normalisation is by group, not by batch: batch statistics would depend on how the batch is divided over ranks.
 """
 
 import argparse
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,33 @@ from meshwright.data.loader import Loader
 from meshwright.spec.data import Data
 
 
-class Network(nn.Module):
-    """Three strided convolutions and a linear head. It returns what its author likes; the loss function below knows what that is."""
+class Residual(nn.Module):
+    """Two convolutions with a norm by group between them: the first one's channels are shared among tensor ranks, the second sums over them."""
 
-    def __init__(self, classes: int, width: int = 32) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        sizes = [3, width, 2 * width, 4 * width]
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1), nn.GroupNorm(8, b), nn.ReLU()) for a, b in pairwise(sizes))
-        )
-        self.head = nn.Linear(sizes[-1], classes)
+        self.widen = nn.Conv2d(width, 2 * width, 3, padding=1)
+        self.norm = nn.GroupNorm(8, 2 * width)
+        self.narrow = nn.Conv2d(2 * width, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(F.relu(self.norm(self.widen(x))))
+
+
+class Network(nn.Module):
+    """Residual blocks and a linear head. It returns what its author likes; the loss function below knows what that is."""
+
+    def __init__(self, classes: int, width: int = 32, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 4, stride=4)
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(blocks))
+        self.head = nn.Linear(width, classes)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        return self.head(self.layers(images).mean((2, 3)))
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
 
 
 def smoothed(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
