@@ -52,7 +52,7 @@ def sums(each: int) -> tuple[bool, list[torch.Tensor]]:
     return isinstance(group.lanes, Tiers), [*results, out]
 
 
-@pytest.mark.parametrize(("ranks_in_all", "each"), [(4, 2), (6, 2), (6, 3), (4, 1)])
+@pytest.mark.parametrize(("ranks_in_all", "each"), [(6, 2), (6, 3), (4, 1)])
 def test_collectives_between_hosts_give_what_flat_ones_give(ranks: Pool, ranks_in_all: int, each: int) -> None:
     results = ranks.run(ranks_in_all, sums, each)
     for rank, (tiered, found) in enumerate(results):
@@ -78,9 +78,7 @@ def on_hosts(plan: str, each: int) -> dict[str, Any]:
         return train("llama", plan, "fp64", 2)
 
 
-@pytest.mark.parametrize(
-    "plan", ["dp4", "dp4.z1", "dp4.z2.mb2", "dp4.z3", "dp2x2.z1", "dp2.tp2.z2.mb2", "dp2.pp2.z3", "tp4.sp.mb4", "dp2.cp2.z1.mb2"]
-)
+@pytest.mark.parametrize("plan", ["dp4", "dp4.z3", "dp2x2.z1", "dp2.tp2.z2.mb2", "dp2.cp2.z1.mb2"])
 def test_a_plan_over_two_hosts_computes_what_one_device_computes(ranks: Pool, plan: str) -> None:
     check(expected(), ranks.run(parse_plan(plan).world, on_hosts, plan, 2), "fp64")
 
