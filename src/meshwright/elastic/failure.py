@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.base.limits import memory_kills, memory_limit
+from meshwright.base.units import show_bytes
 
 MOST_LINES = 12
 _LOST = re.compile(
@@ -71,7 +73,7 @@ def cause(failure: Failure) -> str:
     if failure.status < 0:
         name = signal.Signals(-failure.status).name if -failure.status in list(signal.Signals) else f"signal {-failure.status}"
         hint = {
-            "SIGKILL": ": by someone's kill -9, or by the system for want of memory",
+            "SIGKILL": _killed(memory_kills(), memory_limit()),
             "SIGABRT": ": a library gave up (gloo does so when ranks disagree on a size)",
             "SIGSEGV": ": a native library wrote where it must not",
             "SIGBUS": ": a mapped file was cut, or the disk of /dev/shm is full",
@@ -81,6 +83,17 @@ def cause(failure: Failure) -> str:
         first = failure.message.strip().partition("\n")[0]
         return f"{failure.error}: {first}" if first != failure.error else failure.error
     return f"ended with exit status {failure.status} and no message"
+
+
+def _killed(kills: int, limit: float) -> str:
+    """
+    >>> _killed(2, 2.0**30)
+    ': by the system for want of memory, of which its control group has 1.00 GiB (2 killed so far); rc-layer and off-optimizer-files take less of it'
+    """
+    if not kills:
+        return ": by someone's kill -9, or by the system for want of memory"
+    has = f", of which its control group has {show_bytes(limit)}" if limit != float("inf") else ""
+    return f": by the system for want of memory{has} ({kills} killed so far); rc-layer and off-optimizer-files take less of it"
 
 
 def last_lines(log: Path, count: int) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from meshwright.base.codec import build
 from meshwright.base.errors import InputError
+from meshwright.base.limits import memory_limit
 from meshwright.base.units import parse_quantity
 from meshwright.catalog import read as catalog
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
@@ -20,7 +21,6 @@ from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 FEWEST, MOST = 4, 8
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _FILES = Path("/dev")
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def local_count(word: str) -> int | None:
@@ -108,9 +108,4 @@ def cores() -> int:
 
 def host_memory() -> float:
     """Bytes of the host, or of the container if that is less."""
-    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path in _LIMITS:
-        text = path.read_text().strip() if path.is_file() else ""
-        if text.isdigit():
-            total = min(total, float(text))
-    return total
+    return min(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), memory_limit())

@@ -63,7 +63,7 @@ def chart(timeline: Timeline, width: int = WIDTH, height: int = HEIGHT) -> list[
     >>> moments = (Moment(at=0, activations=0, buffers=0), Moment(at=1, activations=2, buffers=0))
     >>> one = Timeline(rank=0, step=1, seconds=2, held={"parameters": 2.0}, moments=moments, peak=moments[1])
     >>> [line.split()[-1] for line in chart(one, 2, 2)[:2]]
-    ['a', 'PP']
+    ['a', '|PP']
     """
     tops = _highest(timeline, width)
     whole = max(timeline.total, 1.0)

@@ -176,7 +176,7 @@ def out_of_memory(error: BaseException, trainer: Trainer) -> OutOfMemory | None:
     rest = max(on_device - sum(held.values()), 0.0)
     return OutOfMemory(
         f"rank {trainer.mesh.rank} is out of memory in step {trainer.steps + 1}: {size} were asked for beside {kinds}, activations and all else {show_bytes(rest)}; "
-        f"{lighter(trainer.plan)} holds less, or find one that fits: meshwright plan --set cluster.memory=BYTES"
+        f"{lighter(trainer.plan)} holds less, or let `meshwright plan` find one that fits, with cluster.memory in the job file"
     )
 
 

@@ -1,0 +1,51 @@
+"""What the control group of this process may take of memory, and how often the system has ended one of its processes for want of it.
+
+Both versions of control groups; a limit of a group above counts too. Where there are no groups there is no limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def groups(root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
+    """The folders of this process's group of memory, its own first."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for _, kinds, name in (line.split(":", 2) for line in lines):
+        base = root if not kinds else root / "memory" if "memory" in kinds.split(",") else None
+        if base is None:
+            continue
+        folder = base / name.strip("/")
+        while folder != base:
+            yield folder
+            folder = folder.parent
+        yield base
+
+
+def memory_limit(root: Path = ROOT, own: Path = OWN) -> float:
+    """Bytes, the least of all groups; infinite where none has a limit."""
+    least = float("inf")
+    for folder in groups(root, own):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):
+                least = min(least, float((folder / name).read_text()))
+    return least if least < 2**62 else float("inf")
+
+
+def memory_kills(root: Path = ROOT, own: Path = OWN) -> int:
+    """Processes of this group, not of those above, that the system has ended for want of memory."""
+    folder = next(groups(root, own), None)
+    if folder is None:
+        return 0
+    for name in ("memory.events", "memory.oom_control"):
+        with contextlib.suppress(OSError, ValueError):
+            counts = dict(line.split() for line in (folder / name).read_text().splitlines())
+            return int(counts.get("oom_kill", 0))
+    return 0

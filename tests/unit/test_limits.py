@@ -1,0 +1,28 @@
+"""Limits of control groups, of both versions, as their files say them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.base.limits import memory_kills, memory_limit
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_least_limit_of_a_group_and_those_above_counts(tmp_path: Path, version: int) -> None:
+    base = tmp_path / "memory" if version == 1 else tmp_path
+    inner = base / "outer" / "inner"
+    inner.mkdir(parents=True)
+    own = tmp_path / "own"
+    own.write_text("5:cpu:/other\n4:memory:/outer/inner\n" if version == 1 else "0::/outer/inner\n")
+    limit, events = ("memory.limit_in_bytes", "memory.oom_control") if version == 1 else ("memory.max", "memory.events")
+    (inner / limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
+    assert memory_limit(tmp_path, own) == float("inf")
+    (inner.parent / limit).write_text("1000\n")
+    (inner / events).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert memory_limit(tmp_path, own) == 1000 and memory_kills(tmp_path, own) == 3
+
+
+def test_without_groups_there_is_no_limit(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path, tmp_path / "none") == float("inf") and memory_kills(tmp_path, tmp_path / "none") == 0
