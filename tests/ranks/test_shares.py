@@ -68,28 +68,32 @@ def test_shares_read_back_from_their_name_and_must_sum_to_the_batch() -> None:
     assert reduced(parse_plan("dp2.tp8.z1.sh30-10")).name == "dp2.tp4.z1.sh3-2"
 
 
-def slowed(naps: tuple[float, float], count: int) -> tuple[list[float], list[str], str]:
-    """Steps of two replicas that sleep so many seconds in each micro-batch: losses, what was said, the plan at the end."""
+def slowed(naps: tuple[float, float], most: int) -> tuple[list[float], list[str], str]:
+    """Steps of two replicas that sleep so many seconds in each micro-batch, at most `most` until shares change and two more: losses, what was said, the plan at
+    the end. A machine that is busy with other things may take a few steps more to tell."""
     said: list[str] = []
     model, nap = make_model("llama"), naps[dist.get_rank()]
     model.register_forward_pre_hook(lambda *_: time.sleep(nap))
     trainer = parallelize(model, make_optimizer, "dp2.z1", precision="fp64", clip=1.0)
-    watch, losses = Watch(trainer.plan, 8, said.append), []
-    for step in range(count):
+    watch, losses, since = Watch(trainer.plan, 8, said.append), [], 0
+    for step in range(most):
         record = trainer.step(make_batch("llama", step))
         losses.append(record.loss)
-        _, _, phases = agree(record, (0.0,), trainer.mesh.world)
+        _, _, phases, _ = agree(record, (0.0,), trainer.mesh.world)
         assert phases is not None
+        changed = trainer.plan.shares
         trainer.plan = watch.heed(phases, step + 1, balance=True) or trainer.plan
+        if changed and len(losses) - since == 2:
+            break
+        since = since if changed else len(losses)
     return losses, said, trainer.plan.name
 
 
 def test_a_rank_that_is_slow_is_named_its_shares_shrink_while_it_runs_and_the_loss_stays_that_of_one_device(ranks: Any) -> None:
-    count = FIRST + WINDOW + STEADY + 3
-    results = ranks.run(2, slowed, (0.02, 0.1), count)
+    results = ranks.run(2, slowed, (0.02, 0.1), 2 * (FIRST + WINDOW + STEADY))
     for losses, said, plan in results:
         assert losses == results[0][0]
         assert len(said) == 2 and "rank 1 computes" in said[0] and f"{plan} from here on" in said[1]
         assert plan in ("dp2.z1.sh6-2", "dp2.z1.sh7-1", "dp2.z1.sh5-3")
-    expected = alone("llama", "fp64", count)["losses"]
+    expected = alone("llama", "fp64", len(results[0][0]))["losses"]
     assert max(abs(ours / theirs - 1.0) for ours, theirs in zip(results[0][0], expected, strict=True)) <= 1e-10
