@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import sys
 
-from bench import labels, links, peers, pipeline, search, simulate, start
+from bench import labels, links, peers, pipeline, recovery, search, simulate, start
 
-KNOWN = {"start": start, "search": search, "simulate": simulate, "labels": labels, "links": links, "peers": peers, "pipeline": pipeline}
+KNOWN = {
+    "start": start,
+    "search": search,
+    "simulate": simulate,
+    "labels": labels,
+    "links": links,
+    "peers": peers,
+    "pipeline": pipeline,
+    "recovery": recovery,
+}
 
 
 def main(arguments: list[str]) -> None:
