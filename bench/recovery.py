@@ -2,8 +2,7 @@
 
 Each round kills one rank of each at a random step, one after the other, on the same model, batch and number of ranks. The clock runs from kill -9 until a step
 behind the last one recorded before is recorded; steps are lost that were recorded and are run again. torchrun restarts with a store of its own for each attempt
-(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with its default most restarts fail on gloo) and saves every 10 steps. torchft is left out: it wants a
-build of its own. `copies`: the seconds that the copies of each step in memory take, as a share of the step.
+(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with its default most restarts fail on gloo) and saves every 10 steps. torchft was not installed and is not measured.
 """
 
 from __future__ import annotations
