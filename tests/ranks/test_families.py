@@ -118,7 +118,19 @@ REFUSED = {
 """Family and part of the plan: what the refusal says."""
 
 
-IN_PART = {"stablelm-norm": 2, "olmo2": 2, "codegen": 2, "deberta": 2, "albert": 2, "mamba": 0, "t5": 10, "mixtral": 2, "qwen3-moe": 2, "gpt-oss": 2, "deepseek-v3": 4}
+IN_PART = {
+    "stablelm-norm": 2,
+    "olmo2": 2,
+    "codegen": 2,
+    "deberta": 2,
+    "albert": 2,
+    "mamba": 0,
+    "t5": 10,
+    "mixtral": 2,
+    "qwen3-moe": 2,
+    "gpt-oss": 2,
+    "deepseek-v3": 4,
+}
 """Regions of two blocks where they are not the attention and the feed-forward of each; T5 has two stacks, one of them with two attentions."""
 
 

@@ -16,12 +16,11 @@ from meshwright.parallel.update.door import ELEMENTWISE, Rule, rule_of
 from meshwright.spec.plan import parse_plan
 
 SAMPLE = [
-    ("muon", "llama", "dp2.z1"), ("muon", "llama", "dp2.tp2.z3.mb2"), ("muon", "llama-tied", "dp2.pp2.z2"), ("muon", "gpt2", "tp2.mb4"),
-    ("adafactor", "llama", "dp2.z3"), ("adafactor", "llama", "dp2.tp2.z1.mb2"), ("adafactor", "llama-tied", "tp2.pp2.mb2"),
-    ("given AdamW by dimensions", "llama", "dp2.z2"), ("given RMSprop", "llama", "dp2.pp2.z1"),
+    ("muon", "llama", "dp2.tp2.z3.mb2"), ("muon", "llama-tied", "dp2.pp2.z2"), ("adafactor", "llama", "dp2.z3"),
+    ("given AdamW by dimensions", "llama", "dp2.z2"),
 ]  # fmt: skip
 PLANS = ("dp1", "dp2", "dp2.z1", "dp4.z2", "dp2.z3.mb2", "dp2x2.z1", "tp2.mb4", "tp4.sp.mb4", "pp4", "dp2.tp2.z3.mb2",
-         "tp2.pp2.mb2.interleaved2", "dp2.pp2.z1.zb1", "dp2.tp2.pp2.z2.mb2", "dp2.cp2.z1", "pp2.zbv")  # fmt: skip
+         "tp2.pp2.mb2.interleaved2", "dp2.pp2.z1.zb1", "dp2.tp2.pp2.z2.mb2", "dp2.cp2.z1", "pp2.zbv", "dp2.z1.shards3-1")  # fmt: skip
 
 
 @functools.cache
@@ -44,7 +43,10 @@ def test_every_rule_under_every_kind_of_plan_updates_as_one_device_does(ranks: A
     check(expected(rule, model), ranks.run(parse_plan(plan).world, train, rule, model, plan, 2), "fp64")
 
 
-@pytest.mark.parametrize(("rule", "before", "after"), [("muon", "dp2.tp2.z1.mb2", "dp2.z3"), ("adafactor", "dp2.z3", "dp2.tp2.z1.mb2")])
+@pytest.mark.parametrize(
+    ("rule", "before", "after"),
+    [("muon", "dp2.tp2.z1.mb2", "dp2.z3"), pytest.param("adafactor", "dp2.z3", "dp2.tp2.z1.mb2", marks=pytest.mark.soak)],
+)
 def test_whole_states_go_on_under_another_plan(ranks: Any, tmp_path: Path, rule: str, before: str, after: str) -> None:
     ranks.run(parse_plan(before).world, train, rule, "llama", before, 1, str(tmp_path))
     saved = next(path for path in tmp_path.iterdir() if path.name.startswith("step"))

@@ -150,7 +150,7 @@ def _time(box: Box, seconds: Seconds) -> Time:
 
 def sold(job: Job) -> float:
     """FLOP/s of all devices at the job's precision, as sold."""
-    return sum(group.nodes * group.devices * group.device.peak[job.workload.precision] for group in job.cluster.groups)
+    return sum(group.nodes * group.devices * group.device.peak[job.workload.recipe.rates[-1]] for group in job.cluster.groups)
 
 
 def model_flops(job: Job) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -153,15 +153,21 @@ class Workload(Noun):
         return kept.bytes_per_parameter(0) + self.optimizer.states * float(self.optimizer.state_bytes(kept.state_size))
 
     @property
-    def fixed(self) -> dict[str, int]:
-        """Fields of a plan that the result hangs on, where it is to be exact, unless someone fixes them otherwise.
+    def fixed(self) -> dict[str, Any]:
+        """Fields of a plan that the result hangs on, where it is to be exact, or that what is asked for runs with, unless someone fixes them
+        otherwise.
 
         >>> Workload(exact=2).fixed
         {'micro_batch': 2, 'tp': 1, 'pp': 1, 'cp': 1, 'ep': 1}
         """
+        found: dict[str, Any] = {}
+        if self.recipe.products:
+            found = {"tp": 1, "schedule": "1f1b"}
+        if self.recipe.rounds or self.recipe.eight or self.optimizer.name in ("muon", "adafactor"):
+            found["offload"] = ()
         if self.local is not None:
-            return {"dp_replicate": self.local.replicas, "ep": 1}
-        return {"micro_batch": self.exact, "tp": 1, "pp": 1, "cp": 1, "ep": 1} if self.exact else {}
+            return {**found, "dp_replicate": self.local.replicas, "ep": 1}
+        return {**found, **({"micro_batch": self.exact, "tp": 1, "pp": 1, "cp": 1, "ep": 1} if self.exact else {})}
 
     @property
     def tokens(self) -> int:
