@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from bench import labels, links, peers, pipeline, recovery, search, simulate, start
+from bench import labels, links, peers, pipeline, recovery, search, simulate, start, tensor
 
 KNOWN = {
     "start": start,
@@ -18,6 +18,7 @@ KNOWN = {
     "peers": peers,
     "pipeline": pipeline,
     "recovery": recovery,
+    "tensor": tensor,
 }
 
 

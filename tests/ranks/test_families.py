@@ -104,7 +104,7 @@ REFUSED = {
     ("olmo2", "sp"): "stays whole",
     ("deberta", "sp"): "stays whole",
     ("stablelm-norm", "sp"): "stays whole",
-    ("mamba", "tp"): "this one has none: use tp1",
+    ("mamba", "tp"): "this one has none",
     ("vit", "sp"): "sequence (17) is not a multiple of tp(",
     ("t5", "sp"): "blocks stand in several lists",
     ("falcon", "tp8"): "must divide",

@@ -73,9 +73,8 @@ def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None
         _trace_all(reading)
         new = next((path for path, module in model.named_modules() if modules.get(path) != id(module)), None)
         if new is not None:
-            return Anatomy(
-                understood=(f"it replaces parts of itself when it runs ({new}): nothing can be cut or shared",), replicated=names
-            )
+            reading.found = {block: [] for block in reading.found}
+            reading.said.append(f"all stay whole: it replaces parts of itself when it runs ({new})")
         outline = _run_outline(model, blocks, reading.seen) if reading.seen else _declared_outline(model, blocks)
         if reading.seen is None:
             _published(reading)

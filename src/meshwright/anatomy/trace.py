@@ -192,7 +192,8 @@ class Watch(TorchFunctionMode):
         weights = list(dict.fromkeys(weight for tensor in given for weight in self.made.get(id(tensor), ())))
         for weight in weights:
             self.trace.order.setdefault(weight, len(self.trace.order))
-        if weights and all(id(tensor) in self.made for tensor in given) and not self._is_called(name, given):
+        fixed = all(id(tensor) in self.made or (id(tensor) in self.buffers and tensor.is_floating_point()) for tensor in given)
+        if weights and fixed and not self._is_called(name, given):
             self.made.update({id(tensor): tuple(weights) for tensor in outputs})
             if name in TURNS and id(given[0]) in self.names and given[0].ndim == 2:
                 self.turned[id(outputs[0])] = self.names[id(given[0])]

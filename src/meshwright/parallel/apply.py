@@ -132,8 +132,9 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
     if missing(plan):
         raise InputError(f"plan {plan.name}: {', '.join(missing(plan))} can be planned and priced but do not run yet; leave them out")
     if plan.tp > 1 and not (anatomy.regions or anatomy.experts):
+        why = "".join(f" ({line})" for line in anatomy.understood if "whole" in line)[:200]
         raise InputError(
-            f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none: use tp1"
+            f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none{why}: use tp1"
         )
     if plan.stages > 1 and anatomy.blocks is None:
         raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
