@@ -54,7 +54,7 @@ def refused(what: str) -> str:
         ("names", "rank 1 extra [8, 16], input_ids [8, 16], labels [8, 16]; every rank gives the whole batch"),
         ("numbers", "rank 1 was given other numbers than rank 0"),
         ("late", "rank 1 input_ids [4, 16], labels [4, 16]"),
-        ("share", "rank 0 was given 1 micro-batches, rank 1 2 micro-batches; ranks of one replica read the same"),
+        ("share", "rank 0 was given 1 micro-batch, rank 1 2 micro-batches; ranks of one replica read the same"),
         ("nothing", "it ran"),
     ],
 )

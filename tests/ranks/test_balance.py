@@ -48,11 +48,12 @@ def batch_of(step: int, padded: bool) -> dict[str, torch.Tensor]:
 
 
 def under_plan(name: str, plan: str, padded: bool) -> Any:
-    """On every rank: the first loss and gradients, losses of two steps, and the part of the balance loss in the first one."""
+    """On every rank: the first loss and gradients, losses of two steps, the part of the balance loss in the first one, and the loss without it."""
     trainer = parallelize(balanced(name), make_optimizer, plan, precision="fp64")
+    evaluated = trainer.evaluate(batch_of(0, padded))
     loss, _, gradients = trainer.gradients(batch_of(0, padded))
     records = [trainer.step(batch_of(step, padded)) for step in range(2)]
-    return loss, gradients, [record.loss for record in records], records[0].experts.balance_loss
+    return loss, gradients, [record.loss for record in records], records[0].experts.balance_loss, evaluated
 
 
 @functools.cache
@@ -87,7 +88,7 @@ def test_a_balance_loss_is_that_of_one_device_with_the_same_micro_batches(ranks:
     results = ranks.run(parse_plan(plan).world, under_plan, model, plan, padded)
     for result in results:
         assert result[0] == pytest.approx(first, rel=1e-10) and result[2] == pytest.approx(losses, rel=1e-10)
-        assert result[3] == pytest.approx(balance, rel=1e-10)
+        assert result[3] == pytest.approx(balance, rel=1e-10) and result[4] == pytest.approx(first - balance, rel=1e-10)
     for name, gradient in expected.items():
         if gradient.norm() > 1e-9:
             assert difference(results[0][1][name], gradient) < 1e-10, name
@@ -100,12 +101,6 @@ def test_a_balance_loss_of_another_form_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match="output_router_logits is true, but the balance loss of MixtralForCausalLM") as caught:
         parallelize(model, make_optimizer, "dp1")
     assert "\n" not in str(caught.value)
-
-
-def test_evaluation_leaves_the_balance_loss_out() -> None:
-    trainer = parallelize(balanced("mixtral"), make_optimizer, "dp1.mb8", precision="fp64")
-    expected = loss_of(balanced("mixtral"), "mixtral", batch_of(0, False))[0]
-    assert trainer.evaluate(batch_of(0, False)) == pytest.approx(expected.item(), rel=1e-10)
 
 
 RATE = 0.05

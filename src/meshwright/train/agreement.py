@@ -108,7 +108,7 @@ def _words(batch: Any) -> str:
     'input_ids [8, 16], name'
     """
     if batch and isinstance(batch[0], list):
-        return f"{len(batch)} micro-batches"
+        return f"{len(batch)} micro-batch{'es' if len(batch) > 1 else ''}"
     return ", ".join(f"{name} {list(shape[0])}" if isinstance(shape[0], tuple) else name for name, *shape in batch) or "nothing"
 
 
