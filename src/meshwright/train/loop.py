@@ -216,8 +216,6 @@ class Loop:
             records.write(record)
         self._say("record", record=record.model_dump(exclude_none=True))
 
-    # --- held-out loss --------------------------------------------------------------------------------------------------------
-
     def _evaluate(self, batches: list[Batch]) -> float:
         self.pulse.at(Phase.evaluate)
         total = tokens = 0.0
@@ -233,8 +231,6 @@ class Loop:
         asked, units = self.launch.workload.compression, self.trainer.engine.zero.trained
         if asked is not None and not any(way is not None for unit in units for way in unit.across):
             self._say("note", line=f"compression {asked.kind}: no gradients leave this machine, so that nothing is compressed")
-
-    # --- sample ---------------------------------------------------------------------------------------------------------------
 
     def _sample(self) -> None:
         """Text written by the trained model, where it can write any."""
