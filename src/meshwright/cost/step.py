@@ -69,9 +69,13 @@ def placed(job: Job, plan: Plan) -> Estimate:
     used = sorted({group for kind in kinds for group in kind.placement})
     on = unlike.pricers(job, used, plan.world)
     boxes = [replace(whole, micro_batches=(whole.micro_batches[0]._replace(number=kind.micro_batches),)) for kind in kinds]
-    ranks = [
-        (usable(on[group].setting), _per_stage(on[group], replace(box, weight=kind.weight))[rank], on[group].setting)
+    held = [
+        {group: _per_stage(on[group], replace(box, weight=kind.weight)) for group in set(kind.placement)}
         for kind, box in zip(kinds, boxes, strict=True)
+    ]
+    ranks = [
+        (usable(on[group].setting), said[group][rank], on[group].setting)
+        for kind, said in zip(kinds, held, strict=True)
         for rank, group in enumerate(kind.placement)
     ]
     left = [limit - memory.reserved for limit, memory, _ in ranks]
