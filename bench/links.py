@@ -26,6 +26,7 @@ from meshwright.emulate.run import Emulated, emulated
 from meshwright.emulate.scale import Scaled
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.parallel import exchange
+from meshwright.parallel.compression import Vector, coded
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.shared import SWITCH
 from meshwright.spec.compression import Compression
@@ -74,6 +75,11 @@ def collectives(rounds: int) -> dict[str, dict[str, float]]:
         for kind, call in _calls(full, own, group).items():
             call()
             found.setdefault(kind, {})[name] = timed(call, rounds)
+    whole = Vector(0, BUFFER, full, [])
+    for code in ("bf16", "int8"):
+        summed, cut = (coded(Compression(kind=code), group, whole, scattered) for scattered in (False, True))  # type: ignore[arg-type]
+        found["all-reduce"][code] = timed(lambda way=summed: exchange.all_reduce(full, group, across=way).wait(), rounds)
+        found["reduce-scatter"][code] = timed(lambda way=cut: exchange.reduce_scatter(full, own, group, way).wait(), rounds)
     return found
 
 
@@ -198,7 +204,7 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     warm()
     parts = {"collectives": collectives, "training": training, "hidden": hidden}
-    found: dict[str, Any] = {"rate": given.rate}
+    found: dict[str, Any] = {"rate": given.rate, "load": os.getloadavg()[0], "cores": os.cpu_count()}
     for name in given.only.split(","):
         scaled = Scaled(shares=(1.0,) * 4, nodes=(0, 0, 1, 1), wires=(given.rate,) * 2, motion=1.0)
         with emulated(scaled) as cluster:
@@ -213,12 +219,20 @@ def main(arguments: list[str]) -> None:
 def page(found: dict[str, Any]) -> str:
     """What was measured, as tables."""
     lines = [f"# Two nodes of two ranks, {found['rate'] * 8 / 1e6:.0f} Mbit/s between them", ""]
-    if "collectives" in found:
-        lines += ["8 MiB of float32, milliseconds.", "", "| collective | flat | tiers | times |", "|---|---|---|---|"]
+    if found.get("load", 0.0) > 2 * found.get("cores", 1):
         lines += [
-            f"| {kind} | {it['flat'] * 1e3:.0f} | {it['tiers'] * 1e3:.0f} | {it['flat'] / it['tiers']:.2f} |"
-            for kind, it in found["collectives"].items()
+            f"Other programs kept the {found['cores']} cores busy (load {found['load']:.0f}): steps say little, waits and bytes more.",
+            "",
         ]
+    if "collectives" in found:
+        lines += ["8 MiB of float32, milliseconds; times: flat over tiers, and tiers over tiers in int8.", ""]
+        lines += ["| collective | flat | tiers | times | bf16 | int8 | times |", "|---|---|---|---|---|---|---|"]
+        for kind, it in found["collectives"].items():
+            cells = [f"{it[code] * 1e3:.0f}" if code in it else "" for code in ("bf16", "int8")]
+            cells.append(f"{it['tiers'] / it['int8']:.2f}" if "int8" in it else "")
+            lines.append(
+                f"| {kind} | {it['flat'] * 1e3:.0f} | {it['tiers'] * 1e3:.0f} | {it['flat'] / it['tiers']:.2f} | {' | '.join(cells)} |"
+            )
     if "training" in found:
         lines += ["", "A step of a small Llama; times: of the flat step of the same plan.", ""]
         lines += ["| plan | system | ms a step | waited, ms | MB sent by a rank | times |", "|---|---|---|---|---|---|"]
