@@ -74,3 +74,8 @@ def seconds() -> float:
 
     spent = calculate_time_spent()
     return float(spent.get("total_wall_time", 0.0))
+
+
+def first_step(took: float) -> str:
+    """What a run says after its first step, which took so many seconds."""
+    return f"compiled blocks: {seconds():.1f} s of the first step of {took:.1f} s went to the compiler"

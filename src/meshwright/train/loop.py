@@ -21,7 +21,7 @@ from meshwright.base.units import show_count
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.sampler import batch_of
-from meshwright.parallel.compiled import seconds as compiling
+from meshwright.parallel.compiled import first_step
 from meshwright.parallel.group import of_process
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
@@ -159,10 +159,7 @@ class Loop:
             for record, phases in self._stretch(done, began):
                 done = record.step
                 if self.launch.plan.compile and done == began + 1:
-                    self._say(
-                        "note",
-                        line=f"compiled blocks: {compiling():.1f} s of the first step of {record.seconds:.1f} s went to the compiler",
-                    )
+                    self._say("note", line=first_step(record.seconds))
                 yield record
                 if guard.is_spike:
                     break
