@@ -26,7 +26,7 @@ from meshwright.parallel.group import of_process
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
 from meshwright.train.ledger import joined, line_of
-from meshwright.train.memory import cuda_memory, resident, watching
+from meshwright.train.memory import measured, watching
 from meshwright.train.metrics import Records, agree
 from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
 from meshwright.train.optimizer import learning_rate, optimizer_of, recipe_of
@@ -181,11 +181,7 @@ class Loop:
                 watched = watched and self.recovery.source != "memory"  # once a run: it takes time
                 with watching(self.trainer.engine.model) if watched else nullcontext() as watch:
                     record = self.trainer.step(Share(batch, self.loader.labels_per_step))
-                memory = {**record.memory, "resident": resident()}
-                if watch is not None:
-                    memory |= watch.keep(self.trainer, self.folder)
-                if self.device.type == "cuda":
-                    memory |= cuda_memory(self.device)
+                memory = {**record.memory, **measured(self.trainer, watch, self.folder)}
                 seconds = time.perf_counter() - start
                 number = batch_of(step, self.loader.left_out)
                 record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds, "batch": number})

@@ -208,6 +208,13 @@ def lighter(plan: Plan) -> str:
     return plan.but(zero=3).name if plan.zero in (1, 2) else "one of more ranks"
 
 
+def measured(trainer: Trainer, watch: Watch | None, folder: Path) -> dict[str, float]:
+    """Bytes that the system gave, and those at the peak of the last step where it was watched or the device counts them."""
+    found = {"resident": resident()}
+    found |= watch.keep(trainer, folder) if watch is not None else {}
+    return found | (cuda_memory(trainer.mesh.device) if trainer.mesh.device.type == "cuda" else {})
+
+
 def resident() -> float:
     """Bytes that the system gave this process."""
     return float(psutil.Process().memory_info().rss)
