@@ -78,4 +78,4 @@ def seconds() -> float:
 
 def first_step(took: float) -> str:
     """What a run says after its first step, which took so many seconds."""
-    return f"compiled blocks: {seconds():.1f} s of the first step of {took:.1f} s went to the compiler"
+    return f"compiled blocks: {seconds():.1f} s for the compiler up to the end of the first step, which took {took:.1f} s"
