@@ -102,12 +102,16 @@ def broken(rows: list[list[str]], at: int = 0) -> list[list[str]]:
 
 
 def parts_of(name: str, room: int) -> list[str]:
-    """A plan's name in pieces of at most `room` columns, broken before a dot.
+    """A plan's name in pieces of at most `room` columns, broken before a dot, and in a long list of numbers behind a dash.
 
     >>> parts_of("dp4.tp2.sp.pp8.z1.interleaved10 *", 20)
     ['dp4.tp2.sp.pp8.z1', '.interleaved10 *']
     """
-    pieces = name.replace(".", "\0.").split("\0")
+    pieces = [
+        piece
+        for part in name.replace(".", "\0.").split("\0")
+        for piece in (part.replace("-", "-\0").split("\0") if len(part) > room - 2 else [part])
+    ]
     lines = [pieces[0]]
     for piece in pieces[1:]:
         if len(lines[-1]) + len(piece) <= room - 2 * (len(lines) > 1):

@@ -51,7 +51,7 @@ def _size(job: Job) -> Sentence:
     return tell(
         "advice.size",
         parameters=job.model.parameters,
-        each=each,
+        each=f"{each:g}",
         states=job.model.parameters * each,
         activations=priced[0],
         sequence=job.workload.sequence,
