@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import difference, loss_of, make_batch, make_model, make_optimizer
+from equality import anatomy_of, difference, loss_of, make_batch, make_model, make_optimizer
 
 from meshwright.base.errors import InputError
 from meshwright.spec.plan import parse_plan
@@ -49,7 +49,7 @@ def batch_of(step: int, padded: bool) -> dict[str, torch.Tensor]:
 
 def under_plan(name: str, plan: str, padded: bool) -> Any:
     """On every rank: the first loss and gradients, losses of two steps, the part of the balance loss in the first one, and the loss without it."""
-    trainer = parallelize(balanced(name), make_optimizer, plan, precision="fp64")
+    trainer = parallelize(balanced(name), make_optimizer, plan, precision="fp64", anatomy=anatomy_of(name))
     evaluated = trainer.evaluate(batch_of(0, padded))
     loss, _, gradients = trainer.gradients(batch_of(0, padded))
     records = [trainer.step(batch_of(step, padded)) for step in range(2)]
@@ -137,16 +137,18 @@ def moved_alone() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def moved(plan: str, folder: str) -> Any:
     """On every rank: losses of two steps, saved, and of a third one of a new trainer; and the biases that this rank has."""
-    trainer = parallelize(biased(), make_optimizer, plan, precision="fp64")
+    trainer = parallelize(biased(), make_optimizer, plan, precision="fp64", anatomy=anatomy_of("deepseek-v3"))
     losses = [trainer.step(make_batch("deepseek-v3", step)).loss for step in range(2)]
     path = trainer.save(folder)
-    again = parallelize(biased(), make_optimizer, plan, precision="fp64")
+    again = parallelize(biased(), make_optimizer, plan, precision="fp64", anatomy=anatomy_of("deepseek-v3"))
     again.load(path)
     losses.append(again.step(make_batch("deepseek-v3", 2)).loss)
     return losses, {name: buffer for name, buffer in again.engine.model.named_buffers() if name.endswith("correction_bias")}
 
 
-@pytest.mark.parametrize("plan", ["dp2.ep2.z1.rc-layer", "pp3", pytest.param("tp2.pp2.ep2.mb2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "plan", ["dp2.ep2.z1.rc-layer", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp3", "tp2.pp2.ep2.mb2"))]
+)
 def test_routers_biases_move_as_on_one_device_and_stand_in_checkpoints(ranks: Any, plan: str, tmp_path: Any) -> None:
     losses, biases = moved_alone()
     found: dict[str, torch.Tensor] = {}
