@@ -1,4 +1,4 @@
-"""gloo's collectives, the all-to-all forms that parallel/exchange.py uses on it, and shared memory: wall and CPU milliseconds per call.
+"""gloo's collectives, the all-to-all forms that parallel/exchange/exchange.py uses on it, and shared memory: wall and CPU milliseconds per call.
 
 python bench/exchange.py [MiB]
 """
@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel import exchange
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.shared import SWITCH
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.shared import SWITCH
 from meshwright.spec.plan import Plan
 
 ROUNDS = 9

@@ -25,10 +25,10 @@ from bench.ranks import warm
 from meshwright.emulate.run import Emulated, emulated
 from meshwright.emulate.scale import Scaled
 from meshwright.models.llama import Llama, LlamaConfig
-from meshwright.parallel import exchange
-from meshwright.parallel.compression import Vector, coded
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.compression import Vector, coded
+from meshwright.parallel.exchange.shared import SWITCH
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.shared import SWITCH
 from meshwright.spec.compression import Compression
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import recipe

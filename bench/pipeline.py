@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.ranks import run
-from meshwright.parallel.backlog import weight_gradient
+from meshwright.parallel.pipeline.backlog import weight_gradient
 
 RESULTS = Path(__file__).parent / "results"
 RANKS, MICRO_BATCHES, BLOCKS, WIDTH = 4, 20, 8, 8

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.sizes import Sizes
 from meshwright.models.registry import build
-from meshwright.parallel.loss import sum_loss
+from meshwright.parallel.tensor.loss import sum_loss
 from meshwright.spec.model import Layer, ModelSpec
 
 BATCH, TOKENS = 2, 16

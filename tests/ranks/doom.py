@@ -26,7 +26,7 @@ from meshwright.base.pulse import Phase, Pulse, Word
 from meshwright.checkpoint import disk
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.sampler import batch_of
-from meshwright.parallel.exchange import all_reduce
+from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.train.rank import Channel
 from meshwright.train.spikes import Guard
 from meshwright.train.trainer import Trainer

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.exchange.shared import SWITCH
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.shared import SWITCH
 from meshwright.spec.plan import Plan
 
 

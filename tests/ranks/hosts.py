@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from meshwright.parallel.shared import HOST
+from meshwright.parallel.exchange.shared import HOST
 
 
 @contextmanager

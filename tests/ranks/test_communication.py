@@ -12,10 +12,10 @@ from equality import alone, check, train
 from hosts import hosts
 from pool import Pool
 
-from meshwright.parallel import exchange
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.exchange.tiers import Tiers
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.tiers import Tiers
 from meshwright.spec.plan import Plan, parse_plan
 
 SIZES = (1, 3, 17, 40_001)

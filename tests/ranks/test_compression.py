@@ -12,9 +12,9 @@ from hosts import hosts
 from pool import Pool
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.compression import CODES
-from meshwright.parallel.lanes import slice_of
-from meshwright.parallel.lowrank import LowRank, matrices
+from meshwright.parallel.exchange.compression import CODES
+from meshwright.parallel.exchange.lanes import slice_of
+from meshwright.parallel.exchange.lowrank import LowRank, matrices
 from meshwright.parallel.objective import Objective
 from meshwright.spec.compression import Compression
 from meshwright.spec.plan import parse_plan

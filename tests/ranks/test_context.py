@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from meshwright.base.errors import InputError
 from meshwright.models.registry import build
-from meshwright.parallel.shared import SWITCH
+from meshwright.parallel.exchange.shared import SWITCH
 from meshwright.spec.plan import parse_plan
 from meshwright.train.precise import precise
 from meshwright.train.trainer import parallelize

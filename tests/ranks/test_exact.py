@@ -10,7 +10,7 @@ import torch
 from equality import alone, anatomy_of, check, make_batch, make_model, make_optimizer, measured
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import recipe
 from meshwright.train.trainer import Trainer, parallelize

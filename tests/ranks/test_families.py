@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from meshwright.anatomy import Anatomy, read
 from meshwright.base.errors import InputError
-from meshwright.parallel.tensor import shard_model
+from meshwright.parallel.tensor.layers import shard_model
 from meshwright.spec.plan import parse_plan
 from meshwright.train.precise import precise
 from meshwright.train.trainer import parallelize

@@ -10,7 +10,7 @@ import torch
 from equality import anatomy_of, make_batch, make_model, measured
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.products import Float8, check_device, check_plan
+from meshwright.parallel.tensor.products import Float8, check_device, check_plan
 from meshwright.parallel.update.rounding import Places, bits, key_of, round_into, rounded
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import Recipe, recipe

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from everyone import everyone
 from pool import Pool
 
-from meshwright.parallel import exchange
-from meshwright.parallel.group import settle
-from meshwright.parallel.lanes import LANES, SMALL
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.group import settle
+from meshwright.parallel.exchange.lanes import LANES, SMALL
+from meshwright.parallel.exchange.shared import Host, Segment, identity
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.shared import Host, Segment, identity
-from meshwright.parallel.wire import RING, Message, SharedWire, wire_of
+from meshwright.parallel.pipeline.wire import RING, Message, SharedWire, wire_of
 from meshwright.schedules.action import Kind
 from meshwright.spec.plan import Plan
 

@@ -16,11 +16,11 @@ from meshwright import anatomy
 from meshwright.anatomy import Anatomy, local_slice
 from meshwright.base.errors import InputError
 from meshwright.models.registry import build
-from meshwright.parallel import collectives
-from meshwright.parallel.columns import Column, Crossing, Entry
-from meshwright.parallel.group import Group
-from meshwright.parallel.loss import count_labels, sum_loss
-from meshwright.parallel.tensor import SequenceRegion, partial_names, shard_model
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.tensor import collectives
+from meshwright.parallel.tensor.columns import Column, Crossing, Entry
+from meshwright.parallel.tensor.layers import SequenceRegion, partial_names, shard_model
+from meshwright.parallel.tensor.loss import count_labels, sum_loss
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

@@ -1,5 +1,5 @@
-"""Bytes of what changes the result and was asked for: gradients that a host keeps back of what it says in fewer bytes (parallel/compression.py),
-and the two vectors of replicas that go their own ways (parallel/local.py).
+"""Bytes of what changes the result and was asked for: gradients that a host keeps back of what it says in fewer bytes (parallel/exchange/compression.py),
+and the two vectors of replicas that go their own ways (parallel/zero/local.py).
 
     kept back    one element for each element of what this rank sends to other hosts: of ZeRO 0 and of a scatter 1 / (ranks of its host) of the
                  buffer, of a sum over copies the shard; nothing where nothing leaves the host

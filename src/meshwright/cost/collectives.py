@@ -11,7 +11,7 @@ half of the bandwidth need tens of MiB. Where the switch adds (NVLink SHARP), an
 its pipeline is one hop deep.
 
 Over gloo ranks that are alone on their nodes gather and scatter by an all-to-all each (`exchange`). Several ranks of a node go in tiers: what
-crosses crosses once for each node, spread over its ranks (parallel/tiers.py): with h nodes of m ranks all of these take, one way,
+crosses crosses once for each node, spread over its ranks (parallel/exchange/tiers.py): with h nodes of m ranks all of these take, one way,
 (h - 1) / (h m) S / far + (m - 1) / m S / near. Compressed gradients (`Wire`) change the first term only.
 
 Rings that cross nodes leave each node once per rank of the group in it, so that B is the link inside or that many network shares,

@@ -214,7 +214,7 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
 
 def _chunked(setting: Setting, entry: Entry, box: Box, tokens: Array, whole: float | Array) -> Kept:
     """Of a head whose loss is made in chunks: the gradients of its input, in place of the input, and of its weight; logits and probabilities of
-    one chunk pass. Source: parallel/chunked.py, [Note: gradients at once]."""
+    one chunk pass. Source: parallel/tensor/chunked.py, [Note: gradients at once]."""
     layer, size = entry.layer, setting.recipe.size
     some = tokens / box.loss_chunks
     passing = (some * (layer.transient * size + layer.fixed_split) / box.tp)[:, None] + host_copy(setting, layer, box.tp, some)

@@ -13,32 +13,32 @@ from torch import nn
 
 from meshwright.anatomy import Anatomy, layers, read
 from meshwright.base.errors import InputError
-from meshwright.parallel.backlog import put_off_weights
-from meshwright.parallel.balance import balance_of
-from meshwright.parallel.carry import Carry, Wants, carried, layers_over, numbered
-from meshwright.parallel.chance import drops
-from meshwright.parallel.chunked import chunk_loss
 from meshwright.parallel.compiled import check_compiler, compile_blocks
 from meshwright.parallel.context.setup import context_of, set_context
 from meshwright.parallel.engine import Parallel
-from meshwright.parallel.expert import check as check_experts
-from meshwright.parallel.expert import lay_experts, shard_experts, still_in
-from meshwright.parallel.expert_ranks import expert_ranks
-from meshwright.parallel.gates import Run
-from meshwright.parallel.gating import set_gates
-from meshwright.parallel.keeping import Keeping, storage_of
+from meshwright.parallel.experts.balance import balance_of
+from meshwright.parallel.experts.dispatch import check as check_experts
+from meshwright.parallel.experts.dispatch import lay_experts, shard_experts, still_in
+from meshwright.parallel.experts.ranks import expert_ranks
 from meshwright.parallel.lay import lay_flat
-from meshwright.parallel.local import outer_of
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import LossFunction, Objective
-from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.pipeline.backlog import put_off_weights
+from meshwright.parallel.pipeline.carry import Carry, Wants, carried, layers_over, numbered
+from meshwright.parallel.pipeline.gates import Run
+from meshwright.parallel.pipeline.gating import set_gates
+from meshwright.parallel.pipeline.keeping import Keeping, storage_of
+from meshwright.parallel.pipeline.play import Pipeline
 from meshwright.parallel.place import Layer, drop_absent, give_places, kept_paths, place_layers, second_copy, stage_bounds
-from meshwright.parallel.products import check_plan, use_products
-from meshwright.parallel.statistics import check_passes, over_batch
-from meshwright.parallel.tensor import partial_names, shard_model
+from meshwright.parallel.tensor.chance import drops
+from meshwright.parallel.tensor.chunked import chunk_loss
+from meshwright.parallel.tensor.layers import partial_names, shard_model
+from meshwright.parallel.tensor.products import check_plan, use_products
+from meshwright.parallel.tensor.statistics import check_passes, over_batch
 from meshwright.parallel.update.door import ELEMENTWISE, Rule
 from meshwright.parallel.update.whole import Needs, give_whole
-from meshwright.parallel.zero import Zero
+from meshwright.parallel.zero.local import outer_of
+from meshwright.parallel.zero.zero import Zero
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 from meshwright.spec.runs import missing

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.gates import Gate
+from meshwright.parallel.pipeline.gates import Gate
 from meshwright.spec.plan import Plan
 from meshwright.spec.rules import compile_faults
 

@@ -10,18 +10,18 @@ from torch import nn
 
 from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
-from meshwright.parallel.absent import asks_for_more
-from meshwright.parallel.balance import FLAG, Balance
 from meshwright.parallel.context.blocks import Context
-from meshwright.parallel.expert import Mixture
-from meshwright.parallel.expert_ranks import ExpertRanks
-from meshwright.parallel.gates import Gate, Run, StageDone
-from meshwright.parallel.local import Outer
+from meshwright.parallel.experts.balance import FLAG, Balance
+from meshwright.parallel.experts.dispatch import Mixture
+from meshwright.parallel.experts.ranks import ExpertRanks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch, Objective
-from meshwright.parallel.pipeline import Pipeline, Tensors
-from meshwright.parallel.statistics import check_passes
-from meshwright.parallel.zero import Zero
+from meshwright.parallel.pipeline.absent import asks_for_more
+from meshwright.parallel.pipeline.gates import Gate, Run, StageDone
+from meshwright.parallel.pipeline.play import Pipeline, Tensors
+from meshwright.parallel.tensor.statistics import check_passes
+from meshwright.parallel.zero.local import Outer
+from meshwright.parallel.zero.zero import Zero
 from meshwright.spec.precision import Recipe
 
 KINDS = {

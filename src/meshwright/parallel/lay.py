@@ -7,10 +7,10 @@ from collections.abc import Collection
 from torch import nn
 
 from meshwright.anatomy import Anatomy
-from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.gating import COPY
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline.gating import COPY
 from meshwright.parallel.place import Layer
+from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.layout import LayerSlots, Slot, units
 from meshwright.spec.precision import Recipe
 

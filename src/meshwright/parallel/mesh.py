@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.base.errors import InputError
-from meshwright.parallel import processes
-from meshwright.parallel.group import Group, Sharing
-from meshwright.parallel.join import joined
-from meshwright.parallel.lanes import LANE_WORDS, Lanes
+from meshwright.parallel.exchange import processes
+from meshwright.parallel.exchange.group import Group, Sharing
+from meshwright.parallel.exchange.join import joined
+from meshwright.parallel.exchange.lanes import LANE_WORDS, Lanes
+from meshwright.parallel.exchange.shared import Host, meet
 from meshwright.parallel.offload.away import Away
-from meshwright.parallel.shared import Host, meet
 from meshwright.spec.grid import Grid, Place
 from meshwright.spec.plan import Plan
 

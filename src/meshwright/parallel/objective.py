@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.chunked import ChunkedHead
-from meshwright.parallel.group import Group
-from meshwright.parallel.loss import count_labels, shifted, sum_loss
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.tensor.chunked import ChunkedHead
+from meshwright.parallel.tensor.loss import count_labels, shifted, sum_loss
 
 Batch = dict[str, Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]

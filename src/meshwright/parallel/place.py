@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
-from meshwright.parallel.absent import Absent
-from meshwright.parallel.carry import Wants
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline.absent import Absent
+from meshwright.parallel.pipeline.carry import Wants
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshwright.anatomy import Split, intervals
 from meshwright.parallel.engine import Parallel
-from meshwright.parallel.flat import FlatUnit
+from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.piece import Piece
 
 REPLICA, OUTER = "replica-", "outer/"

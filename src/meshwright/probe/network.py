@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.exchange import all_gather, all_reduce, all_to_all, reduce_scatter
-from meshwright.parallel.group import Group, of_lanes, of_process
-from meshwright.parallel.join import tiers_of
-from meshwright.parallel.lanes import LANE_WORDS, Lanes
+from meshwright.parallel.exchange.exchange import all_gather, all_reduce, all_to_all, reduce_scatter
+from meshwright.parallel.exchange.group import Group, of_lanes, of_process
+from meshwright.parallel.exchange.join import tiers_of
+from meshwright.parallel.exchange.lanes import LANE_WORDS, Lanes
+from meshwright.parallel.exchange.shared import WORDS
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.shared import WORDS
 from meshwright.spec.measurement import Pair, Timing
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")

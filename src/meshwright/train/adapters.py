@@ -1,7 +1,7 @@
 """Fine-tuning by low-rank adapters: peft wraps the layers, only A and B are trained, everything else is frozen.
 
 Promise: the adapters are a pure function of (seed, order of layers), also on a model that was built without memory. What is frozen has no
-gradient, no optimizer state, and takes no part in any reduction (parallel/flat.py); how ranks share it is said by anatomy/adapters.py.
+gradient, no optimizer state, and takes no part in any reduction (parallel/zero/flat.py); how ranks share it is said by anatomy/adapters.py.
 """
 
 from __future__ import annotations

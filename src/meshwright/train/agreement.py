@@ -17,7 +17,7 @@ import xxhash
 from torch import nn
 
 from meshwright.base.errors import InputError
-from meshwright.parallel import exchange
+from meshwright.parallel.exchange import exchange
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch
 from meshwright.spec.plan import Plan

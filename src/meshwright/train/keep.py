@@ -85,7 +85,7 @@ def random_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def kept_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """What this rank's host has not sent yet of compressed gradients (parallel/compression.py)."""
+    """What this rank's host has not sent yet of compressed gradients (parallel/exchange/compression.py)."""
     units = trainer.engine.zero.trained
     found = {f"{at}-{way}": across for at, unit in enumerate(units) for way, across in unit.across._asdict().items()}
     return {f"kept-{name}": across.kept for name, across in found.items() if across is not None}

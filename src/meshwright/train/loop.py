@@ -22,7 +22,7 @@ from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.sampler import batch_of
 from meshwright.parallel.compiled import first_step
-from meshwright.parallel.group import of_process
+from meshwright.parallel.exchange.group import of_process
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
 from meshwright.train.ledger import joined, line_of

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.parallel.exchange import all_reduce
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange.exchange import all_reduce
+from meshwright.parallel.exchange.group import Group
 from meshwright.spec.record import StepRecord
 from meshwright.train.straggler import Phases
 

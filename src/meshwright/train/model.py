@@ -21,8 +21,8 @@ from meshwright.base.errors import InputError, did_you_mean
 from meshwright.checkpoint.weights import has_weights
 from meshwright.data.dataset import Objective
 from meshwright.models.registry import build
-from meshwright.parallel.capacity import FACTOR
-from meshwright.parallel.expert_bias import RATE
+from meshwright.parallel.experts.bias import RATE
+from meshwright.parallel.experts.capacity import FACTOR
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.workload import Lora
 from meshwright.train.adapters import attach

@@ -19,8 +19,8 @@ import xxhash
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.shard import raw
-from meshwright.parallel.exchange import all_reduce
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange.exchange import all_reduce
+from meshwright.parallel.exchange.group import Group
 from meshwright.train.keep import ranks_of
 from meshwright.train.trainer import Trainer
 

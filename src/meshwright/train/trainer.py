@@ -21,17 +21,17 @@ from meshwright.base.pulse import Phase
 from meshwright.parallel import state
 from meshwright.parallel.apply import parallelize_model
 from meshwright.parallel.engine import Parallel
-from meshwright.parallel.exchange import all_reduce
-from meshwright.parallel.expert import loads, pairs_by_expert, said
-from meshwright.parallel.expert_bias import move_biases
-from meshwright.parallel.heap import give_back
-from meshwright.parallel.local import Outer
+from meshwright.parallel.exchange.exchange import all_reduce
+from meshwright.parallel.exchange.heap import give_back
+from meshwright.parallel.experts.bias import move_biases
+from meshwright.parallel.experts.dispatch import loads, pairs_by_expert, said
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.parallel.offload.away import away_of
-from meshwright.parallel.products import check_device
+from meshwright.parallel.tensor.products import check_device
 from meshwright.parallel.update.door import MakeOptimizer, check_away, rule_of
 from meshwright.parallel.update.places import give_places
+from meshwright.parallel.zero.local import Outer
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.record import Mixtures, RunState, StepRecord

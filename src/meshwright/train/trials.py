@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.base.errors import InputError
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import Loader
-from meshwright.parallel.exchange import all_reduce
+from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.probe.machine import busy_seconds
 from meshwright.spec.launch import Launch
 from meshwright.spec.plan import Plan

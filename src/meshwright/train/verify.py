@@ -24,8 +24,8 @@ from meshwright.anatomy import read
 from meshwright.base.codec import Noun, build
 from meshwright.base.lines import Message
 from meshwright.models.output import IGNORED
-from meshwright.parallel.balance import coefficient_of
-from meshwright.parallel.capacity import FACTOR, drop_beyond
+from meshwright.parallel.experts.balance import coefficient_of
+from meshwright.parallel.experts.capacity import FACTOR, drop_beyond
 from meshwright.parallel.objective import Batch, Objective, logits_of
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import Plan

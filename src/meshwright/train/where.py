@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.anatomy import Split, local_slice
-from meshwright.parallel.absent import Absent
+from meshwright.parallel.pipeline.absent import Absent
 from meshwright.train.trainer import Trainer
 
 Key = tuple[str, int]

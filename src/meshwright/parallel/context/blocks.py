@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.absent import hidden_of
 from meshwright.parallel.context.call import Attending, Call
 from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.context.waiting import Waiting
-from meshwright.parallel.gates import with_hidden
+from meshwright.parallel.pipeline.absent import hidden_of
+from meshwright.parallel.pipeline.gates import with_hidden
 
 Path = tuple[int | str, ...]
 Places = dict[tuple[int, Path], int | None]

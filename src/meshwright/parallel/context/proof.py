@@ -23,12 +23,12 @@ from torch import nn
 from meshwright.anatomy import Anatomy
 from meshwright.anatomy.prove import lent
 from meshwright.base.errors import InputError
-from meshwright.parallel.absent import hidden_of
 from meshwright.parallel.context.blocks import SEQUENCE, Context, Path, Places, Way, is_mask, tensors_of
 from meshwright.parallel.context.call import Attending, Call, attend_plainly
 from meshwright.parallel.context.pieces import Pieces
-from meshwright.parallel.gates import map_first, with_hidden
 from meshwright.parallel.objective import logits_of
+from meshwright.parallel.pipeline.absent import hidden_of
+from meshwright.parallel.pipeline.gates import map_first, with_hidden
 
 ROWS = 3
 CHUNKS = ((3, 2), (2, 1))

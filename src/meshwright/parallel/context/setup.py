@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
-from meshwright.parallel.absent import Absent
-from meshwright.parallel.among import among
 from meshwright.parallel.context import ring, ulysses
 from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.context.call import Call, attend_plainly
@@ -21,8 +19,10 @@ from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.context.proof import Objection, prove
 from meshwright.parallel.context.travel import travel_of
 from meshwright.parallel.context.waiting import Waiting
-from meshwright.parallel.gates import Gate
+from meshwright.parallel.exchange.among import among
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline.absent import Absent
+from meshwright.parallel.pipeline.gates import Gate
 from meshwright.spec import plan as plans
 
 

@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel import exchange
 from meshwright.parallel.context.waiting import Waiting
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.group import Group
 
 Visit = Callable[[int, torch.Tensor], torch.Tensor]
 

@@ -17,11 +17,12 @@ from typing import NamedTuple
 import torch
 
 from meshwright.base.errors import InputError
-from meshwright.parallel import collectives, exchange
 from meshwright.parallel.context.call import Call, attend_plainly
 from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.context.waiting import Waiting
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.tensor import collectives
 
 
 class Way(NamedTuple):

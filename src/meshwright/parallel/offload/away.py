@@ -18,8 +18,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from meshwright.parallel.master import RUN
 from meshwright.parallel.offload.scratch import Scratch, aligned
+from meshwright.parallel.zero.master import RUN
 from meshwright.spec.plan import Offload, Plan
 
 WINDOW = 4 * RUN

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.heap import give_back
+from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.windows import AwayMaster, AwayWindow
+from meshwright.parallel.zero.flat import FlatUnit
 
 SOME = 16
 """Windows whose fresh states may lie around in the heap before it is given back."""

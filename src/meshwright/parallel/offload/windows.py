@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.master import Master, Run, is_elementwise, runs_of
 from meshwright.parallel.offload.away import WINDOW, Away
 from meshwright.parallel.offload.scratch import paged
+from meshwright.parallel.zero.master import Master, Run, is_elementwise, runs_of
 
 MASTER, GRADIENT = "master", "gradient"
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.master import Run
+from meshwright.parallel.zero.master import Run
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.master import Master
 from meshwright.parallel.update.rounding import TILE, Places, round_into
+from meshwright.parallel.zero.master import Master
 from meshwright.spec.workload import BLOCK_OF_STATES as BLOCK
 
 LEAST = 1e-30

@@ -8,10 +8,10 @@ import torch
 
 from meshwright.anatomy import intervals
 from meshwright.parallel.engine import Parallel
-from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.state import cut_of
 from meshwright.parallel.update.lean import Lean
 from meshwright.parallel.update.rounding import Places
+from meshwright.parallel.zero.flat import FlatUnit
 
 
 def places_of(engine: Parallel, unit: FlatUnit) -> Iterator[Places]:

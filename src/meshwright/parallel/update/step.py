@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
-from meshwright.parallel.flat import FlatUnit
 from meshwright.parallel.update.lean import Lean
+from meshwright.parallel.zero.flat import FlatUnit
 
 
 def is_alone(unit: FlatUnit) -> bool:

@@ -20,11 +20,11 @@ import torch
 from meshwright.anatomy import intervals
 from meshwright.base.errors import InputError
 from meshwright.parallel.engine import Parallel
-from meshwright.parallel.exchange import all_to_all_rows
-from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange.exchange import all_to_all_rows
+from meshwright.parallel.exchange.group import Group
 from meshwright.parallel.state import cut_of
 from meshwright.parallel.update.door import Rule, Whole
+from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.layout import shard_bounds
 
 Segment = tuple[int, int]

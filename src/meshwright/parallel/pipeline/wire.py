@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.exchange.shared import PAGE, Host, Segment
 from meshwright.parallel.mesh import WIRES, Mesh
-from meshwright.parallel.shared import PAGE, Host, Segment
 from meshwright.schedules.action import Kind
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

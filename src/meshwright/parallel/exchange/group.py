@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.parallel.lanes import Lanes
+from meshwright.parallel.exchange.lanes import Lanes
 
 
 @dataclass

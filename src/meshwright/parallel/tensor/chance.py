@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange.group import Group
 
 SPREAD = 1_000_003
 """Apart: the seeds of two ranks from one number."""

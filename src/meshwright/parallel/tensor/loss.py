@@ -15,8 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from meshwright.parallel import exchange
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.group import Group
 
 IGNORED = -100
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from meshwright.parallel import exact
-from meshwright.parallel.exchange import Pending, all_reduce
-from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.group import Group, part, settle
-from meshwright.parallel.master import Run
+from meshwright.parallel.exchange.exchange import Pending, all_reduce
+from meshwright.parallel.exchange.group import Group, part, settle
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.update import update_away
 from meshwright.parallel.update.step import update
+from meshwright.parallel.zero import exact
+from meshwright.parallel.zero.flat import FlatUnit
+from meshwright.parallel.zero.master import Run
 from meshwright.schedules.action import Action, Kind
 
 IN_FLIGHT = 2

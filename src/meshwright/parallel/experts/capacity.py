@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from meshwright.anatomy import Experts
 from meshwright.base.errors import InputError
-from meshwright.parallel import collectives
 from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.tensor import collectives
 
 FACTOR = "expert_capacity"
 """The attribute of a model that says so."""

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from meshwright.parallel.exchange import all_reduce
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange.exchange import all_reduce
+from meshwright.parallel.exchange.group import Group
 from meshwright.spec.precision import Recipe
 
 UNIT = 2.0**-52

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from meshwright.parallel.exchange import Pending, all_reduce
+from meshwright.parallel.exchange.exchange import Pending, all_reduce
 
 if TYPE_CHECKING:
-    from meshwright.parallel.group import Group
+    from meshwright.parallel.exchange.group import Group
 
 
 class Matrix(NamedTuple):

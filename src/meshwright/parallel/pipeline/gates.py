@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from meshwright.parallel.absent import check_beside, hidden_of
-from meshwright.parallel.carry import Carry
-from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.keeping import Keeping
+from meshwright.parallel.pipeline.absent import check_beside, hidden_of
+from meshwright.parallel.pipeline.carry import Carry
+from meshwright.parallel.pipeline.keeping import Keeping
+from meshwright.parallel.zero.flat import FlatUnit
 
 
 class StageDone(Exception):

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.parallel.shared import PAGE, Host, Segment
-from meshwright.parallel.underway import Crossing, UnderWay
+from meshwright.parallel.exchange.shared import PAGE, Host, Segment
+from meshwright.parallel.exchange.underway import Crossing, UnderWay
 
 if TYPE_CHECKING:
-    from meshwright.parallel.group import Group
+    from meshwright.parallel.exchange.group import Group
 
 LANES = 16
 UNDER_WAY = 2

@@ -28,14 +28,15 @@ from torch.nn import functional as F
 from meshwright.anatomy import Anatomy, Experts, local_slice
 from meshwright.anatomy.experts import count_experts, holding
 from meshwright.base.errors import InputError
-from meshwright.parallel import collectives, exchange
-from meshwright.parallel.capacity import Capacity, capacity_of
-from meshwright.parallel.expert_bias import check_biases
-from meshwright.parallel.expert_ranks import ExpertRanks
-from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.experts.bias import check_biases
+from meshwright.parallel.experts.capacity import Capacity, capacity_of
+from meshwright.parallel.experts.ranks import ExpertRanks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch, rows_of
+from meshwright.parallel.tensor import collectives
+from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.layout import LayerSlots, Slot, unit_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe

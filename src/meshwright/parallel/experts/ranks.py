@@ -18,8 +18,8 @@ from typing import NamedTuple
 from torch import nn
 
 from meshwright.anatomy import Anatomy, Experts
-from meshwright.parallel.among import among
-from meshwright.parallel.group import Group, Sharing
+from meshwright.parallel.exchange.among import among
+from meshwright.parallel.exchange.group import Group, Sharing
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.grid import Grid
 

@@ -19,10 +19,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from meshwright.parallel import collectives, exchange
-from meshwright.parallel.backlog import PutOff, product
-from meshwright.parallel.exchange import Pending
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.exchange import Pending
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.pipeline.backlog import PutOff, product
+from meshwright.parallel.tensor import collectives
 
 
 class Crossing:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from meshwright.parallel.group import Group
-from meshwright.parallel.join import joined
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.exchange.join import joined
 from meshwright.parallel.mesh import Mesh
 
 

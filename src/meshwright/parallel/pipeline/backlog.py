@@ -26,7 +26,7 @@ from meshwright.anatomy import Anatomy, is_plain
 from meshwright.spec.plan import Plan, Recompute
 
 if TYPE_CHECKING:
-    from meshwright.parallel.flat import FlatUnit
+    from meshwright.parallel.zero.flat import FlatUnit
 
 Make = Callable[[], torch.Tensor]
 PutOff = Callable[[torch.Tensor, torch.Tensor], None]

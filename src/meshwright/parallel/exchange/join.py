@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from meshwright.parallel.group import Group, of_lanes, of_process
-from meshwright.parallel.tiers import WAYS, Tiers, table_of
+from meshwright.parallel.exchange.group import Group, of_lanes, of_process
+from meshwright.parallel.exchange.tiers import WAYS, Tiers, table_of
 
 if TYPE_CHECKING:
     from meshwright.parallel.mesh import Mesh

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from meshwright.parallel import exchange
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.group import Group
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 

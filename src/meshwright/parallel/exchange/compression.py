@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from meshwright.parallel.exchange import Pending, all_gather, all_to_all
-from meshwright.parallel.lowrank import LowRank, matrices
-from meshwright.parallel.tiers import Tiers
+from meshwright.parallel.exchange.exchange import Pending, all_gather, all_to_all
+from meshwright.parallel.exchange.lowrank import LowRank, matrices
+from meshwright.parallel.exchange.tiers import Tiers
 from meshwright.spec.compression import BLOCK, Compression
 
 if TYPE_CHECKING:
-    from meshwright.parallel.group import Group
+    from meshwright.parallel.exchange.group import Group
 
 
 class Code(Protocol):

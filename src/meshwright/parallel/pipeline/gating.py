@@ -8,11 +8,11 @@ from itertools import pairwise
 from torch import nn
 
 from meshwright.anatomy import Anatomy
-from meshwright.parallel.absent import Absent
-from meshwright.parallel.flat import FlatUnit
-from meshwright.parallel.gates import Gate, Run
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.tensor import SequenceRegion
+from meshwright.parallel.pipeline.absent import Absent
+from meshwright.parallel.pipeline.gates import Gate, Run
+from meshwright.parallel.tensor.layers import SequenceRegion
+from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.plan import Plan
 
 COPY = "embedding's copy"

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from meshwright.anatomy import Anatomy, is_plain
 from meshwright.base.errors import InputError
-from meshwright.parallel.group import Group
-from meshwright.parallel.loss import local_losses
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.tensor.loss import local_losses
 from meshwright.spec.plan import Plan
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import torch
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.compression import coded
-from meshwright.parallel.exchange import all_reduce
-from meshwright.parallel.flat import FlatUnit, vector
-from meshwright.parallel.group import Group
-from meshwright.parallel.zero import Zero
+from meshwright.parallel.exchange.compression import coded
+from meshwright.parallel.exchange.exchange import all_reduce
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.zero.flat import FlatUnit, vector
+from meshwright.parallel.zero.zero import Zero
 from meshwright.spec.compression import Compression
 from meshwright.spec.local import Local
 from meshwright.spec.precision import Recipe

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.group import Group, Meter
-from meshwright.parallel.lanes import Across
+from meshwright.parallel.exchange.group import Group, Meter
+from meshwright.parallel.exchange.lanes import Across
 
 
 class Pending:

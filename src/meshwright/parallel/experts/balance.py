@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError
-from meshwright.parallel import collectives
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch
+from meshwright.parallel.tensor import collectives
 
 FLAG = "output_router_logits"
 TOLERANCE = 1e-4

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel import exact
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.wire import Message, SharedWire, Wire, wire_of
+from meshwright.parallel.pipeline.wire import Message, SharedWire, Wire, wire_of
+from meshwright.parallel.zero import exact
 from meshwright.schedules import orders
 from meshwright.schedules.action import Action, Kind
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from meshwright.parallel import exchange
-from meshwright.parallel.lanes import HALFWAY, POSTED, Across, Lanes, reduce_parts, slice_of
-from meshwright.parallel.underway import CROSSED, Crossing
+from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.lanes import HALFWAY, POSTED, Across, Lanes, reduce_parts, slice_of
+from meshwright.parallel.exchange.underway import CROSSED, Crossing
 
 if TYPE_CHECKING:
-    from meshwright.parallel.group import Group
-    from meshwright.parallel.shared import Host
+    from meshwright.parallel.exchange.group import Group
+    from meshwright.parallel.exchange.shared import Host
 
 WAYS = 3
 """Sums, what of them waits for something to have crossed, and gatherings."""

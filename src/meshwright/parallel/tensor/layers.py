@@ -31,11 +31,11 @@ from meshwright.anatomy import (
     share_of,
 )  # fmt: skip
 from meshwright.base.errors import InputError
-from meshwright.parallel import collectives
-from meshwright.parallel.backlog import product
-from meshwright.parallel.chance import draw_apart
-from meshwright.parallel.columns import Column, Entry, Inflow
-from meshwright.parallel.group import Group
+from meshwright.parallel.exchange.group import Group
+from meshwright.parallel.pipeline.backlog import product
+from meshwright.parallel.tensor import collectives
+from meshwright.parallel.tensor.chance import draw_apart
+from meshwright.parallel.tensor.columns import Column, Entry, Inflow
 
 
 def shard_model(model: nn.Module, anatomy: Anatomy, group: Group | None, sequence_parallel: bool) -> None:

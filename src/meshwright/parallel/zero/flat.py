@@ -22,15 +22,15 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.backlog import Backlog
-from meshwright.parallel.compression import Vector, Ways, coded
-from meshwright.parallel.exact import Sums
-from meshwright.parallel.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
-from meshwright.parallel.group import Sharing, alone
-from meshwright.parallel.master import Master
+from meshwright.parallel.exchange.compression import Vector, Ways, coded
+from meshwright.parallel.exchange.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
+from meshwright.parallel.exchange.group import Sharing, alone
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.windows import AwayMaster
+from meshwright.parallel.pipeline.backlog import Backlog
 from meshwright.parallel.update.lean import Lean
+from meshwright.parallel.zero.exact import Sums
+from meshwright.parallel.zero.master import Master
 from meshwright.spec.compression import Compression
 from meshwright.spec.layout import Unit, shard_bounds
 from meshwright.spec.precision import Recipe

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: one unmodified model as stages that play a schedule over real ranks."""
