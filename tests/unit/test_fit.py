@@ -124,7 +124,7 @@ def test_an_improvement_is_measured_in_tokens_per_second() -> None:
     chosen = search(job, 1).chosen
     step = chosen.estimate.time.step
     found = {it.name: it for it in improvements(job, step, chosen=chosen.plan)}
-    assert found.keys() == {"memory", "compute", "links", "network", "batch"}
+    assert found.keys() == {"memory", "compute", "links", "network", "batch", "int8", "low-rank", "local"}
     assert all(it.speed >= 1 - 0.05 for it in found.values())
     doubled = search(job.but(workload=job.workload.but(batch=64)), 1).chosen.estimate
     assert found["batch"].speed == pytest.approx(2 * step / doubled.time.step)

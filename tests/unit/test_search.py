@@ -12,6 +12,7 @@ from jobs import GIB, cluster, decoder, named_job, small_job
 
 from meshwright.base.errors import InputError, NothingFits
 from meshwright.cost.box import box_of
+from meshwright.cost.hiding import bucket
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
@@ -31,7 +32,7 @@ from meshwright.words.say import say
 
 def every_plan(job: Job) -> Iterator[Plan]:
     """All plans of the space, one by one: the boxes of every region taken apart."""
-    for box in Space(job).boxes():
+    for box in Space(job, bucket=bucket(Pricer(job).setting)).boxes():
         for index in np.argwhere(np.broadcast_to(box.legal[0], box.shape)).tolist():
             yield box.plan(tuple(index))
 

@@ -45,13 +45,21 @@ class Interrupted(MeshwrightError):
     exit_code = 75
 
 
+LESS_ALIKE = 0.05
+"""How much less like the word a name may be than the nearest one, to be offered with it."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A clause that names the nearest known words, or nothing when none is near.
 
     >>> did_you_mean("memroy", ["memory", "peak"])
     "; did you mean 'memory'?"
+    >>> did_you_mean("sequnce", ["sequence", "reduce"])
+    "; did you mean 'sequence'?"
     >>> did_you_mean("zebra", ["memory"])
     ''
     """
     near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    alike = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
+    near = [name for name, share in zip(near, alike, strict=True) if share > alike[0] - LESS_ALIKE]
     return "; did you mean " + " or ".join(repr(name) for name in near) + "?" if near else ""

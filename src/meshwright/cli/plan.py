@@ -78,8 +78,6 @@ def plan(
     _check(shared, wanted, shown)
     language = language_of(shown.lang, os.environ)
     file = read_file(job, shared)
-    if job is None and shared.model and shared.batch is None and shared.seq is None and not shared.set:
-        note(said(tell("question.usual", batch=file.workload.batch, sequence=file.workload.sequence), language))
     question = resolve(file)
     if wanted.pin:
         question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
@@ -92,6 +90,8 @@ def plan(
         raise error.said(language) from None
     answer = led_by(question, answer, best) if best is not None else answer
     question = narrowed(question, answer)
+    if job is None and shared.model and shared.batch is None and shared.seq is None and not shared.set:
+        note(said(tell("question.usual", batch=question.workload.batch, sequence=question.workload.sequence), language))
     if shown.why_not is not None:
         _why_not(question, answer, shown.why_not, wanted.runnable, language, json)
     elif json:
