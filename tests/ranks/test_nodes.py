@@ -65,7 +65,8 @@ class Nodes:
     def end(self) -> tuple[int, str, int]:
         """Exit code and words of the first node, exit code of the last one that was started."""
         _, err = self.processes[0].communicate(timeout=240)
-        return self.processes[0].returncode, err, self.processes[-1].wait(60)
+        codes = [process.wait(60) for process in self.processes]
+        return codes[0], err, codes[-1]
 
     def losses(self) -> dict[int, float]:
         return {record["step"]: record["loss"] for record in map(json.loads, (self.folder / "records.jsonl").read_text().splitlines())}
