@@ -124,7 +124,9 @@ def test_text_is_plain_and_fits_100_columns(tokens: list[str], capsys: pytest.Ca
 def test_plan_says_why_in_at_most_five_lines_and_why_others_were_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = called(capsys, "plan", *LARGE, "--top", "1", "--runnable")
     question, table, why, tally = out.strip().split("\n\n")
-    assert question.startswith("model    llama-65b: 65.3 B parameters") and sum(not line.startswith(" ") for line in table.splitlines()) == 2
+    assert (
+        question.startswith("model    llama-65b: 65.3 B parameters") and sum(not line.startswith(" ") for line in table.splitlines()) == 2
+    )
     assert 1 <= sum(not line.startswith(" ") for line in why.splitlines()) <= 5
     assert "plans considered" in tally and "does not fit" in tally
 
