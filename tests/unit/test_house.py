@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -328,3 +329,9 @@ def test_commands_and_options_are_those_that_were_promised() -> None:
 @pytest.mark.parametrize("text", ["import meshwright.cost.step", "from meshwright.cost import step"])
 def test_the_checker_sees_both_forms_of_import(text: str) -> None:
     assert {room_of(name) for name, _ in ours(ast.parse(text))} == {"cost"}
+
+
+def test_every_file_of_tests_has_a_name_of_its_own() -> None:
+    """pytest imports them by name alone: two of one name end the whole run before it begins."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
