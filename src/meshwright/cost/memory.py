@@ -80,32 +80,42 @@ class Footprint(NamedTuple):
 
 def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: Array) -> Footprint:
     """Everything on each kind of rank."""
-    recipe = setting.recipe
-    zero, where = box.zero, away(box)
-    whole = states.numel + states.experts
-    shard = states.numel * portion(box) + states.experts / lift(box.expert_holders, "z")
-    parameters = np.where(zero == 3, shard, whole) * recipe.size
-    gradients = np.where(zero >= 2, shard, whole) * setting.gradient + np.where(zero == 0, states.numel * setting.practice.bucketed, 0)
-    trained = setting.job.model.trained(box.tp)
-    updated = np.where(zero >= 1, shard, whole)
-    gradients = (gradients + asked.kept_back(setting, box, whole, updated)) * trained
-    held = (updated * (recipe.master + state_bytes(setting)) + asked.of_replicas(setting, updated)) * trained
+    where = away(box)
+    parameters, gradients, held = lasting(setting, box, states)
     moving = moved(setting, box, states, tokens)
     at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere
     fullest = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)
     activations = np.where(at_head > elsewhere, alive.at_head, alive.elsewhere)
-    resting = where.parameters * parameters + where.optimizer * held + alive.on_host
+    waiting = where.parameters * parameters + where.optimizer * held + alive.on_host
     elsewhere_held = where.optimizer + where.optimizer_files
-    passing_by = windows(setting, box, shard_of(box, states), shard)
+    passing_by = windows(setting, box, shard_of(box, states), shard_elements(box, states))
     return Footprint(
         parameters * (1 - where.parameters),
         gradients,
         held * (1 - elsewhere_held),
         activations,
         fullest - activations + passing_by,
-        resting,
+        waiting,
         where.optimizer_files * held,
     )
+
+
+def lasting(setting: Setting, box: Box, states: States) -> tuple[Array, Array, Array]:
+    """Bytes of parameters, gradients and optimizer of each kind of rank, wherever they wait."""
+    recipe, zero = setting.recipe, box.zero
+    whole, shard = states.numel + states.experts, shard_elements(box, states)
+    parameters = np.where(zero == 3, shard, whole) * recipe.size
+    gradients = np.where(zero >= 2, shard, whole) * setting.gradient + np.where(zero == 0, states.numel * setting.practice.bucketed, 0)
+    trained = setting.job.model.trained(box.tp)
+    updated = np.where(zero >= 1, shard, whole)
+    gradients = (gradients + asked.kept_back(setting, box, whole, updated)) * trained
+    held = (updated * (recipe.master + state_bytes(setting)) + asked.of_replicas(setting, updated)) * trained
+    return parameters, gradients, held
+
+
+def shard_elements(box: Box, states: States) -> Array:
+    """Elements of one shard of what a rank's replicas share."""
+    return states.numel * portion(box) + states.experts / lift(box.expert_holders, "z")
 
 
 class Moving(NamedTuple):

@@ -37,6 +37,12 @@ def away(box: Box) -> Away:
     return Away(*(lift([float(what in choice) for choice in box.offload], "f") for what in Offload))
 
 
+def gone(box: Box) -> tuple[Array, Array, Array]:
+    """Which choices along f keep parameters, gradients and the optimizer off the device; gradients never are."""
+    where = away(box)
+    return where.parameters, lift(0.0, ""), where.optimizer + where.optimizer_files
+
+
 def passing(setting: Setting, box: Box, weights: Array, kept: Array, before: Array, behind: Array) -> Array:
     """Seconds a micro-batch that `weights` bytes, needed forward and backward, and `kept` bytes of activations add to what runs beside them."""
     bandwidth = setting.host_bandwidth

@@ -12,6 +12,7 @@ ZeRO, no recompute, no sequence parallelism, the plainer schedule.
     repeating  a plan that recompute of no block and no offload leaves with a margin is faster than the same plan with them: those choices
                are priced only where it is not
     offload    of several things at once takes no less time than of each alone: it is priced where each alone is fast enough
+    relief     recompute and offload are priced where bounds on their bytes and seconds (cost/relief.py) leave room for the best of all
     others     what is listed, and the families, are of the usual order of axes, with all blocks alike and nothing offloaded; another order,
                recompute of part of the blocks and offload are priced only where they can be the best of all
 
@@ -20,7 +21,7 @@ Both follow from the step growing with every item of it; a test prices every pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,6 +31,7 @@ from meshwright.cost.box import Array, Box
 from meshwright.cost.hiding import bucket
 from meshwright.cost.memory import Footprint, ample, reserved, usable
 from meshwright.cost.price import Pricer
+from meshwright.cost.relief import least
 from meshwright.search.answer import Objective
 from meshwright.search.partly import FEW, Partly, crop
 from meshwright.search.ranking import ROUNDING, Candidate, Priced, Ranking
@@ -180,24 +182,39 @@ class Survey:
 
     def _beside(self, region: Region, box: Box, priced: Priced) -> None:
         """Recompute of some of the blocks, and offload, where `box` leaves no margin without them."""
-        self._partly(region, box, self._asked(priced), priced)
-        asked = self._asked(priced)
-        if not asked.any():
+        if not (asked := self._asked(priced)).any():
             return
-        sent, at = crop(box, asked)
+        box, at = crop(box, asked)
+        every = np.arange(priced.seconds.shape[3]).reshape(1, 1, 1, -1, 1, 1)
+        priced = Priced(*(table[(*at[:3], every, *at[4:])] for table in priced))
+        ways = ((), *region.offloads)
+        open_ = self._open(box, asked[at], priced, ways)
+        self._partly(region, box, open_[()], priced)
         alone = [choice for choice in region.offloads if len(choice) == 1]
-        quick: dict[Offload, Array] = {}
         for together in ([it for it in alone if it != ACTIVATIONS], [it for it in alone if it == ACTIVATIONS]):
-            found = self._sent(region, sent, asked[at], tuple(together)) if together else asked
-            quick |= {choice[0]: found[..., which : which + 1] <= self.ranking.record for which, choice in enumerate(together)}
+            near = np.logical_or.reduce([open_[choice] for choice in together]) if together else np.zeros(1, dtype=bool)
+            if near.any():
+                sent, where = crop(box, near)
+                found = self._sent(region, sent, near[where], tuple(together))
+                for which, (what,) in enumerate(together):
+                    slow = np.zeros_like(near)
+                    slow[where] = found[..., which : which + 1] > self.ranking.record
+                    for choice in region.offloads:
+                        if what in choice:
+                            open_[choice] = open_[choice] & ~slow
         for choice in region.offloads:
-            if len(choice) > 1:
-                near = asked[at].copy()
-                for what in choice:
-                    near &= quick.get(what, True)
-                if near.any():
-                    part, within = crop(sent, near)
-                    self._sent(region, part, near[within], (choice,))
+            if len(choice) > 1 and open_[choice].any():
+                sent, where = crop(box, open_[choice])
+                self._sent(region, sent, open_[choice][where], (choice,))
+
+    def _open(self, box: Box, asked: Array, priced: Priced, ways: Sequence[tuple[Offload, ...]]) -> dict[tuple[Offload, ...], Array]:
+        """Of the plans that are asked for, those that each way to offload could make the best of all, over obs1z1."""
+        bound = least(self.pricer, box, tuple(ways))
+        seconds = np.maximum(priced.seconds[:, :, :, :1] + bound.more, bound.link)
+        seconds = np.where(bound.safe > ample(self.pricer.setting), seconds * (1.0 + TIGHT_GAIN), seconds)
+        room = self._usable if self.ranking.best else np.inf  # while nothing fits, what comes nearest is wanted
+        found = asked & (bound.taken * (1 - ROUNDING) <= room) & (seconds * (1 - ROUNDING) <= self.ranking.record)
+        return {way: found[..., at : at + 1] for at, way in enumerate(ways)}
 
     def _sent(self, region: Region, box: Box, asked: Array, offloads: tuple[tuple[Offload, ...], ...]) -> Array:
         """Prices the plans of `box` that offload so; the least seconds of each, whatever recomputes, over obs1zf."""
