@@ -252,15 +252,19 @@ class Pricer:
         """Seconds that a micro-batch waits for its host."""
         if not any(box.offload):
             return lift(0.0, "")
+        saved = self.saved(box, ranks)
+        room = (np.maximum(one.forward - data.beside_forward, 0.0), np.maximum(one.backward - data.beside_backward, 0.0))
+        return offload.passing(self.setting, box, held(box, found, zero=3) * self.setting.recipe.size, saved, *room)
+
+    def saved(self, box: Box, ranks: Ranks) -> Array:
+        """Bytes that the blocks of each of `ranks` keep of a micro-batch until its backward."""
         tokens, core = self._tokens(box), np.array([choice.kind == Recompute.selective for choice in box.recompute])
         never = np.zeros(len(core), dtype=bool)
         layers = [kept(self.setting, entry, box, tokens) for entry in self.setting.entries]
         plain, entering = (np.stack([each.when(which, core)[0] for each in layers]) for which in (never, ~never))
         again = ranks.again(box.recompute, self._blocks)
         rest = (ranks.layers * self._blocks)[..., None] - again
-        saved = np.einsum("roec,ebsc->robsc", again, entering) + np.einsum("roec,ebsc->robsc", rest, plain)
-        room = (np.maximum(one.forward - data.beside_forward, 0.0), np.maximum(one.backward - data.beside_backward, 0.0))
-        return offload.passing(self.setting, box, held(box, found, zero=3) * self.setting.recipe.size, lift(saved, "robsc"), *room)
+        return lift(np.einsum("roec,ebsc->robsc", again, entering) + np.einsum("roec,ebsc->robsc", rest, plain), "robsc")
 
     def _bubble(self, box: Box, ranks: Ranks, each: Array, one: Passes) -> Array:
         counts = lift(ranks.numbers, "ro")

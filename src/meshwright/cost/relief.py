@@ -6,7 +6,9 @@ recomputes does then, but for what entered it. So states, and activations where 
 stands where a block keeps no less, without its attention core, than enters it.
 
 [Note: least seconds] Of the optimizer elsewhere nothing is hidden: the step changes by the update. Weights from the host cost at least the
-slowdown of what runs beside them, and no micro-batch goes faster than the link.
+slowdown of what runs beside them, and no micro-batch goes faster than the link. Activations K seconds from the host, beside passes of P seconds,
+cost the larger of 2 K - (1 - slowdown) P and 2 K slowdown; over the number of recomputed blocks both are lines, so that the least is where all, none,
+or so many recompute that the two are equal. Ranks are taken as the one that gains least, data ranks as silent.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from meshwright.cost import constants, offload
 from meshwright.cost.box import Again, Array, Box, lift
 from meshwright.cost.memory import activations, kept, lasting, reserved
-from meshwright.cost.price import Pricer, held
+from meshwright.cost.price import Pricer, Ranks, held
 from meshwright.cost.reduction import update
 from meshwright.spec.plan import Offload, Recompute
 
@@ -36,7 +38,7 @@ class Least(NamedTuple):
 
 def least(pricer: Pricer, box: Box, offloads: tuple[tuple[Offload, ...], ...]) -> Least:
     """Of the plans of `box` with each of `offloads`, the first of which keeps all on the device, and any choice of recompute."""
-    box = replace(box, recompute=(Again(Recompute.layer),), offload=offloads)
+    given, box = box, replace(box, recompute=(Again(Recompute.layer),), offload=offloads)
     setting, ranks = pricer.setting, pricer.ranks(box)
     states = pricer.states(box, ranks)
     alive = activations(setting, box, box.tokens(setting.job.workload.sequence), ranks.of_order)
@@ -48,10 +50,10 @@ def least(pricer: Pricer, box: Box, offloads: tuple[tuple[Offload, ...], ...]) -
     updating = there.max(axis=0) + elsewhere.max(axis=0)
     more, link = updating - updating[..., :1], lift(0.0, "")[0]
     if setting.host_bandwidth:
-        weights = offload.away(box).parameters * held(box, states, zero=3) * (2.0 * setting.recipe.size / setting.host_bandwidth)
-        counts = lift(box.counts, "b")[0]
-        more = more + counts * constants.OVERLAP_SLOWDOWN * weights.min(axis=0)
-        link = counts * weights.max(axis=0)
+        where, counts = offload.away(box), lift(box.counts, "b")[0]
+        weights = where.parameters * held(box, states, zero=3) * (2.0 * setting.recipe.size / setting.host_bandwidth)
+        waits = constants.OVERLAP_SLOWDOWN * weights + where.activations * _both_ways(pricer, given, ranks)
+        more, link = more + counts * waits.min(axis=0), counts * weights.max(axis=0)
     return Least(taken, safe, more, link)
 
 
@@ -63,3 +65,22 @@ def _entering(pricer: Pricer, box: Box) -> Array:
         return lift(np.inf, "")
     stands = all((each.whole - each.core >= each.entering).all() for each in blocks)
     return lift(np.maximum.reduce([each.entering for each in blocks]), "bs") if stands else lift(np.inf, "")
+
+
+def _both_ways(pricer: Pricer, box: Box, ranks: Ranks) -> Array:
+    """Seconds that a micro-batch of each of `ranks` waits at least where activations are offloaded, with its recompute; [Note: least seconds]."""
+    if box.recompute[0] != Again(Recompute.none):
+        return lift(0.0, "")
+    box = replace(box, recompute=(Again(Recompute.none), Again(Recompute.layer), *box.recompute[1:]))
+    one, slowed = pricer.passes(box, ranks), constants.OVERLAP_SLOWDOWN
+    again = one.backward - one.backward[..., :1, :, :]
+    way = 2.0 * pricer.saved(box, ranks) / pricer.setting.host_bandwidth
+    seen = again + way - (1.0 - slowed) * (one.forward + one.backward)
+    hidden = again + slowed * way
+    (seen_none, seen_whole), (hidden_none, hidden_whole) = (
+        np.moveaxis(line[..., :2, :, :], -3, 0)[..., None, :, :] for line in (seen, hidden)
+    )
+    before, after = seen_none - hidden_none, hidden_whole - seen_whole
+    part = np.clip(np.divide(before, before + after, out=np.zeros_like(before), where=before * after > 0), 0.0, 1.0)
+    equal = np.where(part > 0, seen_none + part * (seen_whole - seen_none), np.inf)
+    return np.minimum(np.maximum(seen, hidden).min(axis=-3, keepdims=True), equal)

@@ -21,8 +21,9 @@ Both follow from the step growing with every item of it; a test prices every pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
@@ -47,8 +48,6 @@ TIGHT_GAIN = 0.05
 
 ROWS = 1 << 16
 """Plans of one box at most, so that its arrays stay in a core's cache."""
-
-ACTIVATIONS = (Offload.activations,)
 
 SPARSE = 0.5
 """Of a box; when fewer are fast enough, only their memory is priced."""
@@ -190,22 +189,18 @@ class Survey:
         ways = ((), *region.offloads)
         open_ = self._open(box, asked[at], priced, ways)
         self._partly(region, box, open_[()], priced)
-        alone = [choice for choice in region.offloads if len(choice) == 1]
-        for together in ([it for it in alone if it != ACTIVATIONS], [it for it in alone if it == ACTIVATIONS]):
-            near = np.logical_or.reduce([open_[choice] for choice in together]) if together else np.zeros(1, dtype=bool)
-            if near.any():
-                sent, where = crop(box, near)
-                found = self._sent(region, sent, near[where], tuple(together))
-                for which, (what,) in enumerate(together):
-                    slow = np.zeros_like(near)
-                    slow[where] = found[..., which : which + 1] > self.ranking.record
-                    for choice in region.offloads:
-                        if what in choice:
-                            open_[choice] = open_[choice] & ~slow
-        for choice in region.offloads:
-            if len(choice) > 1 and open_[choice].any():
-                sent, where = crop(box, open_[choice])
-                self._sent(region, sent, open_[choice][where], (choice,))
+        waiting = sorted(region.offloads, key=lambda choice: (Offload.activations in choice, len(choice)))
+        while waiting := [choice for choice in waiting if open_[choice].any()]:
+            together = gathered({choice: open_[choice] for choice in waiting}, len(box.recompute))
+            near = np.concatenate([open_[choice] for choice in together], axis=-1)
+            sent, where = crop(replace(box, offload=together), near)
+            quickest = np.full(near.shape, -np.inf)
+            quickest[where] = self._sent(region, sent, near[where])
+            waiting = [choice for choice in waiting if choice not in together]
+            for which, alone in enumerate(together):
+                for choice in waiting:
+                    if len(alone) == 1 and alone[0] in choice:
+                        open_[choice] = open_[choice] & (quickest[..., which : which + 1] <= self.ranking.record)
 
     def _open(self, box: Box, asked: Array, priced: Priced, ways: Sequence[tuple[Offload, ...]]) -> dict[tuple[Offload, ...], Array]:
         """Of the plans that are asked for, those that each way to offload could make the best of all, over obs1z1."""
@@ -216,12 +211,11 @@ class Survey:
         found = asked & (bound.taken * (1 - ROUNDING) <= room) & (seconds * (1 - ROUNDING) <= self.ranking.record)
         return {way: found[..., at : at + 1] for at, way in enumerate(ways)}
 
-    def _sent(self, region: Region, box: Box, asked: Array, offloads: tuple[tuple[Offload, ...], ...]) -> Array:
-        """Prices the plans of `box` that offload so; the least seconds of each, whatever recomputes, over obs1zf."""
-        sent = replace(box, offload=offloads)
+    def _sent(self, region: Region, sent: Box, asked: Array) -> Array:
+        """Prices plans that offload, all activations or none of them; the least seconds of each, whatever recomputes, over obs1zf."""
         found = self.price(sent, self.ranking.limit)
         self.ranking.take(sent, found, with_families=False)
-        return self._partly(region, sent, asked if Offload.activations in offloads[0] else asked & self._asked(found), found)
+        return self._partly(region, sent, asked if Offload.activations in sent.offload[0] else asked & self._asked(found), found)
 
     def _partly(self, region: Region, box: Box, asked: Array, priced: Priced) -> Array:
         """Of the numbers of blocks that recompute, the best of each plan that is asked for; the least seconds of each."""
@@ -232,6 +226,25 @@ class Survey:
         for part, each in partly.explore(asked, none, whole):
             self.ranking.take(part, each, with_families=False)
         return partly.quickest
+
+
+def gathered(open_: Mapping[tuple[Offload, ...], Array], recompute: int) -> tuple[tuple[Offload, ...], ...]:
+    """Of the ways to offload the first, and those like it that are priced in one box with it no slower than by themselves."""
+    first, *others = open_
+    found, mask = [first], open_[first]
+    for way in others:
+        both = mask | open_[way]
+        alone = len(found) * extent(mask) + extent(open_[way])
+        if (Offload.activations in way) == (Offload.activations in first) and recompute * ((len(found) + 1) * extent(both) - alone) <= FEW:
+            found.append(way)
+            mask = both
+    return tuple(found)
+
+
+def extent(mask: Array) -> int:
+    """Plans of the least box that holds what `mask` asks for."""
+    kept = (mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)) for axis in range(mask.ndim))
+    return prod(int(np.count_nonzero(each)) for each in kept)
 
 
 def _least(box: Box) -> Array:
