@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.shares import by_speed
-from meshwright.train.straggler import FIRST, STEADY, WINDOW, Phase, Phases, Slow, Watch
+from meshwright.train.straggler import FIRST, LONG, STEADY, WINDOW, Phase, Phases, Slow, Watch
 
 
 def steps(
@@ -48,7 +48,7 @@ def wandering(plan: str, seed: int) -> int:
     return alarms
 
 
-@pytest.mark.parametrize("plan", ["dp4.z1", "dp2.pp2.z1", "dp4.z3"])
+@pytest.mark.parametrize("plan", ["dp4.z1", "dp2.pp2.z1", "dp4.z3", "pp4"])
 def test_ranks_that_other_programs_take_cores_from_in_turn_raise_one_alarm_in_four_thousand_steps_at_most(plan: str) -> None:
     assert sum(wandering(plan, seed) for seed in range(20)) <= 1
 
@@ -121,3 +121,29 @@ def test_what_a_change_of_shares_gained_is_said_beside_what_it_promised_and_a_ra
     gains = [re.search(r"is ([0-9.]+) times as fast as before it, ([0-9.]+) predicted", line) for line in said]
     measured = [(float(match[1]), float(match[2])) for match in gains if match]
     assert len(measured) == len(plans) and all(found == pytest.approx(promised, rel=0.05) for found, promised in measured)
+
+
+def asked(name: str, slow: float) -> list[dict[str, object]]:
+    """What is told of 100 steps in which rank 3 computes so many times as long from step 30 on, and all wait for it."""
+    told: list[dict[str, object]] = []
+    plan = parse_plan(name)
+    watch = Watch(plan, 32, tell=lambda kind, **entries: told.append({"kind": kind, **entries}))
+    for step in range(100):
+        each = 0.1 / plan.micro_batches(32)
+        busy = tuple(each * count * (slow if rank == 3 and step >= 30 else 1.0) for rank, count in enumerate(watch.counts))
+        watch.heed(Phases(busy, (0.0,) * 4, tuple(max(busy) + 0.02 - each for each in busy)), step, balance=True)
+    return told
+
+
+@pytest.mark.parametrize("name", ["dp4.z2", "dp4.z3", "tp4", "pp4", "dp2.tp2.z2", "dp2.pp2.z2"])
+def test_a_rank_that_no_shares_help_is_told_of_once_it_was_slow_for_long(name: str) -> None:
+    told = asked(name, 2.0)
+    assert {message["kind"] for message in told} == {"slow"} and all(message["ranks"] == (3,) for message in told)
+    first = told[0]
+    assert 30 + LONG < first["step"] < 30 + WINDOW + STEADY + LONG + 2 * WINDOW  # type: ignore[operator]
+    assert (first["plan"], first["times"], first["seconds"], first["without"]) == (name, *map(pytest.approx, (2.0, 0.22, 0.12)))
+    assert asked(name, 1.2) == []
+
+
+def test_where_shares_make_up_for_a_slow_rank_nobody_asks_to_leave_it_out() -> None:
+    assert [message["kind"] for message in asked("dp4.z1", 1.5)] == ["shares", "gained"]

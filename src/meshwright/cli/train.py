@@ -10,6 +10,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,12 +21,15 @@ from meshwright.cli.options import AsJson, JobPath, Shared, say_json
 if TYPE_CHECKING:
     from meshwright.cli.nodes import Place
     from meshwright.cli.preparation import Choice
+    from meshwright.spec.job import Job
     from meshwright.spec.launch import Launch
+    from meshwright.spec.plan import Plan
     from meshwright.train.rank import Launched
     from meshwright.train.screen import Screen
 
 LOOP = "meshwright.train.loop"
 SCRIBE = "meshwright.train.scribe:write"
+PROBE = "meshwright.train.probing:speed"
 
 
 def train(
@@ -97,6 +101,7 @@ def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen
     from meshwright.cli.nodes import leading, told
     from meshwright.cli.preparation import read_file
     from meshwright.elastic.replan import plan_for
+    from meshwright.elastic.slots import Leaving
     from meshwright.elastic.supervisor import Care, Supervisor, Work
 
     shared = _after_trials(job, shared, pin, trials) if trials else shared
@@ -111,16 +116,35 @@ def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen
                 f"{LOOP}:train", launch.plan.world, launch.model_dump(mode="json"), folder, warm, plan=launch.plan.name, scribe=SCRIBE
             )
 
+        @cache
+        def chosen(world: int) -> tuple[Job | None, Plan]:
+            """The plan of so many ranks; that of all is the one that the run began with."""
+            if world == launch.plan.world:
+                return choice.question, launch.plan
+            return plan_for(choice.question, launch.workload.batch, world)
+
         def replan(world: int) -> Work:
             from meshwright.cli.preparation import Choice, write_run
             from meshwright.cost.step import estimate
 
-            question, plan = plan_for(choice.question, launch.workload.batch, world)
+            question, plan = chosen(world)
             other = launch.but(plan=plan)
             write_run(folder, other, Choice(question, plan, None if question is None else estimate(question, plan), []))
             return work_of(other)
 
-        care, work = Care(run.retries, run.patience, replan, run.least, run.rejoin), work_of(launch)
+        def predict(name: str, world: int) -> tuple[float, float]:
+            """Seconds of a step under the plan of this name, and with so many ranks; what cannot be priced is divided among its ranks."""
+            from meshwright.cost.step import estimate
+            from meshwright.spec.plan import parse_plan
+
+            now = parse_plan(name)
+            before, (question, plan) = chosen(now.world)[0], chosen(world)
+            if before is None or question is None:
+                return 1.0 / now.world, 1.0 / plan.world
+            return estimate(before, now).time.step, estimate(question, plan).time.step
+
+        leaving = Leaving(predict, PROBE) if run.balance else None
+        care, work = Care(run.retries, run.patience, replan, run.least, run.rejoin, leaving), work_of(launch)
         fleet = stack.enter_context(leading(node, work, screen.note, run.least)) if node else None
         work = replan(fleet.places) if fleet is not None and fleet.places < work.world else work
         Supervisor(work, lambda rank, message: screen.hear(message), screen.note, run.grace, care=care, lent=fleet).run()

@@ -17,6 +17,8 @@ from meshwright.elastic.nursery import Nursery
 STOPPED = Interrupted.exit_code
 SCRIBE = -1
 """In the place of a rank: the process that writes a checkpoint from the copies in memory."""
+PROBER = -2
+"""The same: the process that measures a device that is left out."""
 BURIAL = 5.0  # seconds that killed ranks get to be gone
 
 
@@ -33,13 +35,15 @@ class Work:
     plan: str = ""
     scribe: str = ""
     """What writes a checkpoint beside training, `module:function`."""
+    slots: tuple[int, ...] = ()
+    """The device of each rank, where ranks of this machine do not take them in order (slots.py)."""
 
     @property
     def logs(self) -> Path:
         return self.folder / "logs"
 
     def log(self, rank: int) -> Path:
-        return self.logs / (f"rank-{rank}.log" if rank >= 0 else "scribe.log")
+        return self.logs / (f"rank-{rank}.log" if rank >= 0 else "probe.log" if rank == PROBER else "scribe.log")
 
 
 @dataclass
@@ -65,6 +69,8 @@ class Generation:
     def _command(self, nursery: Nursery, rank: int, target: str, payload: Message, memory: Message) -> None:
         log = str(self.work.log(rank))
         here = {"world": self.work.world, "generation": self.number, "log": log, "memory": memory}
+        if rank >= 0 and self.work.slots and nursery.places is None:
+            here["local"] = (self.work.slots[rank], self.work.world)
         nursery.command("start", rank, target=target, payload=payload, **here)
 
     def write(self, nursery: Nursery, holdings: Holdings, step: int) -> None:
@@ -73,8 +79,14 @@ class Generation:
         payload = {"launch": self.work.payload, "step": step}
         self._command(nursery, SCRIBE, self.work.scribe, payload, {"sources": holdings.sources})
 
+    def probe(self, nursery: Nursery, target: str, slot: int) -> None:
+        """Starts the process that measures the device of `slot`."""
+        payload = {"launch": self.work.payload, "slot": slot}
+        here = {"world": 1, "generation": self.number, "log": str(self.work.log(PROBER)), "memory": {}, "local": (slot, 1)}
+        nursery.command("start", PROBER, target=target, payload=payload, **here)
+
     def heed(self, event: Message) -> None:
-        if event.get("generation") != self.number or event.get("rank", SCRIBE) == SCRIBE:
+        if event.get("generation") != self.number or event.get("rank", SCRIBE) < 0:
             return
         rank, now = event["rank"], time.monotonic()
         if event["event"] == "started":

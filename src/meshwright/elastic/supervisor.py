@@ -18,7 +18,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.base.errors import Interrupted, MeshwrightError
@@ -26,12 +26,13 @@ from meshwright.base.lines import Message
 from meshwright.base.pulse import Phase, Word
 from meshwright.base.signals import hearing
 from meshwright.elastic.failure import Failure, RankFailed, cause, culprit, last_lines, verdict
-from meshwright.elastic.generation import SCRIBE, Generation, Work
+from meshwright.elastic.generation import PROBER, SCRIBE, Generation, Work
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.journal import Journal
 from meshwright.elastic.nursery import Nursery
 from meshwright.elastic.replan import asked
 from meshwright.elastic.retries import LEMON, Retries
+from meshwright.elastic.slots import Leaving, Slots
 from meshwright.elastic.watch import Watch
 
 __all__ = ["Supervisor", "Work"]
@@ -58,6 +59,8 @@ class Care:
     least: int = 0
     rejoin: float = 0.0
     """Seconds that a lost node gets to come back."""
+    leaving: Leaving | None = None
+    """How slow devices of this machine are left out; None: they are not."""
 
 
 @dataclass
@@ -91,6 +94,7 @@ class Supervisor:
         self.work.logs.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self.work.folder, self.note)
         self._retries = Retries(self.care.retries)
+        self._slots = Slots(self.work.world, self._journal, self.care.leaving)
         self._holdings, self._full = Holdings(self.work.world), self.work.world
         self._nursery = self.lent or self._open_nursery()
         self._places = self._nursery.places
@@ -136,6 +140,7 @@ class Supervisor:
         self._holdings.begin()
         watch = Watch(self._holdings, self.care.patience * 2 ** max(0, self._retries.in_row - 1), signs=self._nursery.signs)
         now.start(self._nursery, self._holdings, self._old or self._holdings)
+        self._slots.started(self.work.plan)
         while now.living and not self._killed:
             for event in self._nursery.events(TICK):
                 self._heed_others(event)
@@ -151,6 +156,9 @@ class Supervisor:
                 now.failures[hung.rank] = Failure(hung.rank, time.monotonic(), -signal.SIGKILL, words=hung.words)
             if hung is not None or self._is_failed(now) or self._is_resized(now):
                 break
+            slot = self._slots.due()
+            if slot is not None and self.care.leaving is not None:
+                now.probe(self._nursery, self.care.leaving.probe, slot)
             self.tick()
         return now
 
@@ -161,7 +169,13 @@ class Supervisor:
             return
         if rank == 0 or message["kind"] == "quarantine":
             self._journal.hear(message, self.generation)
+        if rank == 0 and self._slots.hear(message, self._here(), self.generation):
+            return
         self.hear(rank, message)
+
+    def _here(self) -> tuple[int, ...]:
+        """The slot of each rank; none where several machines take part."""
+        return () if self._nursery.places is not None else self.work.slots or tuple(range(self.work.world))
 
     def _heed_others(self, event: Message) -> None:
         """Nodes, and the process that writes a checkpoint beside training. They may outlive a generation."""
@@ -171,6 +185,8 @@ class Supervisor:
             words = NODES[event["event"]].format(event)
             self._journal.write(kind=event["event"], node=event["name"])
             self.note(words)
+        if event.get("rank") == PROBER and event["event"] == "said" and event["message"]["kind"] == "speed":
+            self._slots.measured(event["message"]["slot"], event["message"]["seconds"])
         if event.get("rank") != SCRIBE:
             return
         if event["event"] == "said":
@@ -202,7 +218,7 @@ class Supervisor:
             return False
         self._looked = time.monotonic()
         wanted = asked(self.work.folder) or self._room()
-        self._world = None if wanted in (None, self.work.world) else wanted
+        self._world = self._slots.take() if wanted in (None, self.work.world) else wanted
         return self._world is not None
 
     def _room(self) -> int | None:
@@ -241,6 +257,7 @@ class Supervisor:
         lemon = self._retries.lemon
         if lemon is not None and self.care.replan is not None and self.care.least and self.work.world > self.care.least:
             self._world, self._why = self.work.world - 1, ""
+            self._slots.leave_out([slot for rank, slot in enumerate(self._here()) if rank == lemon])
         place = {**self._place(first), "generation": self.generation, "cause": cause(first), "detection": self._silent}
         self._silent = 0.0
         if self._why:
@@ -302,7 +319,7 @@ class Supervisor:
             return
         self._journal.resize(self.work.world, work.world, work.plan, self.generation)
         self._journal.part("plan", time.monotonic() - began)
-        self.work = work
+        self.work = replace(work, slots=self._slots.of(work.world) if self._here() else ())
         self._retries.forget_culprits()
         if self._old is None:
             self._old = self._holdings

@@ -96,6 +96,9 @@ def faults_text(events: Sequence[Event]) -> str:
             noticed = show_seconds(event.detection) if event.detection else ""
             who = "" if event.rank is None else str(event.rank)
             rows.append((str(event.step), who, event.phase, event.cause.partition(":")[0] or event.kind, noticed, "", ""))
+        elif event.kind in ("slow", "returned"):
+            who = ", ".join(map(str, event.ranks))
+            rows.append((str(event.step), who, "", f"{event.cause}: {event.decision}" if event.decision else event.cause, "", "", ""))
         elif event.kind == "resize":
             rows.append((str(event.step), "", "", event.cause, "", "", ""))
         elif event.kind == "recovery" and rows:

@@ -14,7 +14,23 @@ EVENTS = "events.jsonl"
 class Event(Noun):
     """Times are seconds. A generation is one set of ranks, counted from 0; a recovery begins the next one."""
 
-    kind: Literal["fault", "recovery", "verdict", "resize", "save", "spike", "divergence", "quarantine", "came", "lost", "leaving"]
+    kind: Literal[
+        "fault",
+        "recovery",
+        "verdict",
+        "resize",
+        "save",
+        "spike",
+        "divergence",
+        "quarantine",
+        "came",
+        "lost",
+        "leaving",
+        "slow",
+        "shares",
+        "gained",
+        "returned",
+    ]
     at: float = Field(description="when it was noticed, since 1970")
     generation: int = 0
     rank: int | None = Field(default=None, description="the culprit")
@@ -33,4 +49,8 @@ class Event(Noun):
     )
     parts: dict[str, float] = Field(default_factory=dict, description="of `seconds`: end, start, join, build, restore, step")
     plan: str = ""
+    ranks: tuple[int, ...] = Field(default=(), description="of slow: those that compute longer than their peers")
+    slots: tuple[int, ...] = Field(default=(), description="devices of the machine, counted from 0, that are left out, or come back")
+    predicted: float = Field(default=0.0, description="of a change because of a slow rank: how many times as fast a step should be")
+    measured: float = Field(default=0.0, description="of gained: how many times as fast it is")
     node: str = Field(default="", description="that came, was lost, or is asked to leave")

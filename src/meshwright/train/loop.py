@@ -151,7 +151,8 @@ class Loop:
 
     def _steps(self, began: int) -> Iterator[StepRecord]:
         """The records of steps began + 1 to the last, each as the whole world saw it."""
-        done, watch = began, Watch(self.launch.plan, self.launch.workload.batch, lambda line: self._say("note", line=line))
+        tell = lambda kind, **entries: self._say(kind, last=self.steps, **entries)
+        done, watch = began, Watch(self.launch.plan, self.launch.workload.batch, lambda line: self._say("note", line=line), tell)
         guard = self.recovery.guard
         while done < self.steps or guard.is_spike:
             done = self.recovery.go_back() if guard.is_spike else done

@@ -8,10 +8,14 @@ Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middl
 PART of the step more, and SPREADS times as much more as its steps, or its peers', differ among themselves (the median of their distances from
 the median), in MOST of the steps by half of that ratio: where other programs take cores now from one rank and now from another, steps differ as
 much as ranks do and nothing is said. Computing counts by micro-batch, as peers may have unlike shares. A verdict falls when the same is found
-STEADY steps in a row, and again when all is well. All ranks see the same numbers and come to the same verdict, with no message of its own.
+STEADY steps in a row, and again when all is well. All ranks see the same numbers and come to the same verdict, with no message of its own. A stage that
+one rank alone holds is compared with what it took before, as far as the other stages did not change alike.
 
 [Note: adjusted shares] Where replicas meet once a step, the shares follow the speeds at a step boundary: what changes is who reads which rows. The loss stays
 that of one device; the order of its sums does not, so that a run that adjusts itself is not repeated bit for bit. It must be asked for.
+
+[Note: ranks that are left out] Where no shares help, the rank is told of once it has been slow for LONG steps, and then every WINDOW: `Asked`, with what a step takes and
+what it would take if the rank computed as its peers do. Who runs the ranks decides (elastic/slots.py).
 """
 
 from __future__ import annotations
@@ -32,6 +36,9 @@ RATIO, PART = 1.3, 0.1
 SPREADS, MOST, STEADY = 4.0, 0.9, 8
 GAIN = 0.05
 """Part of the step that new shares must promise."""
+
+LONG = 20
+"""Steps after the verdict for which a rank must have been slow before it may be left out."""
 
 FIRST = 2
 """Steps of a launch that do not count: they learn shapes and fill caches."""
@@ -59,6 +66,7 @@ class Slow(NamedTuple):
     rank: int
     phase: Phase
     times: float
+    than: str = "its peers"
 
     def line(self, step: int) -> str:
         if self.rank < 0 and self.phase == Phase.data:
@@ -66,19 +74,32 @@ class Slow(NamedTuple):
         if self.rank < 0:
             return f"step {step}: every rank waits {self.times:.1f} times as long for the others as before: a link is slow"
         what = "computes" if self.phase == Phase.computing else "waits for its data"
-        return f"step {step}: rank {self.rank} {what} {self.times:.1f} times as long as its peers"
+        return f"step {step}: rank {self.rank} {what} {self.times:.1f} times as long as {self.than}"
+
+
+class Asked(NamedTuple):
+    """Ranks that compute slowly, how many times as long as their peers the worst of them, and seconds of a step with them as they are and `without` what they
+    compute longer."""
+
+    ranks: tuple[int, ...]
+    times: float
+    seconds: float
+    without: float
 
 
 class Watch:
-    """Hears the phases of each step of one launch under `plan`."""
+    """Hears the phases of each step of one launch under `plan`. `tell` gets what a machine is to know: a kind of message and its entries."""
 
-    def __init__(self, plan: Plan, batch: int, say: Callable[[str], None] = lambda _: None) -> None:
-        self.batch, self.say, self.slow = batch, say, frozenset[tuple[int, Phase]]()
+    def __init__(
+        self, plan: Plan, batch: int, say: Callable[[str], None] = lambda _: None, tell: Callable[..., None] = lambda *_, **__: None
+    ) -> None:
+        self.batch, self.say, self.tell, self.slow = batch, say, tell, frozenset[tuple[int, Phase]]()
         self.grid = Grid(plan)
         self.follow(plan)
-        self._seen = self._steady = 0
+        self._seen = self._steady = self._since = 0
         self._found = frozenset[tuple[int, Phase]]()
         self._usual: float | None = None
+        self._before: list[float] = []
 
     def follow(self, plan: Plan) -> None:
         """From now on the ranks run under `plan`, which differs in its shares alone."""
@@ -96,9 +117,12 @@ class Watch:
         again = found is None and bool(self.slow) and self._seen % WINDOW == 0  # who is slow may have become slower, or faster
         better = self.better() if balance and (found is not None or again) else None
         if better is None or (again and better[1] < 1.0 + 2 * GAIN):
+            if balance and again and (asked := self.asks()) is not None:
+                self.tell("slow", step=step, plan=self.plan.name, **asked._asdict())
             return None
         plan, times = better
         self.say(f"step {step}: {plan.name} from here on, {times:.2f} times as fast predicted")
+        self.tell("shares", step=step, plan=plan.name, predicted=times)
         promised = (self._seconds(), times)
         self.follow(plan)
         self._promised = promised
@@ -108,8 +132,9 @@ class Watch:
         """Once a window of steps has passed under another plan: what it gained, beside what was predicted."""
         if self._promised is not None and len(self._window) == WINDOW:
             before, times = self._promised
-            self._promised = None
-            self.say(f"step {step}: {self.plan.name} is {before / self._seconds():.2f} times as fast as before it, {times:.2f} predicted")
+            self._promised, found = None, before / self._seconds()
+            self.say(f"step {step}: {self.plan.name} is {found:.2f} times as fast as before it, {times:.2f} predicted")
+            self.tell("gained", step=step, plan=self.plan.name, predicted=times, measured=found)
 
     def _seconds(self) -> float:
         """Of a step, in the middle of the window."""
@@ -128,8 +153,23 @@ class Watch:
         self._steady, self._found = self._steady + 1 if now == self._found else 1, now
         if self._steady < STEADY or now == self.slow:
             return None
-        self.slow = now
+        self.slow, self._since = now, self._seen
         return found
+
+    def asks(self) -> Asked | None:
+        """The ranks that have computed slowly for long ([Note: ranks that are left out])."""
+        slow = {rank for rank, phase in self.slow if phase == Phase.computing}
+        now = {each.rank: each.times for each in self._slow() if each.phase == Phase.computing}
+        others = [rank for rank in range(self.plan.world) if rank not in slow]
+        if not slow or not others or slow != now.keys() or self._seen < self._since + LONG:
+            return None
+        busy = self._middle("computing")
+        usual = [max(busy[other] for other in held) if (held := set(self._peers(rank)) - slow) else busy[rank] / now[rank] for rank in slow]
+        seconds = self._seconds()
+        longer = max(busy[rank] - each for rank, each in zip(slow, usual, strict=True))
+        if longer < PART * seconds:
+            return None
+        return Asked(tuple(sorted(slow)), max(now.values()), seconds, seconds - longer)
 
     def better(self) -> tuple[Plan, float] | None:
         """The plan whose shares follow the speeds of now, and by how many times a step should be shorter; None where that is not worth it, or not legal."""
@@ -176,9 +216,13 @@ class Watch:
         found: list[Slow] = []
         each, data, waiting = self._by_micro_batch(), self._middle("data"), self._middle("waiting")
         step = max(seconds * count + late + wait for seconds, count, late, wait in zip(each, self.counts, data, waiting, strict=True))
+        alone = self._alone(each)
         for rank in range(self.plan.world):
             peers = [other for other in self._peers(rank) if other != rank]
             if not peers:
+                more = (each[rank] - each[rank] / alone[rank]) * self.counts[rank] if rank in alone else 0.0
+                if more > max(PART * step, SPREADS * self._spread("computing", rank)):
+                    found.append(Slow(rank, Phase.computing, alone[rank], "before"))
                 continue
             for phase, seconds, count in ((Phase.computing, each, self.counts[rank]), (Phase.data, data, 1)):
                 usual = median(seconds[other] for other in peers)
@@ -195,6 +239,15 @@ class Watch:
         elif not found and self._usual is None:
             self._usual = least
         return found
+
+    def _alone(self, each: list[float]) -> dict[int, float]:
+        """How many times as long as in the first window ranks without peers take, beside how the others have changed, where that is slow in most steps."""
+        self._before = self._before or each
+        changed = [now / before for now, before in zip(each, self._before, strict=True)]
+        usual = sorted(changed)[(len(changed) - 1) // 2]
+        half = [(1.0 + RATIO) / 2.0 * usual * before * count for before, count in zip(self._before, self.counts, strict=True)]
+        often = [sum(step.computing[rank] > most for step in self._window) >= MOST * WINDOW for rank, most in enumerate(half)]
+        return {rank: times / usual for rank, times in enumerate(changed) if times > RATIO * usual and often[rank]}
 
     def _peers(self, rank: int) -> Sequence[int]:
         """The ranks that hold the same stage."""

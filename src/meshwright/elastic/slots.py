@@ -1,0 +1,231 @@
+"""Which devices of this machine take part: a slot each, counted from 0. One that is slow for long may be left out, and comes back when it is well.
+
+Rule: ranks say what a step takes, and what it would take if the slow ones computed as their peers do (train/straggler.py). The planner says what the best plan
+of the other devices takes beside the plan of now, both on devices that are well; so a step without the slow ones should take
+
+    without x (seconds predicted for the others) / (seconds predicted for the plan of now)
+
+and they are left out where a step becomes at least LEAST times as fast and what that saves until the end of the run is more than it costs: twice the seconds that the ranks
+took to start the last time. A device that is left out multiplies matrices for a moment, now and then: it is well when that takes at most NEAR times what it should, which is what it took
+first divided by how many times too slow it was. What no product shows is tried: after `rest` seconds the device comes back anyway, after twice as many the next time.
+
+[Note: ranks and slots] Ranks are counted anew by each generation; a rank is told its slot as LOCAL_RANK, so that a plan of three ranks leaves out any one of four devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from meshwright.base.errors import MeshwrightError
+from meshwright.base.lines import Message
+from meshwright.elastic.journal import Journal
+
+LEAST = 1.1
+NEAR = 1.3
+AFTER = 3
+"""Steps that warm up, before those that a gain is measured by."""
+
+COUNTED = 10
+MEASURED = 2
+"""Good measurements in a row before a device comes back."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """That slow devices may be left out. `predict`: of a plan by its name and a number of ranks, the seconds of a step under the plan and under the
+    best one of so many."""
+
+    predict: Callable[[str, int], tuple[float, float]]
+    probe: str = ""
+    """What measures a device, `module:function` of the running wing."""
+    every: float = 30.0
+    """Seconds between measurements."""
+    rest: float = 600.0
+    starts: float = 2.0
+    """What is saved until the end must be so many times the seconds that the ranks took to start."""
+
+
+@dataclass
+class _Out:
+    """A slot that is left out. `times`: how many times too slow it was; `first`: seconds of its first measurement."""
+
+    since: float
+    times: float
+    first: float = 0.0
+    good: int = 0
+
+
+@dataclass
+class Slots:
+    """Of one run that began with `full` ranks."""
+
+    full: int
+    journal: Journal
+    leaving: Leaving | None = None
+    clock: Callable[[], float] = time.monotonic
+    out: dict[int, _Out] = field(default_factory=dict)
+    wanted: int | None = None
+    """Ranks that a decision asks for, until it is carried out."""
+    plan: str = ""
+    _spells: dict[int, int] = field(default_factory=dict)
+    _said: tuple[int, ...] = ()
+    _gain: tuple[str, float, float] | None = None
+    _steps: list[float] = field(default_factory=list)
+    _usual: list[float] = field(default_factory=list)
+    _began: float = 0.0
+    _cost: float = 0.0
+    _measured: float = 0.0
+    _last: int = 0
+
+    def of(self, world: int) -> tuple[int, ...]:
+        """The slots of so many ranks; where they are too few, those that were left out take part again."""
+        free = [slot for slot in range(max(self.full, world)) if slot not in self.out]
+        if len(free) < world:
+            self.out.clear()
+            free = list(range(world))
+        return tuple(free[:world])
+
+    def leave_out(self, slots: Sequence[int], times: float = 0.0) -> None:
+        for slot in slots:
+            self.out[slot] = _Out(self.clock(), times)
+            self._spells[slot] = self._spells.get(slot, 0) + 1
+
+    # --- what ranks say -------------------------------------------------------------------------------------------------------
+
+    def started(self, plan: str) -> None:
+        """A generation, under `plan`."""
+        self.plan, self._began, self._steps, self._said = plan, self.clock(), [], ()
+
+    def take(self) -> int | None:
+        """The number of ranks that was decided on, once."""
+        wanted, self.wanted = self.wanted, None
+        return wanted
+
+    def hear(self, message: Message, slots: Sequence[int], generation: int) -> bool:
+        """What rank 0 says; whether it was meant for this alone."""
+        kind = message["kind"]
+        if kind == "record":
+            self._count(float(message["record"]["seconds"]), int(message["record"]["step"]), generation)
+        elif kind == "shares":
+            self.journal.write(kind=kind, generation=generation, **_entries(message, "step", "plan", "predicted"))
+        elif kind == "gained":
+            self.journal.write(kind=kind, generation=generation, **_entries(message, "step", "plan", "predicted", "measured"))
+        elif kind == "slow":
+            self._judge(message, slots, generation)
+        return kind in ("shares", "gained", "slow")
+
+    def _count(self, seconds: float, step: int, generation: int) -> None:
+        """A step that has ended: of what starting costs, what steps take, and what the last change has gained."""
+        if not self._steps:
+            self._cost = self.clock() - self._began
+        self._steps.append(seconds)
+        self._usual = self._steps[-COUNTED:]
+        if self._gain is not None and len(self._steps) == AFTER + COUNTED:
+            words, before, predicted = self._gain
+            self._gain, found = None, before / median(self._usual)
+            self.journal.write(kind="gained", generation=generation, step=step, cause=words, predicted=predicted, measured=found)
+            self.journal.note(f"step {step}: {words} made steps {found:.2f} times as fast, {predicted:.2f} predicted")
+
+    def _judge(self, message: Message, slots: Sequence[int], generation: int) -> None:
+        """Whether the slow ranks are left out; said and written once for each verdict, and when it changes."""
+        if self.leaving is None or self.wanted is not None or not slots:
+            return
+        ranks, step = tuple(message["ranks"]), int(message["step"])
+        self._last, here = int(message["last"]), [slots[rank] for rank in ranks]
+        words, world = _words(here), self.full - len(self.out) - len(ranks)
+        try:
+            now, then = self.leaving.predict(message["plan"], world)
+        except MeshwrightError as error:
+            gain, why = 0.0, str(error)
+        else:
+            seconds = message["without"] * then / now
+            gain, why = message["seconds"] / seconds, self._worth(message["seconds"], seconds, LEAST)
+        out = not why
+        if not out and ranks == self._said:
+            return
+        self._said = ranks
+        decision = f"goes on without {words}" if out else f"stays: {why}"
+        cause = f"computes {message['times']:.1f} times as long as it should"
+        self.journal.write(
+            kind="slow",
+            generation=generation,
+            step=step,
+            ranks=ranks,
+            slots=tuple(here) if out else (),
+            cause=cause,
+            decision=decision,
+            predicted=gain,
+        )
+        predicted = f", {gain:.2f} times as fast predicted" if out else ""
+        self.journal.note(f"step {step}: rank {', '.join(map(str, ranks))} {cause}: {decision}{predicted}")
+        if out:
+            self._change(f"leaving out {words}", message["seconds"], gain, world)
+            self.leave_out(here, message["times"])
+
+    def _worth(self, before: float, after: float, least: float = 1.0) -> str:
+        """Why a change is not worth it; empty when it is."""
+        left = self._last - self.journal.last
+        if before < least * after:
+            return f"a step would take {after / before:.2f} times as long"
+        if self.leaving is not None and (before - after) * left < self.leaving.starts * self._cost:
+            return f"{left} steps more do not make up for starting again"
+        return ""
+
+    def _change(self, words: str, before: float, predicted: float, world: int) -> None:
+        self._gain, self.wanted = (words, before, predicted), world
+
+    # --- while devices are out ------------------------------------------------------------------------------------------------
+
+    def due(self) -> int | None:
+        """The slot that is to be measured now; and those that have been out for long come back."""
+        now = self.clock()
+        if self.leaving is None or self.wanted is not None or not self.out:
+            return None
+        rested = [
+            slot for slot, out in self.out.items() if out.times and now > out.since + self.leaving.rest * 2 ** (self._spells[slot] - 1)
+        ]
+        if rested:
+            self.come_back(rested, "it has rested: tried again")
+            return None
+        asked = [slot for slot, out in self.out.items() if out.times]
+        if not self.leaving.probe or not asked or now < self._measured + self.leaving.every:
+            return None
+        self._measured = now
+        return asked[int(now / self.leaving.every) % len(asked)]
+
+    def measured(self, slot: int, seconds: float) -> None:
+        """What a product of matrices took there."""
+        out = self.out.get(slot)
+        if out is None or self.wanted is not None:
+            return
+        out.first = out.first or seconds
+        out.good = out.good + 1 if seconds * out.times <= NEAR * out.first else 0
+        if out.good >= MEASURED:
+            self.come_back([slot], f"it multiplies {out.first / seconds:.1f} times as fast as when it was left out")
+
+    def come_back(self, slots: Sequence[int], why: str) -> None:
+        """From the next generation on, where that is worth it."""
+        assert self.leaving is not None
+        before, world, words = median(self._usual or [0.0]), self.full - len(self.out) + len(slots), _words(slots)
+        now, then = self.leaving.predict(self.plan, world)
+        for slot in slots:
+            self.out[slot].since, self.out[slot].good = self.clock(), 0
+        if self._worth(before, before * then / now):
+            return
+        for slot in slots:
+            del self.out[slot]
+        self.journal.write(kind="returned", step=self.journal.last, slots=tuple(slots), cause=why, predicted=now / then)
+        self.journal.note(f"step {self.journal.last}: {words} comes back: {why}; {now / then:.2f} times as fast predicted")
+        self._change(f"taking back {words}", before, now / then, world)
+
+
+def _words(slots: Sequence[int]) -> str:
+    return f"device{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
+
+
+def _entries(message: Message, *names: str) -> dict[str, Any]:
+    return {name: message[name] for name in names}

@@ -1,0 +1,80 @@
+"""A device that becomes slow in the middle of a run is left out where no shares help, and comes back when it is well; the losses stay those of one device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from faulty import FIRST, SCRIBE, events, launch, losses
+
+from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.slots import Leaving
+from meshwright.elastic.supervisor import Care, Supervisor, Work
+from meshwright.spec.launch import Launch
+from meshwright.spec.plan import parse_plan
+
+PLANS = {4: "dp4.z2.mb3", 3: "dp3.z2.mb4"}
+
+
+def work_of(work: Launch) -> Work:
+    return Work("slowed:train", work.plan.world, work.model_dump(mode="json"), Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
+
+
+def run(nursery: Nursery, work: Launch, plans: dict[int, str], hear: Callable[[int], None], leaving: Leaving | None) -> list[str]:
+    """What was said. `hear` gets the number of each step that has ended."""
+    folder, notes = Path(work.run.folder), list[str]()
+    folder.mkdir()
+    (folder / "launch.json").write_text(work.to_json())
+
+    def heard(rank: int, message: dict[str, Any]) -> None:
+        if rank == 0 and message["kind"] == "record":
+            hear(message["record"]["step"])
+        if message["kind"] == "note":
+            notes.append(message["line"])
+
+    care = Care(work.run.retries, 0.0, lambda world: work_of(work.but(plan=parse_plan(plans[world]))), leaving=leaving)
+    Supervisor(work_of(work), heard, notes.append, generation=next(FIRST), care=care, lent=nursery).run()
+    return notes
+
+
+def predicted(name: str, world: int) -> tuple[float, float]:
+    """The work is divided."""
+    return (1 / 4, 1 / 3) if world == 3 else (1 / 3, 1 / 4)
+
+
+def fastest(folder: Path, first: int, last: int) -> float:
+    """Seconds of the fastest step, which other programs disturb least."""
+    records = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    return min(record["seconds"] for record in records if first < record["step"] <= last)
+
+
+def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    """4 ranks of ZeRO 2, device 1 slow from step 8 on and well again once it was left out and measured."""
+    steps, folder = 170, tmp_path / "slow"
+    whole, slow = (
+        launch(text, tmp_path / name, plan, steps, {"batch": 12, "precision": "fp64"}, balance=True)
+        for name, plan in (("whole", "dp1.mb12"), ("slow", "dp4.z2.mb3"))
+    )
+    sick, measured = folder / "slow-1", folder / "measured"
+
+    def hear(step: int) -> None:
+        if step == 8:
+            sick.touch()
+        if measured.exists():
+            sick.unlink(missing_ok=True)
+
+    said = run(nursery, slow, PLANS, hear, Leaving(predicted, "slowed:speed", every=0.2, starts=0.0))
+    run(nursery, whole, PLANS, lambda step: None, None)
+    expected, found = losses(tmp_path / "whole"), events(folder)
+    assert sorted(losses(folder)) == list(range(steps + 1))
+    assert all(abs(loss - expected[step]) < 1e-9 * abs(loss) for step, loss in losses(folder).items())
+    assert any("device 1 comes back" in line for line in said)
+    decided = [event for event in found if event.kind in ("slow", "resize", "returned", "gained")]
+    assert [event.kind for event in decided] == ["slow", "resize", "gained", "returned", "resize", "gained"]
+    out, fewer, gained, back, again, _ = decided
+    assert (out.ranks, out.slots, fewer.plan, back.slots, again.plan) == ((1,), (1,), PLANS[3], (1,), PLANS[4])
+    assert out.predicted > 2.0 and gained.measured > 0.0 and gained.predicted == out.predicted
+    assert fastest(folder, out.step + 3, back.step) < fastest(folder, 9, out.step) / 1.5
+    assert not any(event.lost for event in found)
