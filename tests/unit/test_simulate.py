@@ -448,3 +448,12 @@ def test_a_step_on_16384_devices_is_played_in_under_two_seconds(name: str) -> No
     played = simulate(job, plan)
     assert time.process_time() - began < 2.0
     assert sum(rank.replicas for rank in played.ranks) * plan.tp == 16384 and replace(played, faults=FAULTY).healthy
+
+
+@pytest.mark.parametrize(("plan", "part"), [("dp4.z1.sh3-2-2-1", "sh3-2-2-1"), ("dp4.z2.shards2-1-1-1", "shards2-1-1-1")])
+def test_replicas_with_unlike_work_or_states_are_not_played_as_if_they_were_alike(plan: str, part: str) -> None:
+    with pytest.raises(InputError) as error:
+        simulate(small_job(), plan)
+    assert (
+        f"{part} makes replicas unlike" in str(error.value) and "meshwright estimate" in str(error.value) and "\n" not in str(error.value)
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.base.errors import InputError
 from meshwright.cost import unlike
 from meshwright.cost.box import Box, box_of
 from meshwright.cost.price import Pricer
@@ -82,12 +83,23 @@ def simulate(
     """
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     wrong = (faults or HEALTHY).check(plan.world)
+    refuse_unlike(plan)
     priced = estimate(job, plan)
     cells = played(job, plan, wrong)
     seconds = max(cell.finish for cell in cells)
     healthy = max(cell.finish for cell in played(job, plan, HEALTHY)) if wrong.ranks else seconds
     run = stretch(plan, seconds, wrong.kill, steps, every, policy)
     return Simulation(job, plan, wrong, priced, seconds, healthy, tuple(map(rank_time, cells)), tuple(cells), run)
+
+
+def refuse_unlike(plan: Plan) -> None:
+    """Every healthy replica is played by one: those that have unlike work or states cannot be."""
+    for field, code in (("shares", "sh"), ("shard_weights", "shards")):
+        if numbers := getattr(plan, field):
+            raise InputError(
+                f"plan {plan.name}: {code}{'-'.join(map(str, numbers))} makes replicas unlike, and a step is played with equal ones: "
+                "leave it out, or price the plan with `meshwright estimate`"
+            )
 
 
 def played(job: Job, plan: Plan, faults: Faults) -> list[Cell]:

@@ -25,7 +25,8 @@ class Run(Noun):
     evaluate_every: int = Field(default=50, ge=0, description="steps between losses on held-out data; 0: only at the end")
     tensorboard: bool = Field(default=True, description="events beside the records, where tensorboard is installed")
     balance: bool = Field(
-        default=False, description="shares follow the speeds of the replicas while it runs; not repeated bit for bit then"
+        default=False,
+        description="shares follow the speeds of the replicas while it runs, and a slow device may be left out; not repeated bit for bit then",
     )
     grace: float = Field(default=25.0, gt=0, description="seconds that a run that is told to stop gets to end its step and save")
     patience: float = Field(

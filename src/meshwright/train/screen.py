@@ -46,6 +46,11 @@ class Screen:
 
     _spike = _quarantine = _divergence
 
+    def _slow(self, message: Message) -> None:
+        """For who runs the ranks, where that is not another launcher; what a person is to know was said in a note."""
+
+    _shares = _gained = _slow
+
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
