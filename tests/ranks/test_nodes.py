@@ -135,6 +135,32 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_its_ranks_com
     assert all(abs(losses[step] - loss) <= 1e-3 * loss for step, loss in whole.losses().items())
 
 
+def test_a_node_killed_with_all_its_processes_costs_two_steps_at_most(place: Path) -> None:
+    """Its copies went with it; the mirror that the other node kept of them is read instead."""
+    calm = JOB.replace("batch: 8, steps: 120", "batch: 128, steps: 20")
+    (place / "job.yaml").write_text(calm.replace("dp4.z1", "dp2.z1"))
+    try:
+        command = [sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", "runs/calm"]
+        subprocess.run(command, cwd=place, env={**os.environ, "MESHWRIGHT_CACHE": str(place / "cache")}, check=True, capture_output=True)
+        (place / "job.yaml").write_text(calm)
+        nodes = Nodes(place, "mirrored")
+        nodes.wait_for(8)
+        ranks = nodes.ranks(1)
+        for process in (*ranks, nodes.processes[1]):
+            process.kill()
+        code, err, _ = nodes.end()
+    finally:
+        (place / "job.yaml").write_text(JOB)
+    assert code == 0, err
+    (recovery,) = [event for event in nodes.events() if event["kind"] == "recovery"]
+    assert recovery["source"] == "memory" and recovery.get("lost", 0) <= 2 and "goes on with 2 instead of 4 ranks" in err
+    losses = nodes.losses()
+    nodes.run = "calm"
+    expected = nodes.losses()
+    assert sorted(losses) == sorted(expected) == list(range(21))
+    assert all(abs(losses[step] - loss) <= 1e-6 * loss for step, loss in expected.items())
+
+
 def test_nobody_joins_without_the_token(place: Path, whole: Nodes) -> None:
     nodes = Nodes(place, "secret")
     nodes.wait_for(2)

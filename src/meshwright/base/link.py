@@ -51,20 +51,22 @@ class Link:
         if sys.platform.startswith("linux"):
             end.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, UNANSWERED)
         self._reader = LineReader(end.fileno())
+        self._speaks = threading.Lock()
 
     @property
     def handle(self) -> int:
         return self.end.fileno()
 
     def send(self, message: Message) -> None:
-        """Raises OSError when the other end is gone, or does not read for PATIENCE seconds."""
+        """From any thread. Raises OSError when the other end is gone, or does not read for PATIENCE seconds."""
         rest = memoryview(_line(message))
-        while rest:
-            try:
-                rest = rest[self.end.send(rest) :]
-            except BlockingIOError:
-                if not select.select([], [self.end], [], PATIENCE)[1]:
-                    raise TimeoutError("the other end does not read") from None
+        with self._speaks:
+            while rest:
+                try:
+                    rest = rest[self.end.send(rest) :]
+                except BlockingIOError:
+                    if not select.select([], [self.end], [], PATIENCE)[1]:
+                        raise TimeoutError("the other end does not read") from None
 
     def read(self) -> tuple[list[Message], bool]:
         """What has arrived since, and whether the other end is gone."""

@@ -6,14 +6,15 @@ lost with their node. Whoever reads proves that it knows the job's token (base/l
 
 from __future__ import annotations
 
-import json
 import os
 
 import torch
 import xxhash
 
-from meshwright.base.link import TOKEN, NotAdmitted, enter
-from meshwright.checkpoint.memory import CHUNK, HEAD, Head, Memory
+from meshwright.base.lent import Lent
+from meshwright.base.link import TOKEN
+from meshwright.base.slots import HEAD, Head
+from meshwright.checkpoint.memory import CHUNK, Memory
 
 AT, NOWHERE = "at:", "nowhere:"
 
@@ -31,40 +32,14 @@ class Distant(Memory):
     """Read as `Memory` is; nothing can be written."""
 
     def __init__(self, place: str) -> None:
-        address, self._key, rank = place.split("/")
-        host, port = address.rsplit(":", 1)
-        self._rank = int(rank)
-        try:
-            self._end, _ = enter(host, int(port), os.environ.get(TOKEN, ""), {})
-        except NotAdmitted as error:
-            raise OSError(str(error)) from None
-        self._end.settimeout(None)
-        self._lines = self._end.makefile("rb")
+        address, key, rank = place.split("/")
+        self._lent = Lent(address, os.environ.get(TOKEN, ""), key, int(rank))
+        self.fetch = self._lent.fetch
         self._open()
 
     def _open(self) -> None:
         self.head = Head(memoryview(self.fetch(0, HEAD).ljust(HEAD, b"\0")).cast("Q"))
         self._index = self.fetch(HEAD, self.head.index_size) if self.head.is_laid else b""
-
-    def __del__(self) -> None:
-        if hasattr(self, "_end"):
-            self._end.close()
-
-    def fetch(self, begin: int, size: int) -> bytes:
-        """Bytes of the memory from `begin`, fewer than `size` at its end. Raises OSError when the node is gone."""
-        asked = {"key": self._key, "rank": self._rank, "begin": begin, "size": size}
-        self._end.sendall(json.dumps(asked).encode() + b"\n")
-        answer = self._lines.readline()
-        if not answer:
-            raise ConnectionResetError("the node that lends these copies is gone")
-        found = bytearray(int(json.loads(answer)["size"]))
-        got = 0
-        while got < len(found):
-            read = self._lines.readinto(memoryview(found)[got:])  # type: ignore[attr-defined]
-            if not read:
-                raise ConnectionResetError("the node that lends these copies is gone")
-            got += read
-        return bytes(found)
 
     def is_good(self, step: int) -> bool:
         digest, place = xxhash.xxh3_64(), self.head.place_of_data(step)

@@ -1,7 +1,7 @@
 """Copies of the last steps in memory that outlives the ranks: together they are a checkpoint, read by whatever layout comes next.
 
 Each rank has one file that its supervisor holds open (anonymous memory), so that no death of ranks loses it. A rank copies what a checkpoint
-would write of it (every element once over all ranks) into one of SLOTS slots, the oldest, and names the step last: a slot without a
+would write of it (every element once over all ranks) into a slot (base/slots.py), the oldest, and names the step last: a slot without a
 name was being written. The digest of a slot is taken while its bytes are in the cache, and compared before anything is read.
 
 [Note: two slots] A rank begins to copy step n + 2 over step n only after the reduction of step n + 2, which every rank enters when its own copy
@@ -23,28 +23,18 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from meshwright.base.slots import HEAD, SLOTS, STATE, Head, up
 from meshwright.checkpoint.assemble import canonical
 from meshwright.checkpoint.manifest import Damaged, Entry, Manifest, Part, contradictions_of
 from meshwright.checkpoint.shard import DTYPES, dtype_name
 from meshwright.spec.piece import Piece
 from meshwright.spec.plan import Plan
 
-SLOTS = 3
-"""Two that alternate ([Note: two slots]) and one that may be held while it is written to disk."""
-
 CHUNK = 1 << 20
 """Bytes that are copied and digested at a time: what fits into a cache."""
 
-STATE = 1 << 16
-"""Least bytes kept for the state of the run."""
-
 GAP = 1 << 12
 """Bytes between two runs of one buffer that are copied along, so that a buffer is one run."""
-
-_MAGIC = 0x3153_5552_454D
-HEAD, _PAGE = 4096, 4096
-_KIND, _INDEX, _INDEX_DIGEST, _DATA, _STATE = range(5)
-_SLOT, _STEP, _DIGEST, _LENGTH, _HELD, _EACH = 16, 0, 1, 2, 3, 4
 
 
 class Run(NamedTuple):
@@ -96,51 +86,6 @@ def lay_out(pieces: Iterable[tuple[Piece, torch.Tensor]], local: Mapping[str, to
     return Layout(json.dumps(index, separators=(",", ":")).encode(), runs, places, size)
 
 
-class Head:
-    """The words at the beginning of a file of copies: what lies where in it."""
-
-    def __init__(self, words: memoryview) -> None:
-        self.words = words
-
-    @property
-    def is_laid(self) -> bool:
-        return self.words[_KIND] == _MAGIC
-
-    @property
-    def index_size(self) -> int:
-        return self.words[_INDEX]
-
-    @property
-    def size(self) -> int:
-        """Bytes of a copy."""
-        return self.words[_DATA]
-
-    @property
-    def steps(self) -> set[int]:
-        """Steps with a whole copy."""
-        return {self.slot(slot)[_STEP] for slot in range(SLOTS)} - {0}
-
-    def slot(self, slot: int) -> memoryview:
-        return self.words[_SLOT + _EACH * slot : _SLOT + _EACH * (slot + 1)]
-
-    def begin(self, slot: int) -> int:
-        return HEAD + _up(self.index_size) + slot * (_up(self.size) + STATE)
-
-    def _at(self, step: int) -> int:
-        return next(slot for slot in range(SLOTS) if self.slot(slot)[_STEP] == step)
-
-    def place_of_data(self, step: int) -> int:
-        return self.begin(self._at(step))
-
-    def place_of_state(self, step: int) -> tuple[int, int]:
-        """Where it begins, and its size."""
-        return self.place_of_data(step) + _up(self.size), self.slot(self._at(step))[_LENGTH]
-
-    def is_digest(self, step: int, digest: int, index: bytes) -> bool:
-        """Whether `digest` is that of the copy of `step` and its state, and the list of pieces has its own."""
-        return digest == self.slot(self._at(step))[_DIGEST] and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST]
-
-
 class Memory:
     """The copies of one rank, in the file at `path`."""
 
@@ -157,7 +102,7 @@ class Memory:
         self._map = mmap.mmap(self.handle, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.head = Head(memoryview(self._map)[:HEAD].cast("Q"))
-        if self.head.is_laid and self.head.begin(SLOTS) <= size:
+        if self.head.is_laid and self.head.whole <= size:
             self._index = self._map[HEAD : HEAD + self.head.index_size]
 
     def __del__(self) -> None:
@@ -166,41 +111,35 @@ class Memory:
 
     # --- writing --------------------------------------------------------------------------------------------------------------
 
-    def needs(self, layout: Layout) -> int:
+    def needs(self, layout: Layout, slots: int = SLOTS) -> int:
         """Bytes that `lay` takes from the system; none where the same layout is there."""
-        return 0 if layout.text == self._index else SLOTS * layout.size
+        return 0 if layout.text == self._index else slots * layout.size
 
-    def lay(self, layout: Layout) -> None:
+    def lay(self, layout: Layout, slots: int = SLOTS) -> None:
         """Room for copies of `layout`. What is there stays where it is of the same layout."""
-        if layout.text == self._index and self.head.words[_DATA] == layout.size:
+        if layout.text == self._index and (self.head.size, len(self.head.slots)) == (layout.size, slots):
             return
         os.ftruncate(self.handle, 0)
-        os.ftruncate(self.handle, HEAD + _up(len(layout.text)) + SLOTS * (_up(layout.size) + STATE))
+        os.ftruncate(self.handle, HEAD + up(len(layout.text)) + slots * (up(layout.size) + STATE))
         self._open()
         self._map[HEAD : HEAD + len(layout.text)] = layout.text
-        self.head.words[_INDEX], self.head.words[_DATA] = len(layout.text), layout.size
-        self.head.words[_INDEX_DIGEST] = xxhash.xxh3_64_intdigest(layout.text)
-        self.head.words[_KIND] = _MAGIC
+        self.head.lay(layout.text, layout.size, slots)
         self._index = layout.text
 
     def write(self, step: int, layout: Layout, local: Sequence[torch.Tensor], state: bytes) -> None:
         """A copy of `step` in the slot whose step is oldest; one that is held is passed over."""
         assert len(state) <= STATE, f"the state of the run takes {len(state)} bytes, {STATE} are kept for it"
-        free = [slot for slot in range(SLOTS) if not self.head.slot(slot)[_HELD]]
-        slot = min(free, key=lambda slot: self.head.slot(slot)[_STEP])
-        words = self.head.slot(slot)
-        words[_STEP] = 0
+        slot = self.head.take()
         begin, digest, end = self.head.begin(slot), xxhash.xxh3_64(), 0
         flat = [Run(tensor.reshape(-1).view(torch.uint8), to) for tensor, to in zip(local, layout.local, strict=True)]
         for source, to in (*layout.runs, *flat):
             digest.update(memoryview(self._map)[begin + end : begin + to])
             end = to + source.numel()
             self._copy(source, begin + to, digest)
-        place = self.head.begin(slot) + _up(layout.size)
+        place = self.head.begin(slot) + up(layout.size)
         self._map[place : place + len(state)] = state
         digest.update(state)
-        words[_DIGEST], words[_LENGTH] = digest.intdigest(), len(state)
-        words[_STEP] = step
+        self.head.name(slot, step, digest.intdigest(), len(state))
 
     def _copy(self, source: torch.Tensor, to: int, digest: Any) -> None:
         """`source` to byte `to` of the file; on the host in parts that are digested while they are in the cache. Other threads run meanwhile."""
@@ -214,23 +153,12 @@ class Memory:
                 ctypes.memmove(target.data_ptr() + at, source.data_ptr() + at, part)
             digest.update(view[at : at + part])
 
-    def hold(self, step: int) -> None:
-        """The copy of `step` stays until another one, or none (0), is held."""
-        for slot in range(SLOTS):
-            words = self.head.slot(slot)
-            words[_HELD] = int(words[_STEP] == step != 0)
-
-    def forget(self) -> None:
-        """There is no copy any more."""
-        for slot in range(SLOTS):
-            self.head.slot(slot)[_STEP] = 0
-
     # --- reading --------------------------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> set[int]:
         """Steps with a whole copy."""
-        return {self.head.slot(slot)[_STEP] for slot in range(SLOTS)} - {0} if self._index else set()
+        return self.head.steps if self._index else set()
 
     def is_good(self, step: int) -> bool:
         """Whether the copy of `step` and the list of its pieces have the digests that they were written with."""
@@ -253,10 +181,6 @@ class Memory:
         """The bytes of the copy of `step`, where they lie."""
         begin = self.head.place_of_data(step)
         return self.bytes[begin : begin + self.head.size]
-
-
-def _up(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE
 
 
 class Kept:

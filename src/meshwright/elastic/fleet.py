@@ -20,7 +20,10 @@ from typing import Any
 from meshwright.base.lines import Message
 from meshwright.base.link import Door, Link
 from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.homes import Homes
 from meshwright.elastic.lending import Lender
+from meshwright.elastic.mirror import Mirror
+from meshwright.elastic.mirrors import Mirrors
 from meshwright.elastic.node import ALIVE, SILENCE
 from meshwright.elastic.nursery import Nursery
 
@@ -45,15 +48,17 @@ class Fleet(Nursery):
         self.devices, self.host = devices, host
         self.nodes: list[_Node] = []
         self._store: list[Any] = []
-        self._came: queue.SimpleQueue[tuple[socket.socket, Message]] = queue.SimpleQueue()
+        self._came: queue.SimpleQueue[tuple[socket.socket | None, Message]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
-        self._homes: dict[str, list[str]] = {}
         self._shared: dict[str, Holdings] = {}
         self._signs: dict[int, tuple[str, float]] = {}
         self._said = 0.0
         self._lender = Lender(host, token, self._file)
-        self._door = Door(host, port, token, {"logs": str(logs), "warm": list(warm)}, self._enter)
+        self._homes = Homes()
+        mirror = Mirror(token, lambda number, whole: self._wake({"event": "mirrored", "number": number, "whole": whole}))
+        self._mirrors = Mirrors(self._lender.address, self._homes, mirror, self._tell)
+        self._door = Door(host, port, token, {"logs": str(logs), "warm": list(warm)}, lambda end, hello: self._wake(hello, end))
 
     # --- who is there ---------------------------------------------------------------------------------------------------------
 
@@ -61,9 +66,9 @@ class Fleet(Nursery):
     def places(self) -> int:  # type: ignore[override]
         return self.devices + sum(node.devices for node in self.nodes if not node.leaving)
 
-    def _enter(self, end: socket.socket, hello: Message) -> None:
-        """From the door's thread."""
-        self._came.put((end, hello))
+    def _wake(self, message: Message, end: socket.socket | None = None) -> None:
+        """From the threads of the door, with the end of a node that has come, and of the mirror."""
+        self._came.put((end, message))
         self._waker.send(b"1")
 
     def _admit(self) -> list[Message]:
@@ -72,6 +77,9 @@ class Fleet(Nursery):
         events: list[Message] = []
         while not self._came.empty():
             end, hello = self._came.get()
+            if end is None:
+                self._mirrors.heard(hello)
+                continue
             node = _Node(str(hello["name"]), Link(end, hello), int(hello["devices"]), time.monotonic())
             self.nodes.append(node)
             self.nodes.sort(key=lambda node: node.link.hello["order"])
@@ -81,6 +89,7 @@ class Fleet(Nursery):
     def _lose(self, node: _Node, why: str) -> list[Message]:
         self.nodes.remove(node)
         node.link.close()
+        self._mirrors.lost()
         words = f"its node {node.name} {why}"
         lost = [
             {"event": "ended", "rank": rank, "generation": number, "status": -signal.SIGKILL, "words": words}
@@ -117,11 +126,9 @@ class Fleet(Nursery):
     def _start(self, rank: int, more: Message) -> None:
         memory, (node, local, most) = more["memory"], self._home(rank)
         here = min(most, more["world"] - rank + local)
-        homes = self._homes.setdefault(memory["key"], [""] * more["world"])
-        homes[rank] = node.lender if node else self._lender.address
-        sources = self._homes.get(memory["source"], homes)
-        mine = node.lender if node else self._lender.address
-        there = [self._place(memory["source"], at, home, mine) for at, home in enumerate(sources)]
+        self._homes.alive = {self._lender.address, *(other.lender for other in self.nodes)}
+        home = node.lender if node else self._lender.address
+        there = self._homes.start(rank, home, more["generation"], more["world"], memory["key"], memory["source"])
         if node is None:
             there = [place or memory["sources"][at] for at, place in enumerate(there)]
             super().command("start", rank, **{**more, "memory": {**memory, "sources": there}, "local": [local, here]})
@@ -131,16 +138,10 @@ class Fleet(Nursery):
             node, do="start", rank=rank, **{**more, "memory": {**memory, "sources": there}, "local": [local, here], "store": self._store}
         )
 
-    def _place(self, key: str, rank: int, home: str, mine: str) -> str:
-        """Where the copies of a rank are read from: empty for the reader's own node, an address, or nowhere."""
-        if home == mine:
-            return ""
-        alive = home == self._lender.address or any(node.lender == home for node in self.nodes)
-        return f"{AT}{home}/{key}/{rank}" if alive else NOWHERE
-
     def hold(self, holdings: Holdings) -> None:
         """What of this machine may be lent."""
         self._shared = {key: held for key, held in self._shared.items() if held.is_open} | {holdings.key: holdings}
+        self._mirrors.begin(holdings)
 
     def released(self) -> None:
         for node in [node for node in self.nodes if node.leaving and not node.ranks]:
@@ -159,7 +160,10 @@ class Fleet(Nursery):
         for event in events:
             if event["event"] == "ready":
                 self._store = [self.host, event["port"]]
+            elif event["event"] == "said" and (event["message"]["kind"] == "spike" or event["message"].get("source") in ("", "disk")):
+                self._mirrors.forget()
         now = time.monotonic()
+        self._mirrors.look(self.nodes, self.devices)
         for node in list(self.nodes):
             messages, ended = node.link.read()
             node.heard = now if messages else node.heard
@@ -176,6 +180,9 @@ class Fleet(Nursery):
     def _hear(self, node: _Node, event: Message) -> list[Message]:
         if event["event"] == "lends":
             node.lender = event["address"]
+            return []
+        if event["event"] == "mirrored":
+            self._mirrors.heard(event)
             return []
         if event["event"] == "ready":
             return []  # what it is told meanwhile waits in its pipe
@@ -209,13 +216,10 @@ class Fleet(Nursery):
     def dissolve(self) -> None:
         self._door.close()
         self._lender.close()
+        self._mirrors.close()
         for node in self.nodes:
             node.link.close()
         self.close()
-
-
-AT, NOWHERE = "at:", "nowhere:"
-"""How the place of a copy on another node begins, and the place of one that is lost with its node."""
 
 
 def _number(rank: int) -> int:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import secrets
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from meshwright.base.pulse import ROW, Pulse, Word, opened
+from meshwright.base.slots import HEAD, KEPT
 
 
 class Holdings:
@@ -38,6 +40,18 @@ class Holdings:
     def file(self, rank: int) -> int | None:
         """The open file of the copies of a rank."""
         return self._files[rank] if rank < len(self._files) else None
+
+    def lend(self, rank: int) -> int:
+        """The same file once more, for whoever closes it. Raises OSError when it is closed here."""
+        if rank >= len(self._files):
+            raise OSError("these copies are closed")
+        return os.dup(self._files[rank])
+
+    def keep(self, steps: Sequence[int]) -> None:
+        """Two steps that ranks do not write over (base/slots.py)."""
+        for file in self._files:
+            if os.fstat(file).st_size >= HEAD:
+                os.pwrite(file, array("Q", steps).tobytes(), KEPT * 8)
 
     def places(self, rank: int, source: Holdings | None = None) -> dict[str, Any]:
         """What a rank is told: where its own memory is, and the copies of `source` that it goes on from. Memory of another machine goes by key."""

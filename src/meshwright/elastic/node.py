@@ -7,12 +7,15 @@ never goes on alone; a SIGTERM here tells the leader, which goes on with the oth
 |---|---|
 | start, tell, signal: as to a zygote (train/zygote.py) | started, said, ended: as a zygote |
 | again: ranks that will not die: all of them end with their zygote | ready: the zygote is there |
+| mirror: number, key, step, address, ranks: read their copies (mirror.py) | mirrored: number, and whether all of them are whole |
+| keep: key, steps: ranks do not write over their copies of these | |
 | alive: nothing else for a while | pulse: generation, rows of signs of life, state and seconds in line of each rank's process |
 | end: code, line | leaving: a signal asks this node to go |
 """
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import signal
 import time
@@ -24,6 +27,8 @@ from meshwright.base.link import Link
 from meshwright.base.signals import hearing
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.lending import Lender
+from meshwright.elastic.mirror import Mirror
+from meshwright.elastic.mirrors import order
 from meshwright.elastic.nursery import Nursery
 
 TICK = 0.05
@@ -43,6 +48,7 @@ class Node:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.nursery = self._nursery()
         self.lender = Lender(host, token, self._file)
+        self.mirror = Mirror(token, self._mirrored)
         self.holdings: dict[str, Holdings] = {}
         self.generation, self.key = -1, ""
         self.processes: dict[int, int] = {}
@@ -68,6 +74,7 @@ class Node:
         finally:
             self.nursery.close()
             self.lender.close()
+            self.mirror.close()
             for holdings in self.holdings.values():
                 holdings.close()
             self.link.close()
@@ -104,6 +111,12 @@ class Node:
             self._bury()
         elif message["do"] == "start":
             self._start(message)
+        elif message["do"] == "keep":
+            if message["key"] in self.holdings:
+                self.holdings[message["key"]].keep(message["steps"])
+        elif message["do"] == "mirror":
+            with contextlib.suppress(KeyError, OSError):  # of ranks that are no more
+                self.mirror.order(order(message, self.holdings[message["key"]]))
         elif message["do"] != "alive":
             self.nursery.command(**message)
 
@@ -119,6 +132,11 @@ class Node:
         own, source = self.holdings[self.key], self.holdings.get(memory["source"])
         sources = [place or (source.sources[at] if source else "") for at, place in enumerate(memory["sources"])]
         self.nursery.command(**{**message, "memory": {**memory, **own.places(rank), "sources": sources}})
+
+    def _mirrored(self, number: int, whole: bool) -> None:
+        """From the mirror's thread."""
+        with contextlib.suppress(OSError):
+            self.link.send({"event": "mirrored", "number": number, "whole": whole})
 
     def _relay(self, event: Message) -> None:
         if event["event"] == "started":

@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from meshwright.base.pulse import Pulse, Word
+from meshwright.base.slots import SLOTS
 from meshwright.base.units import show_bytes
 from meshwright.checkpoint.distant import memory_at
 from meshwright.checkpoint.memory import Kept, Layout, Memory, lay_out
@@ -36,7 +37,8 @@ SHARE = 0.5
 class Copies:
     """This rank's copies, in the file at `path`."""
 
-    def __init__(self, path: str, trainer: Trainer, pulse: Pulse, extra: dict[str, Any]) -> None:
+    def __init__(self, path: str, trainer: Trainer, pulse: Pulse, extra: dict[str, Any], slots: int = SLOTS) -> None:
+        self._slots = slots
         self.memory, self.trainer, self.pulse, self.extra = Memory(path), trainer, pulse, extra
         self.refused = ""
         self.seconds = 0.0
@@ -88,13 +90,14 @@ class Copies:
             self._layout = lay_out(pieces_of(self.trainer), random_of(self.trainer), self.trainer.mesh.plan, self.trainer.mesh.rank)
             self.refused = self._refusal(self._layout)
             if not self.refused:
-                self.memory.lay(self._layout)
+                self.memory.lay(self._layout, self._slots)
         return None if self.refused else self._layout
 
     def _refusal(self, layout: Layout) -> str:
         if self.trainer.mesh.away is not None and self.trainer.mesh.away.scratch is not None:
             return "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the last checkpoint"
-        needs, free = self.memory.needs(layout) * self.trainer.plan.world, psutil.virtual_memory().available
+        mirrored = 2 if self._slots > SLOTS else 0  # of another node's ranks (elastic/mirror.py)
+        needs, free = self.memory.needs(layout, self._slots + mirrored) * self.trainer.plan.world, psutil.virtual_memory().available
         if needs <= SHARE * free:
             return ""
         return (

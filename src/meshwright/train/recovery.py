@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwright.base.errors import InputError
 from meshwright.base.pulse import Phase, Pulse, Word
+from meshwright.base.slots import SEVERAL, SLOTS
 from meshwright.checkpoint import disk
 from meshwright.checkpoint.folder import checkpoints, newest, newest_until, prune
 from meshwright.checkpoint.manifest import step_of
@@ -49,7 +50,8 @@ class Recovery:
         self._said = self._busy = False
         self._since = self._save_seconds = 0.0
         self.guard = Guard(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
-        self.copies = copies.Copies(channel.memory.own, trainer, pulse, identity) if channel.memory.own and launch.run.copies else None
+        memory, slots = channel.memory, SLOTS if channel.memory.beside else SEVERAL
+        self.copies = copies.Copies(memory.own, trainer, pulse, identity, slots) if memory.own and launch.run.copies else None
 
     # --- going on -------------------------------------------------------------------------------------------------------------
 
@@ -59,6 +61,7 @@ class Recovery:
         if kept is not None:
             self.source = "memory"
             self._fill(kept)
+            self._forget()
             return self.trainer.steps
         chosen = newest(self.folder, say=self._note) if self.channel.rank == 0 else None
         path = ranks_of(self.trainer.mesh).share(str(chosen or ""))[0]
@@ -70,7 +73,13 @@ class Recovery:
             self.saved = self.trainer.steps
         elif not self.launch.run.anew:
             self._refuse_history()
+        self._forget()
         return self.trainer.steps
+
+    def _forget(self) -> None:
+        """Copies of steps that are to be run (again) are of another past than those to come."""
+        if self.copies is not None:
+            self.copies.memory.head.forget(after=self.trainer.steps)
 
     def _refuse_history(self) -> None:
         """A run that had saved does not begin anew in silence."""
@@ -122,8 +131,8 @@ class Recovery:
                 self._note(f"step {step}: the loss has risen and no checkpoint is from before: training goes on")
             return step
         if self.copies is not None:
-            self.copies.memory.hold(0)
-            self.copies.memory.forget()
+            self.copies.memory.head.hold(0)
+            self.copies.memory.head.forget()
         self._fill(Path(path))
         batches = (batch_of(untouched, left_out), batch_of(step - 1, left_out) + 1)
         line = guard.goes_back(self.trainer.steps, step, left_out, batches)
@@ -162,7 +171,7 @@ class Recovery:
         busy, self._save_seconds = flags
         self._since += record.seconds
         if self.copies is not None and self._busy and not busy:
-            self.copies.memory.hold(0)
+            self.copies.memory.head.hold(0)
         self._busy = busy > 0
 
     def due(self, step: int) -> bool:
@@ -184,7 +193,7 @@ class Recovery:
                 self._await_writer()
             self.saved, self._since, self._busy = step, 0.0, True
             self.finish()
-            self.copies.memory.hold(step)
+            self.copies.memory.head.hold(step)
             if self.channel.rank == 0:
                 self.pulse.write(Word.busy, 1)
                 self.channel.say("write", step=step)

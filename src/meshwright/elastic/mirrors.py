@@ -1,0 +1,112 @@
+"""The mirrors of all nodes, as the leader orders them: which step is kept twice, and which is read next.
+
+Promise: there is always a step that every rank has a copy of and every node but the first has its mirror of, once there was one: ranks write over it
+only when the next one is whole everywhere. A node that is lost costs the steps since then. The first node has no mirror: a run ends with it.
+
+Rule: the step to read is the newest that rank 0 has; each node's ranks are read by the node behind it, the last one's by the first. One that
+was written over before it was read is asked for LEAD steps earlier from then on. Between two rounds the links rest as long as a round took.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from meshwright.base.lines import Message
+from meshwright.base.pulse import Word
+from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.homes import Homes
+from meshwright.elastic.mirror import Mirror, Order
+
+LEAD = 1
+
+
+class Holder(Protocol):
+    """A node as it is here."""
+
+    name: str
+    lender: str
+    ranks: dict[int, int]
+
+
+class Mirrors:
+    """`tell` speaks to a node; `mirror` is that of this one, which lends at `here`."""
+
+    def __init__(self, here: str, homes: Homes, mirror: Mirror, tell: Callable[..., None]) -> None:
+        self.here, self.homes, self._mirror, self._tell = here, homes, mirror, tell
+        self._holdings: Holdings | None = None
+        self._numbers = itertools.count()
+        self._waits: set[int] = set()
+        self._where: dict[int, str] = {}
+        self._failed = False
+        self._whole = self._step = self._lead = 0
+        self._began = self._next = 0.0
+
+    def begin(self, holdings: Holdings) -> None:
+        """A generation begins, with copies in `holdings`."""
+        if self._holdings is not holdings:
+            self._whole = 0
+        self._holdings = holdings
+        self._waits.clear()
+
+    def forget(self) -> None:
+        """The run went back to before what is mirrored."""
+        self.homes.forget()
+        self._whole = 0
+        self._waits.clear()
+
+    def look(self, nodes: Sequence[Holder], devices: int) -> None:
+        """Orders the next round, when there is none and all ranks have something new. `devices`: of the first node."""
+        holdings = self._holdings
+        if self._waits or holdings is None or not holdings.is_open or time.monotonic() < self._next:
+            return
+        holders = [node for node in nodes if node.ranks and node.lender]
+        newest = holdings.pulse(0).read(Word.kept)
+        away = sum(len(node.ranks) for node in holders)
+        if not away or away + devices != holdings.world or not newest or newest + self._lead <= self._whole:
+            return
+        self._began, self._step, self._failed, self._where = time.monotonic(), newest + self._lead, False, {}
+        kept = [self._whole, self._step]
+        holdings.keep(kept)
+        for node in nodes:
+            self._tell(node, do="keep", key=holdings.key, steps=kept)
+        for node, behind in zip(holders, [*holders[1:], None], strict=True):
+            number, ranks = next(self._numbers), sorted(node.ranks)
+            self._waits.add(number)
+            self._where |= dict.fromkeys(ranks, behind.lender if behind is not None else self.here)
+            message = {"key": holdings.key, "number": number, "step": self._step, "address": node.lender, "ranks": ranks}
+            if behind is None:
+                self._mirror.order(order(message, holdings))
+            else:
+                self._tell(behind, do="mirror", **message)
+
+    def heard(self, message: Message) -> None:
+        """A mirror is whole, or will not be."""
+        if message["number"] not in self._waits:
+            return
+        self._waits.remove(message["number"])
+        self._failed = self._failed or not message["whole"]
+        if self._waits:
+            return
+        now = time.monotonic()
+        self._next = now + (now - self._began)
+        if self._failed:
+            self._lead += LEAD
+        elif self._holdings is not None:
+            self._whole = self._step
+            self.homes.mirrored(self._holdings.key, self._where)
+
+    def close(self) -> None:
+        self._mirror.close()
+
+    def lost(self) -> None:
+        """A node is gone: the round under way is void."""
+        self._waits.clear()
+
+
+def order(message: Message, holdings: Holdings) -> Order:
+    """What a mirror is told, with the files of this node."""
+    files = {rank: holdings.lend(rank) for rank in message["ranks"]}
+    return Order(message["number"], message["key"], message["step"], message["address"], files)
