@@ -129,7 +129,11 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
     POISON[:], LEFT_OUT[:] = payload.get("poison", []) if hit else [], payload.get("left_out", [])
     recovery.Guard = Preset  # type: ignore[misc]
     loop.Loader = Poisoned  # type: ignore[misc]
-    FAULTS[:] = [{**fault, "mark": f"{payload['folder']}/fault-{number}"} for number, fault in enumerate(payload["faults"])]
+    FAULTS[:] = [
+        {**fault, "mark": f"{payload['folder']}/fault-{number}"}
+        for number, fault in enumerate(payload["faults"])
+        if payload["launch"]["plan"]["recompute"] != fault.get("spares")
+    ]
     PAUSE[:] = [payload["pause"]] if payload["pause"] else []
     loop.Pulse = Doomed  # type: ignore[misc]
     return loop.train(channel, payload["launch"])

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from meshwright.base.codec import build
 from meshwright.checkpoint.load import full_tensors
 from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.replan import leaner as replanned
 from meshwright.elastic.supervisor import Care, Supervisor, Work
 from meshwright.spec.event import Event
+from meshwright.spec.job import Job
 from meshwright.spec.launch import Launch
 from meshwright.spec.plan import parse_plan
 
@@ -66,16 +69,18 @@ def train(
     faults: list[dict[str, Any]],
     notes: list[str] | None = None,
     plans: dict[int, str] | None = None,
+    leaner: Job | None = None,
     hear: Callable[[int, dict[str, Any]], None] = lambda rank, message: None,
     **more: Any,
 ) -> None:
-    """`plans`: what is chosen for another number of ranks."""
+    """`plans`: what is chosen for another number of ranks. `leaner`: the question that a plan for less memory answers."""
     Path(work.run.folder).mkdir(exist_ok=True)
     Path(work.run.folder, "launch.json").write_text(work.to_json())
     said = [] if notes is None else notes
     pause = 0.15 if plans else 0.0
+    replan_leaner = lambda now: work_of(work.but(plan=replanned(leaner, build(Launch, now.payload["launch"]).plan)), faults, pause, **more)
     replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause, **more)
-    care = Care(work.run.retries, work.run.patience, replan if plans else None, work.run.least)
+    care = Care(work.run.retries, work.run.patience, replan if plans else None, work.run.least, replan_leaner if leaner else None)
     Supervisor(work_of(work, faults, pause, **more), hear, said.append, generation=next(FIRST), care=care, lent=nursery).run()
 
 

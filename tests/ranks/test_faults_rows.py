@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty import STEPS, events, launch, losses, random_faults, state, train
+from faulty import SIZES, STEPS, events, launch, losses, random_faults, state, train
 
 import meshwright
 from meshwright.base.errors import InputError, Interrupted, MeshwrightError
@@ -20,15 +20,23 @@ from meshwright.checkpoint.verify import verify
 from meshwright.data.shards import BLOCK
 from meshwright.elastic.failure import RankFailed
 from meshwright.elastic.nursery import Nursery
+from meshwright.intake.clusters import read_cluster
+from meshwright.intake.models import read_model
 from meshwright.report.run import read_run, summarise
+from meshwright.spec.job import Job
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, bytes]:
-    """The end of a run of dp2x2.z2 that nothing disturbed."""
+def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A run of dp2x2.z2."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     train(nursery, launch(text, folder, "dp2x2.z2.mb2"), [])
-    return state(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(undisturbed: Path) -> dict[str, bytes]:
+    return state(undisturbed)
 
 
 def places(ranks: list[int], steps: list[int], phases: list[str], how: str, **more: Any) -> list[dict[str, Any]]:
@@ -85,6 +93,23 @@ def test_a_rank_without_memory_is_named_with_that_reason_and_a_lasting_want_ends
     assert state(tmp_path / "run") == whole != {}
     with pytest.raises(RankFailed, match="OutOfMemoryError"):
         train(nursery, launch(text, tmp_path / "again", "dp1"), places([0], [5], ["update"], "memory", always=True))
+
+
+def test_want_of_memory_that_lasts_changes_the_plan_to_one_that_takes_less(
+    nursery: Nursery, tmp_path: Path, text: Path, undisturbed: Path
+) -> None:
+    """Row 23, where starting again does not help: what is not recomputed finds no memory in step 5."""
+    work = launch(text, tmp_path / "run", "dp2x2.z2.mb2")
+    question = Job(model=read_model("llama-tiny", **SIZES), cluster=read_cluster("4:cpu"), workload=work.workload)
+    notes: list[str] = []
+    train(nursery, work, places([3], [5], ["update"], "memory", always=True, spares="layer"), notes, leaner=question)
+    first, second, changed, recovery = events(tmp_path / "run")
+    assert (first.decision, second.decision) == ("ranks start again", "in the same step again: a plan that takes less memory")
+    assert (changed.kind, changed.cause, changed.plan[-9:]) == ("resize", "less memory", ".rc-layer") and recovery.lost == 0
+    assert any(note.startswith("goes on under a plan that takes less memory, plan ") for note in notes)
+    found = losses(tmp_path / "run")
+    assert sorted(found) == list(range(STEPS + 1))
+    assert all(abs(found[step] - loss) <= 1e-6 * loss for step, loss in losses(undisturbed).items())
 
 
 def test_ranks_that_are_not_in_the_same_collective_end_the_run_with_both_sizes(nursery: Nursery, tmp_path: Path, text: Path) -> None:

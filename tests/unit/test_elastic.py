@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.errors import InputError, MeshwrightError
-from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, culprit, failed_here, verdict
+from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, culprit, failed_here, starved, verdict
+from meshwright.elastic.retries import Retries
 from meshwright.spec.launch import Launch, difference
 from meshwright.spec.plan import Plan, Schedule, parse_plan
 from meshwright.spec.reduced import MOST, reduced
@@ -25,6 +26,20 @@ def logs(rank: int) -> Path:
 def test_a_lost_connection_is_innocent_however_early_it_is_told(words: str) -> None:
     failures = [Failure(0, 1.0, 1, "RuntimeError", words), Failure(1, 1.5, 1, "ValueError", "no good"), Failure(2, 2.0, -9)]
     assert culprit(failures).rank == 1
+
+
+def test_a_rank_that_the_system_killed_for_want_of_memory_is_told_from_one_that_a_person_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.elastic.failure.memory_kills", lambda: 3)
+    killed = Failure(1, 0.0, -9)
+    assert starved(killed, 2) and not starved(killed, 3) and not starved(Failure(1, 0.0, -11), 2)
+    assert starved(Failure(1, 0.0, -9, words=cause(killed)), 3) and not starved(Failure(1, 0.0, -9, words="hung: no sign of life"), 2)
+
+
+def test_want_of_memory_twice_in_a_step_is_hopeless_under_the_same_plan_however_it_is_worded() -> None:
+    retries = Retries(5)
+    assert not retries.count(Failure(0, 0.0, 75, "OutOfMemory", "48 MiB more", known=True), 7, starved=True)
+    assert "again" in retries.count(Failure(2, 0.0, -9), 7, starved=True)
+    assert not retries.count(Failure(2, 0.0, -9), 8, starved=True)
 
 
 def test_when_all_lost_their_connections_the_first_is_named() -> None:

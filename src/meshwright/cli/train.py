@@ -10,7 +10,6 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,14 +20,10 @@ from meshwright.cli.options import AsJson, JobPath, Shared, say_json
 if TYPE_CHECKING:
     from meshwright.cli.nodes import Place
     from meshwright.cli.preparation import Choice
-    from meshwright.spec.job import Job
     from meshwright.spec.launch import Launch
-    from meshwright.spec.plan import Plan
     from meshwright.train.rank import Launched
     from meshwright.train.screen import Screen
 
-LOOP = "meshwright.train.loop"
-SCRIBE = "meshwright.train.scribe:write"
 PROBE = "meshwright.train.probing:speed"
 
 
@@ -100,53 +95,19 @@ def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen
     """Ranks of this machine, each a child of this process; and of the other nodes, when this is the first of several."""
     from meshwright.cli.nodes import leading, told
     from meshwright.cli.preparation import read_file
-    from meshwright.elastic.replan import plan_for
+    from meshwright.cli.replans import Replans
     from meshwright.elastic.slots import Leaving
-    from meshwright.elastic.supervisor import Care, Supervisor, Work
+    from meshwright.elastic.supervisor import Care, Supervisor
 
     shared = _after_trials(job, shared, pin, trials) if trials else shared
     if node is not None:
         shared = dataclasses.replace(shared, cluster=told(read_file(job, shared), node) or shared.cluster)
     with _prepared(job, shared, pin, screen, node.world if node else None) as (launch, folder, choice), ExitStack() as stack:
-        run = launch.run
-        warm = (LOOP, "meshwright.train.scribe", *(("transformers.modeling_utils",) if launch.model.folder else ()))
-
-        def work_of(launch: Launch) -> Work:
-            return Work(
-                f"{LOOP}:train", launch.plan.world, launch.model_dump(mode="json"), folder, warm, plan=launch.plan.name, scribe=SCRIBE
-            )
-
-        @cache
-        def chosen(world: int) -> tuple[Job | None, Plan]:
-            """The plan of so many ranks; that of all is the one that the run began with."""
-            if world == launch.plan.world:
-                return choice.question, launch.plan
-            return plan_for(choice.question, launch.workload.batch, world)
-
-        def replan(world: int) -> Work:
-            from meshwright.cli.preparation import Choice, write_run
-            from meshwright.cost.step import estimate
-
-            question, plan = chosen(world)
-            other = launch.but(plan=plan)
-            write_run(folder, other, Choice(question, plan, None if question is None else estimate(question, plan), []))
-            return work_of(other)
-
-        def predict(name: str, world: int) -> tuple[float, float]:
-            """Seconds of a step under the plan of this name, and with so many ranks; what cannot be priced is divided among its ranks."""
-            from meshwright.cost.step import estimate
-            from meshwright.spec.plan import parse_plan
-
-            now = parse_plan(name)
-            before, (question, plan) = chosen(now.world)[0], chosen(world)
-            if before is None or question is None:
-                return 1.0 / now.world, 1.0 / plan.world
-            return estimate(before, now).time.step, estimate(question, plan).time.step
-
-        leaving = Leaving(predict, PROBE) if run.balance else None
-        care, work = Care(run.retries, run.patience, replan, run.least, run.rejoin, leaving), work_of(launch)
+        run, plans = launch.run, Replans(launch, choice, folder)
+        leaving = Leaving(plans.predict, PROBE) if run.balance else None
+        care, work = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, run.rejoin, leaving), plans.work_of(launch)
         fleet = stack.enter_context(leading(node, work, screen.note, run.least)) if node else None
-        work = replan(fleet.places) if fleet is not None and fleet.places < work.world else work
+        work = plans.replan(fleet.places) if fleet is not None and fleet.places < work.world else work
         Supervisor(work, lambda rank, message: screen.hear(message), screen.note, run.grace, care=care, lent=fleet).run()
     return folder
 

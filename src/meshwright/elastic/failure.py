@@ -20,6 +20,7 @@ from meshwright.base.limits import memory_kills, memory_limit
 from meshwright.base.units import show_bytes
 
 MOST_LINES = 12
+WANT = "by the system for want of memory"
 _LOST = re.compile(
     r"connection (reset|closed|refused|was closed)|broken pipe|gloo/transport|peer closed|socket (timeout|closed)|failed to recv"
     r"|ncclRemoteError|remote process exited|Stop_waiting|wait timeout",
@@ -51,6 +52,18 @@ class Failure:
 
 class RankFailed(MeshwrightError):
     """A rank failed. The message is the report."""
+
+
+def starved(failure: Failure, kills: int) -> bool:
+    """Whether it wanted memory: it said so itself, or the system killed it for that (`kills`: how often it had done so before).
+
+    >>> starved(Failure(0, 0.0, 1, "OutOfMemory", "rank 0 is out of memory in step 2", known=True), 0)
+    True
+    """
+    if failure.error in ("OutOfMemory", "OutOfMemoryError", "MemoryError"):
+        return True
+    killed = failure.status == -signal.SIGKILL
+    return killed and (WANT in failure.words if failure.words else memory_kills() > kills)
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:
@@ -93,7 +106,7 @@ def _killed(kills: int, limit: float) -> str:
     if not kills:
         return ": by someone's kill -9, or by the system for want of memory"
     has = f", of which its control group has {show_bytes(limit)}" if limit != float("inf") else ""
-    return f": by the system for want of memory{has} ({kills} killed so far); rc-layer and off-optimizer-files take less of it"
+    return f": {WANT}{has} ({kills} killed so far); rc-layer and off-optimizer-files take less of it"
 
 
 def last_lines(log: Path, count: int) -> list[str]:

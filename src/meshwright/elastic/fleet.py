@@ -199,6 +199,11 @@ class Fleet(Nursery):
     def signs(self, process: int) -> tuple[str, float]:
         return self._signs.get(process, ("", 0.0)) if process < 0 else super().signs(process)
 
+    @property
+    def is_blind(self) -> bool:
+        """A node says a word every ALIVE seconds at least."""
+        return any(time.monotonic() > node.heard + 2 * ALIVE for node in self.nodes)
+
     def again(self) -> None:
         super().again()
         for node in self.nodes:

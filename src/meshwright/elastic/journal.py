@@ -53,9 +53,11 @@ class Journal:
         self._decided = self._decided or time.monotonic()
 
     def resize(self, before: int, after: int, plan: str, generation: int) -> None:
-        """Another number of ranks, which is a recovery without a fault."""
-        self.write(kind="resize", generation=generation, step=self.last, cause=f"{before} to {after} ranks", plan=plan)
-        self.note(f"goes on with {after} instead of {before} ranks{f', plan {plan}' if plan else ''}")
+        """Another plan, for another number of ranks or for less memory, which is a recovery without a fault."""
+        cause = "less memory" if before == after else f"{before} to {after} ranks"
+        self.write(kind="resize", generation=generation, step=self.last, cause=cause, plan=plan)
+        how = "under a plan that takes less memory" if before == after else f"with {after} instead of {before} ranks"
+        self.note(f"goes on {how}{f', plan {plan}' if plan else ''}")
         self._decided = self._decided or time.monotonic()
 
     def part(self, name: str, seconds: float) -> None:

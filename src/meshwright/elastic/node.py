@@ -22,9 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.limits import memory_kills
 from meshwright.base.lines import Message
 from meshwright.base.link import Link
 from meshwright.base.signals import hearing
+from meshwright.elastic.failure import Failure, cause
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.lending import Lender
 from meshwright.elastic.mirror import Mirror
@@ -55,6 +57,7 @@ class Node:
         self.leaving = False
         self._heard = self._said = time.monotonic()
         self._rows: dict[int, list[int]] = {}
+        self._kills = memory_kills()
 
     def _nursery(self) -> Nursery:
         return Nursery(self.logs / f"zygote-{self.number}.log", self.link.hello["warm"], self.environment)
@@ -143,6 +146,9 @@ class Node:
             self.processes[event["rank"]] = event["pid"]
         elif event["event"] == "ended":
             self.processes.pop(event["rank"], None)
+            before, self._kills = self._kills, memory_kills()
+            if event["status"] == -signal.SIGKILL and self._kills > before:
+                event["words"] = cause(Failure(event["rank"], 0.0, event["status"]))  # as it is on this node
         self._say(**event)
 
     def _bury(self) -> None:

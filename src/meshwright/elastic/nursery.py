@@ -87,6 +87,11 @@ class Nursery:
         """The state of a rank's process, and the seconds that it stood in line for a core."""
         return state_of(process), in_line(process)
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether there are ranks of which nothing is heard now."""
+        return False
+
     def hold(self, holdings: Holdings) -> None:
         """What the next ranks keep their copies in."""
 

@@ -1,7 +1,8 @@
 """Another number of ranks: the plan for what is there, and the number that someone asks for.
 
 Rule: the search that chose the first plan chooses again, among plans that run, for the same job on so many devices; no pins, which were made
-for another number. Where nothing fits or divides, the next smaller number is tried. Batch, order of samples and learning rate are the
+for another number. Where nothing fits or divides, the next smaller number is tried. For less memory it is the fastest of those plans that the
+estimate gives at most LESS of what the one before takes. Batch, order of samples and learning rate are the
 workload's and do not change. RUN/ranks holds the number that someone asks for: `echo 3 > RUN/ranks` while it trains.
 """
 
@@ -10,11 +11,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.base.errors import InputError, NothingFits
+from meshwright.cost.step import estimate
 from meshwright.search.rank import search
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 RANKS = "ranks"
+LESS = 0.8
+"""Of the memory of a plan that was too large: what a leaner one may take by the estimate."""
+
+AMONG = 1000
+"""Plans, the fastest ones, that a leaner one is looked for among."""
 
 
 def plan_for(job: Job | None, batch: int, devices: int) -> tuple[Job | None, Plan]:
@@ -34,6 +41,17 @@ def plan_for(job: Job | None, batch: int, devices: int) -> tuple[Job | None, Pla
         except (NothingFits, InputError):
             continue
     raise NothingFits(f"no plan runs on {devices} or fewer ranks: the run cannot go on with them")
+
+
+def leaner(job: Job | None, plan: Plan) -> Plan:
+    """The fastest plan for the same devices that takes at most LESS of the memory of `plan`. Raises NothingFits when there is none."""
+    if job is not None:
+        most = LESS * estimate(job, plan).memory.total
+        question = job.but(pins=job.workload.fixed)
+        for entry in search(question, AMONG, runnable=True).plans:
+            if entry.plan.world == plan.world and entry.estimate.memory.total <= most:
+                return entry.plan
+    raise NothingFits(f"no plan for {plan.world} ranks takes less memory than {plan.name}")
 
 
 def asked(folder: Path) -> int | None:

@@ -3,6 +3,9 @@
 [Note: giving up] The same error in the same step twice is deterministic: no more tries. Otherwise `retries` failures in a row without a step
 between them end the run; from the second on each try waits twice as long as the one before, with jitter.
 
+[Note: leaner] Want of memory twice in the same step is no chance either, however the words differ: a plan that takes less may do it, so the
+supervisor asks for one, again and again, until there is none.
+
 [Note: lemons] A rank that was the culprit of LEMON faults running has something wrong with it that starting again does not mend: its memory,
 its core, its device. Where a run may go on with fewer ranks it goes on without one.
 """
@@ -12,7 +15,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from meshwright.elastic.failure import Failure, cause
+from meshwright.base.limits import memory_kills
+from meshwright.elastic.failure import Failure, cause, starved
 
 PAUSE = 0.1
 """Seconds before the second try without a step between."""
@@ -28,13 +32,20 @@ class Retries:
     in_row: int = 0
     _step: int = -1
     _cause: str = ""
+    _kills: int = field(default_factory=memory_kills)
     _culprits: list[int] = field(default_factory=list)
 
-    def count(self, failure: Failure, step: int) -> str:
+    def is_hungry(self, failure: Failure) -> bool:
+        """Whether it failed for want of memory."""
+        before, self._kills = self._kills, memory_kills()
+        return starved(failure, before)
+
+    def count(self, failure: Failure, step: int, starved: bool = False) -> str:
         """Takes note of `failure` after `step` had ended. Why it is hopeless, in words; empty while it is not."""
-        same = step == self._step and cause(failure) == self._cause and failure.status >= 0
+        why = "want of memory" if starved else cause(failure)
+        same = step == self._step and why == self._cause and (starved or failure.status >= 0)
         self.in_row = self.in_row + 1 if step == self._step else 1
-        self._step, self._cause = step, cause(failure)
+        self._step, self._cause = step, why
         self._culprits.append(failure.rank)
         if same or self.in_row > self.retries:
             again = "the same error in the same step again" if same else f"{self.in_row} failures without a step between them"

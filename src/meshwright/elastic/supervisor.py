@@ -15,6 +15,7 @@ generation reads the copies of the last one whatever their layout. The old copie
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -57,6 +58,8 @@ class Care:
     patience: float = 0.0
     replan: Callable[[int], Work] | None = None
     least: int = 0
+    leaner: Callable[[Work], Work] | None = None
+    """The same work under a plan that takes less memory. Raises NothingFits when there is none."""
     rejoin: float = 0.0
     """Seconds that a lost node gets to come back."""
     leaving: Leaving | None = None
@@ -95,6 +98,7 @@ class Supervisor:
         self._journal = Journal(self.work.folder, self.note)
         self._retries = Retries(self.care.retries)
         self._slots = Slots(self.work.world, self._journal, self.care.leaving)
+        self._leaner: Work | None = None
         self._holdings, self._full = Holdings(self.work.world), self.work.world
         self._nursery = self.lent or self._open_nursery()
         self._places = self._nursery.places
@@ -138,7 +142,12 @@ class Supervisor:
         """A generation from its start until it is done, fails, or is to be ended."""
         now = self._now = Generation(self.work, self.generation, self._hear)
         self._holdings.begin()
-        watch = Watch(self._holdings, self.care.patience * 2 ** max(0, self._retries.in_row - 1), signs=self._nursery.signs)
+        watch = Watch(
+            self._holdings,
+            self.care.patience * 2 ** max(0, self._retries.in_row - 1),
+            signs=self._nursery.signs,
+            blind=lambda: self._nursery.is_blind,
+        )
         now.start(self._nursery, self._holdings, self._old or self._holdings)
         self._slots.started(self.work.plan)
         while now.living and not self._killed:
@@ -251,9 +260,12 @@ class Supervisor:
             return False
         else:
             first = culprit(list(now.failures.values()))
-        if first.known or not self._begun or not self.care.retries:
+        hungry = self._retries.is_hungry(first)
+        if (first.known and not hungry) or not self._begun or not self.care.retries:
             return False
-        self._why = self._retries.count(first, self._journal.last)
+        self._why = self._retries.count(first, self._journal.last, hungry)
+        if self._why and hungry and (work := _leaner(self.care, self.work)) is not None:
+            self._leaner, self._why, self._retries.in_row = work, "", 0
         lemon = self._retries.lemon
         if lemon is not None and self.care.replan is not None and self.care.least and self.work.world > self.care.least:
             self._world, self._why = self.work.world - 1, ""
@@ -264,6 +276,8 @@ class Supervisor:
             self._journal.write(kind="verdict", decision=self._why, **place)
             return False
         decision = "ranks start again" if self._world is None else f"it was the last {LEMON} times too: goes on with {self._world} ranks"
+        if self._leaner is not None:
+            decision = "in the same step again: a plan that takes less memory"
         self._journal.fault(decision=decision, **place)
         return True
 
@@ -290,6 +304,9 @@ class Supervisor:
             self._await_places()
         if self._world is not None:
             self._resize(self._world)
+        elif self._leaner is not None:
+            self._change(self._leaner)
+        self._leaner = None
         self.generation += 1
 
     def _await_places(self) -> None:
@@ -317,8 +334,12 @@ class Supervisor:
         except MeshwrightError as error:
             self.note(f"{world} ranks: {error}")
             return
-        self._journal.resize(self.work.world, work.world, work.plan, self.generation)
         self._journal.part("plan", time.monotonic() - began)
+        self._change(work)
+
+    def _change(self, work: Work) -> None:
+        """The copies so far stay until there are some of `work`."""
+        self._journal.resize(self.work.world, work.world, work.plan, self.generation)
         self.work = replace(work, slots=self._slots.of(work.world) if self._here() else ())
         self._retries.forget_culprits()
         if self._old is None:
@@ -343,3 +364,10 @@ class Supervisor:
             saved = len(now.stopped) == self.work.world
             how = "everything is saved" if saved else "the step in progress was given up" if self._begun else "no step had begun"
             raise Interrupted(f"stopped by {self._asked[0]}: {how}; the same command goes on where this one stopped")
+
+
+def _leaner(care: Care, work: Work) -> Work | None:
+    """The same under a plan that takes less memory ([Note: leaner] in retries.py), if there is one."""
+    with contextlib.suppress(MeshwrightError):
+        return care.leaner(work) if care.leaner is not None else None
+    return None

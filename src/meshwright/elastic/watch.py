@@ -61,6 +61,8 @@ class Watch:
     clock: Callable[[], float] = time.monotonic
     signs: Callable[[int], tuple[str, float]] = lambda process: (state_of(process), in_line(process))
     """State, and seconds in line for a core, of a rank's process, wherever it runs."""
+    blind: Callable[[], bool] = lambda: False
+    """Whether signs of life cannot arrive: a node has not been heard. Nobody is judged meanwhile, for all wait for its ranks."""
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
     _step: tuple[int, float] = (0, 0.0)
@@ -72,6 +74,10 @@ class Watch:
         if not self.patience:
             return None
         now = self.clock()
+        if self.blind():
+            for before in self._seen.values():
+                before.at = now
+            return None
         self._count_steps(now)
         silent: dict[int, float] = {}
         for rank, process in living.items():
