@@ -53,6 +53,29 @@ def test_a_run_with_its_optimizer_away_is_bit_for_bit_the_run_without(
     assert not list(tmp_path.iterdir())
 
 
+PARAMETERS = [
+    ("llama", "dp2.z3", "fp64", "parameters-files"), ("llama", "dp2.z3", "bf16", "parameters-files"),
+    ("llama", "dp1.z3", "fp32", "optimizer-files.off-parameters-files"), ("llama", "dp2.z3", "bf16", "optimizer-files.off-parameters-files"),
+    ("llama", "tp2.z3", "fp32", "optimizer.off-parameters-files"), ("llama-tied", "pp2.z3", "bf16", "parameters-files"),
+    ("llama", "dp2.z3", "fp32", "parameters"), ("mixtral", "dp2.ep2.z3", "fp32", "parameters-files"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan", "precision", "way"), PARAMETERS)
+def test_a_run_with_its_weights_away_is_bit_for_bit_the_run_without(
+    ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
+) -> None:
+    world = parse_plan(plan).world
+    here = ranks.run(world, trained, name, plan, precision, str(tmp_path))
+    away = ranks.run(world, trained, name, f"{plan}.off-{way}", precision, str(tmp_path))
+    for (losses, weights, held), (others, theirs, elsewhere) in zip(here, away, strict=True):
+        assert losses == others
+        assert weights is None or all(torch.equal(weights[key], theirs[key]) for key in weights)
+        gone = held["parameters"] * ("files" in way.rpartition("parameters")[2]) + held["optimizer"] * ("optimizer" in way)
+        assert elsewhere["offloaded"] == gone and sum(elsewhere.values()) == sum(held.values())
+    assert not list(tmp_path.iterdir())
+
+
 def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[float], list[float]]:
     """Losses of six steps under `plan`, and of the last three after a checkpoint that `other` goes on from."""
     first = made("llama", plan, "bf16", folder)
@@ -71,6 +94,8 @@ def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[
         ("dp2.z3.off-optimizer-files", "dp2.z3"),
         ("dp2.z1", "dp2.z1.off-optimizer-files"),
         ("dp2.z1.off-optimizer", "dp2.z1.off-optimizer"),
+        ("dp2.z3.off-optimizer-files.off-parameters-files", "dp2.z3.off-parameters-files"),
+        ("dp2.z3.off-parameters-files", "dp2.z3"),
     ],
 )
 def test_a_checkpoint_holds_what_waits_in_files_and_goes_on_bit_for_bit(ranks: Any, tmp_path: Any, plan: str, other: str) -> None:

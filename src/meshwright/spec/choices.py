@@ -57,11 +57,15 @@ class Offload(StrEnum):
     optimizer = "optimizer"
     optimizer_files = "optimizer-files"
     parameters = "parameters"
+    parameters_files = "parameters-files"
     activations = "activations"
 
 
-FILES = (Offload.optimizer_files,)
+FILES = (Offload.optimizer_files, Offload.parameters_files)
 """What waits in files; all else waits in host memory."""
+
+PARAMETERS = (Offload.parameters, Offload.parameters_files)
+"""ZeRO 3's shards of the weights."""
 
 Axis = Literal["pp", "dp", "tp"]
 

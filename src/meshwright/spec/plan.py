@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from meshwright.base.codec import build
 from meshwright.base.errors import InputError, did_you_mean
-from meshwright.spec.choices import AXES, BUCKET, FILES, HELD, Axis, Context, Offload, Recompute, Schedule, lies_as_v, rank_of
+from meshwright.spec.choices import AXES, BUCKET, FILES, HELD, PARAMETERS, Axis, Context, Offload, Recompute, Schedule, lies_as_v, rank_of
 from meshwright.spec.degrees import Degrees
 from meshwright.spec.numbers import listed, unlisted
 
@@ -81,6 +81,13 @@ class Plan(Degrees):
             )
         if {Offload.optimizer, Offload.optimizer_files} <= set(self.offload):
             raise ValueError("offload names the optimizer twice: on the host, or in files")
+        if set(PARAMETERS) <= set(self.offload):
+            raise ValueError("offload names the parameters twice: on the host, or in files")
+        away = [what for what in self.offload if what in PARAMETERS]
+        if away and self.zero < 3:
+            raise ValueError(
+                f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)"
+            )
         return self
 
     @model_validator(mode="after")
@@ -340,6 +347,6 @@ def parse_plan(name: str) -> Plan:
 
 
 __all__ = [
-    "AXES", "BUCKET", "FILES", "HELD", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
+    "AXES", "BUCKET", "FILES", "HELD", "PARAMETERS", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
     "lies_as_v", "parse_plan", "plan_name", "rank_of",
 ]  # fmt: skip

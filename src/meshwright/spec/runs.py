@@ -15,8 +15,9 @@ from meshwright.spec.plan import Offload, Plan, Schedule
 RUNS: dict[str, tuple[Any, ...]] = {
     "schedule": tuple(Schedule),
     "offload": tuple(
-        tuple(what for what in (optimizer, activations) if what is not None)
+        tuple(what for what in (optimizer, parameters, activations) if what is not None)
         for optimizer in (None, Offload.optimizer, Offload.optimizer_files)
+        for parameters in (None, Offload.parameters, Offload.parameters_files)
         for activations in (None, Offload.activations)
     ),
 }

@@ -89,7 +89,7 @@ def parallelize(
     mesh = make_mesh(plan)
     mesh = replace(mesh, away=away_of(plan, mesh.device, beside.get("offload_to")))
     check_device(chosen, mesh.device)
-    check_away(mesh.away is not None, rule, chosen, plan)
+    check_away(mesh.device.type, rule, chosen, plan)
     engine = parallelize_model(model, mesh, chosen, beside.get("loss"), beside.get("anatomy"), rule)
     give_places(engine, seed)
     give_back()
@@ -285,7 +285,7 @@ class Trainer:
         optimizer = sum(unit.master.bytes() for unit in self.engine.zero.units if unit.has_master)
         optimizer += sum(unit.master.state_bytes() for unit in self.engine.zero.trained)
         away = self.mesh.away
-        for values in self.optimizer.state.values() if away is None else ():
+        for values in self.optimizer.state.values() if away is None or away.optimizer is None else ():
             optimizer += sum(
                 value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor) and value.ndim
             )
@@ -296,7 +296,7 @@ class Trainer:
             "parameters": sum(weights for weights, _ in held),
             "gradients": sum(gradients for _, gradients in held) + kept,
             "optimizer": optimizer,
-            **({} if away is None else {"offloaded": away.bytes(unit.master for unit in self.engine.zero.trained)}),
+            **({} if away is None else {"offloaded": away.bytes(self.engine.zero.units)}),
         }
 
     @property

@@ -11,16 +11,19 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from meshwright.parallel.offload.scratch import Scratch, aligned
+from meshwright.parallel.offload.scratch import Scratch, aligned, paged
 from meshwright.parallel.zero.master import RUN
-from meshwright.spec.plan import Offload, Plan
+from meshwright.spec.plan import FILES, Offload, Plan
+
+if TYPE_CHECKING:
+    from meshwright.parallel.zero.flat import FlatUnit
 
 WINDOW = 4 * RUN
 """Elements of a window: 2 MiB of each kind of float32 state."""
@@ -90,14 +93,18 @@ W = TypeVar("W", bound=Window)
 class Away:
     """Of one rank: its scratch file, its slots, the threads between them."""
 
-    def __init__(self, folder: Path | None, device: torch.device) -> None:
-        """`folder` None: host memory instead of files."""
+    def __init__(self, folder: Path | None, device: torch.device, optimizer: Offload | None) -> None:
+        """`folder` None: nothing waits in files. `optimizer`: where its states wait, None where they stay."""
         self.scratch = None if folder is None else Scratch(folder)
-        self.device = device
+        self.device, self.optimizer = device, optimizer
+        self.in_files = None if optimizer not in FILES else self.scratch
+        """The file that states wait in; None where they are in memory."""
         self.slots = [Slot(device.type == "cuda") for _ in range(SLOTS)]
         self.windows = 0
         self.exposed = 0.0
-        """Seconds that the last update waited for what was on its way."""
+        """Seconds that this step waited for what was on its way."""
+        self._idle: list[torch.Tensor] = []
+        self._lent = self._most = 0
         self._pool = ThreadPoolExecutor(SLOTS, "offload")
 
     def number(self) -> tuple[int, Slot]:
@@ -112,39 +119,64 @@ class Away:
     def pass_by(self, windows: Iterable[W], update: Callable[[W], None]) -> None:
         """`update` each of `windows`, fetched before and stored after, in order of their numbers."""
         waiting, fetching = deque(sorted(windows, key=lambda window: window.number)), deque[tuple[W, Future[None]]]()
-        self.exposed = 0.0
         while waiting or fetching:
             while waiting and len(fetching) <= AHEAD:
                 window = waiting.popleft()
-                self._wait(window.slot.settle)
+                self.wait(window.slot.settle)
                 fetching.append((window, self._pool.submit(window.fetch)))
             window, fetched = fetching.popleft()
-            self._wait(fetched.result)
+            self.wait(fetched.result)
             update(window)
             self.store(window)
 
     def settle(self) -> None:
         """Everything is stored: the file can be read, and the weights are those of the update."""
         for slot in self.slots:
-            self._wait(slot.settle)
+            self.wait(slot.settle)
 
     @property
     def passing(self) -> int:
-        """Bytes of the slots."""
-        return sum(slot.touched for slot in self.slots)
+        """Bytes of the slots, and of buffers when they were most."""
+        return sum(slot.touched for slot in self.slots) + self._most
 
-    def bytes(self, masters: Iterable[object]) -> int:
+    def submit(self, deed: Callable[[], None]) -> Future[None]:
+        """In a thread of its own."""
+        return self._pool.submit(deed)
+
+    def lend(self, size: int) -> torch.Tensor:
+        """A buffer of at least `size` bytes in whole pages."""
+        fits = [at for at, pages in enumerate(self._idle) if pages.numel() == paged(size)]
+        pages = self._idle.pop(fits[0]) if fits else self._fresh(paged(size))
+        self._lent += pages.numel()
+        self._most = max(self._most, self._lent + sum(each.numel() for each in self._idle))
+        return pages
+
+    def _fresh(self, size: int) -> torch.Tensor:
+        self._idle.clear()  # of other sizes: units of one kind follow each other
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.device.type == "cuda" else aligned(size)[:size]
+
+    def give(self, pages: torch.Tensor) -> None:
+        """It back; it is lent again."""
+        self._lent -= pages.numel()
+        self._idle.append(pages)
+
+    def bytes(self, units: Sequence[FlatUnit]) -> int:
         """What waits, all in all."""
-        return sum(master.bytes_away() for master in masters if isinstance(master, Waiting))
+        states = sum(unit.master.bytes_away() for unit in units if isinstance(unit.master, Waiting))
+        return states + sum(unit.elsewhere.bytes() for unit in units if unit.elsewhere is not None)
 
-    def _wait(self, wait: Callable[[], None]) -> None:
+    def wait(self, wait: Callable[[], None]) -> None:
+        """For something under way, on the clock."""
         began = time.perf_counter()
         wait()
         self.exposed += time.perf_counter() - began
 
 
 def away_of(plan: Plan, device: torch.device, folder: str | Path | None) -> Away | None:
-    """What `plan` needs; None where nothing of the optimizer is offloaded."""
-    if Offload.optimizer_files in plan.offload:
-        return Away(Path(folder or tempfile.gettempdir()), device)
-    return Away(None, device) if Offload.optimizer in plan.offload else None
+    """What `plan` needs; None where neither weights nor the optimizer wait elsewhere."""
+    kept = [what for what in plan.offload if what is not Offload.activations]
+    if not kept:
+        return None
+    optimizer = next((what for what in kept if what in (Offload.optimizer, Offload.optimizer_files)), None)
+    files = any(what in FILES for what in kept)
+    return Away(Path(folder or tempfile.gettempdir()) if files else None, device, optimizer)

@@ -36,7 +36,7 @@ def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Op
                 give_back()
 
         away.pass_by(windows, update)
-    if any(unit.master.copies for unit in units if isinstance(unit.master, AwayMaster)):
+    if any(unit.master.copies or unit.master.file for unit in units if isinstance(unit.master, AwayMaster)):
         away.settle()  # the weights are written with the last windows
 
 

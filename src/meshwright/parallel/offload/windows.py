@@ -14,9 +14,10 @@ import torch
 
 from meshwright.parallel.offload.away import WINDOW, Away
 from meshwright.parallel.offload.scratch import paged
+from meshwright.parallel.offload.shards import FileShard
 from meshwright.parallel.zero.master import Master, Run, is_elementwise, runs_of
 
-MASTER, GRADIENT = "master", "gradient"
+MASTER, GRADIENT, WEIGHTS = "master", "gradient", "weights"
 
 
 class AwayWindow:
@@ -53,8 +54,13 @@ class AwayWindow:
     def store(self) -> None:
         """The updated weights to where training reads them, all else into the file."""
         owner, scratch = self.owner, self.owner.away.scratch
-        if owner.copies:
+        if owner.copies and isinstance(owner.shard, torch.Tensor):
             owner.shard[self.start : self.stop].copy_(self.view(MASTER, owner.dtype))
+        elif owner.copies and owner.file is not None:
+            kind = owner.file.dtype
+            self.view(WEIGHTS, kind).copy_(self.view(MASTER, owner.dtype))
+            size = paged((self.stop - self.start) * kind.itemsize)
+            owner.file.scratch.write(owner.file.start + self.start * kind.itemsize, self.slot.bytes(WEIGHTS, size)[:size])
         for start, pages in self._pages():
             assert scratch is not None
             scratch.write(start, pages)
@@ -105,40 +111,48 @@ class AwayWindow:
 class AwayMaster(Master):
     """`kinds`: what is away, by name, and its type; `held` on the host, or by `places`, where it begins in the file."""
 
-    def __init__(self, away: Away, shard: torch.Tensor, dtype: torch.dtype, vectors: Sequence[tuple[int, int]] = ()) -> None:
-        """`shard`: the weights that training reads. They are what is updated, if they have the type `dtype` and the host reaches them."""
+    def __init__(self, away: Away, shard: torch.Tensor | FileShard, dtype: torch.dtype, vectors: Sequence[tuple[int, int]] = ()) -> None:
+        """`shard`: the weights that training reads. They are what is updated, if they have the type `dtype` and the host reaches them; in a file
+        they pass by as states do."""
         self.away, self.shard, self.dtype = away, shard, dtype
-        self.copies = dtype != shard.dtype or shard.device.type != "cpu"
+        self.file = None if isinstance(shard, torch.Tensor) else shard
+        values = shard if isinstance(shard, torch.Tensor) else shard.whole()
+        self.numel = len(values)
+        self.copies = dtype != values.dtype or values.device.type != "cpu"
         self.kinds: dict[str, torch.dtype] = {}
         self.held: dict[str, torch.Tensor] = {}
         self.places: dict[str, tuple[int, torch.dtype]] = {}
         self._mapped: dict[str, torch.Tensor] = {}
-        self.windows = [AwayWindow(self, at, min(at + WINDOW, len(shard))) for at in range(0, max(len(shard), 1), WINDOW)]
+        self.windows = [AwayWindow(self, at, min(at + WINDOW, self.numel)) for at in range(0, max(self.numel, 1), WINDOW)]
         if self.copies:
             self.lay(MASTER, dtype)
+        elif self.file is not None:
+            self.places[MASTER] = self.file.start, dtype
         for window in self.windows:
             inside = [(max(a, window.start), min(b, window.stop)) for a, b in vectors if a < window.stop and b > window.start]
-            values = shard[window.start : window.stop]
+            updated = values[window.start : window.stop]
             if self.copies:
                 window.slot.settle()
-                values = window.view(MASTER, dtype).copy_(values)
+                updated = window.view(MASTER, dtype).copy_(updated)
                 away.store(window)
-            window.runs = runs_of(values, [(a - window.start, b - window.start) for a, b in inside])
+            elif self.file is not None:
+                updated = window.view(MASTER, dtype)
+            window.runs = runs_of(updated, [(a - window.start, b - window.start) for a, b in inside])
         self.runs = [run for window in self.windows for run in window.runs]
 
     @property
     def flat(self) -> torch.Tensor:
-        return self.whole(MASTER) if self.copies else self.shard
+        return self.shard if isinstance(self.shard, torch.Tensor) and not self.copies else self.whole(MASTER)
 
     def lay(self, kind: str, dtype: torch.dtype) -> None:
         """Room for all elements of `kind`, zeros at first."""
         if kind in self.kinds:
             return
         self.kinds[kind] = dtype
-        if self.away.scratch is None:
-            self.held[kind] = torch.zeros(len(self.shard), dtype=dtype, pin_memory=self.away.device.type == "cuda")
+        if self.away.in_files is None:
+            self.held[kind] = torch.zeros(self.numel, dtype=dtype, pin_memory=self.away.device.type == "cuda")
         else:
-            self.places[kind] = self.away.scratch.extend(len(self.shard) * dtype.itemsize), dtype
+            self.places[kind] = self.away.in_files.extend(self.numel * dtype.itemsize), dtype
 
     def whole(self, kind: str) -> torch.Tensor:
         """All of `kind`, where it is; what is written to it is there."""
@@ -148,7 +162,7 @@ class AwayMaster(Master):
         if kind not in self._mapped:
             assert self.away.scratch is not None
             start, dtype = self.places[kind]
-            self._mapped[kind] = self.away.scratch.mapped(start, len(self.shard), dtype)
+            self._mapped[kind] = self.away.scratch.mapped(start, self.numel, dtype)
         return self._mapped[kind]
 
     def let_go(self) -> None:
@@ -159,8 +173,8 @@ class AwayMaster(Master):
         return 0
 
     def bytes_away(self) -> int:
-        """On the host, or in the file."""
-        return sum(len(self.shard) * dtype.itemsize for dtype in self.kinds.values())
+        """On the host, or in the file, of states."""
+        return sum(self.numel * dtype.itemsize for dtype in self.kinds.values()) if self.away.optimizer else 0
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Windows see to their own."""

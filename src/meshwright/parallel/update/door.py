@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.zero.master import Run
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Offload, Plan
 from meshwright.spec.precision import Recipe
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -57,13 +57,19 @@ class Rule(NamedTuple):
 ELEMENTWISE = Rule(False, False)
 
 
-def check_away(away: bool, rule: Rule, recipe: Recipe, plan: Plan) -> None:
+def check_away(device: str, rule: Rule, recipe: Recipe, plan: Plan) -> None:
     """States that wait elsewhere are of an element for each weight, in the type of the update."""
-    if away and (rule != ELEMENTWISE or recipe.rounds or recipe.eight):
+    kept = [str(what) for what in plan.offload if what is not Offload.activations]
+    if device != "cpu" and not recipe.master and kept and all(what.startswith("parameters") for what in kept):
+        raise InputError(
+            f"plan {plan.name}: in {recipe.name} what is updated is the weights themselves, which wait on the host: add off-optimizer, "
+            "so that they are updated there, or use bf16"
+        )
+    if kept and (rule != ELEMENTWISE or recipe.rounds or recipe.eight):
         what = (
             "an optimizer of whole tensors" if rule != ELEMENTWISE else f"precision {recipe.name}" if recipe.rounds else "states of 8 bits"
         )
-        raise InputError(f"plan {plan.name}: {what} cannot wait elsewhere: leave off-optimizer out, or use AdamW with bf16")
+        raise InputError(f"plan {plan.name}: {what} cannot wait elsewhere: leave off-{kept[0]} out, or use AdamW with bf16")
 
 
 def rule_of(make: MakeOptimizer) -> Rule:

@@ -26,6 +26,7 @@ from meshwright.parallel.exchange.compression import Vector, Ways, coded
 from meshwright.parallel.exchange.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
 from meshwright.parallel.exchange.group import Sharing, alone
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.offload.shards import FileShard, Shard, shard_away
 from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.parallel.pipeline.backlog import Backlog
 from meshwright.parallel.update.lean import Lean
@@ -80,12 +81,21 @@ class FlatUnit:
             view = self.view(self.weights, name)
             view.copy_(parameter.detach())
             parameter.data = view
+        self.elsewhere: Shard | None = None
+        """The shard, where weights wait outside of the device's memory."""
         if self.zero == 3:
-            self.shard = self._zeros(self.own.stop - self.own.start, True, self.dtype)
-            self.shard.copy_(self.weights[self.own])
+            self.elsewhere = shard_away(self.mesh.away, self.mesh.plan, self.weights[self.own])
+            if self.elsewhere is None:
+                self._shard = self._zeros(self.own.stop - self.own.start, True, self.dtype)
+                self._shard.copy_(self.weights[self.own])
             self.close()
         else:
-            self.shard = self.weights[self.own]
+            self._shard = self.weights[self.own]
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The own run of the weights, where it is."""
+        return self._shard if self.elsewhere is None else self.elsewhere.whole()
 
     def _zeros(self, numel: int, shared: bool, dtype: torch.dtype) -> torch.Tensor:
         """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
@@ -106,8 +116,10 @@ class FlatUnit:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
         self.has_master = bool(recipe.master) and not self.frozen
         vectors = [(start - self.own.start, stop - self.own.start) for start, stop in _vectors(self.unit, self.parameters, self.own)]
-        if self.mesh.away is not None and not self.frozen:
-            self.master: Master = AwayMaster(self.mesh.away, self.shard, torch.float32 if self.has_master else self.dtype, vectors)
+        file, away = self.elsewhere if isinstance(self.elsewhere, FileShard) else None, self.mesh.away
+        if away is not None and not self.frozen and (away.optimizer or (file and not self.has_master)):
+            kind = torch.float32 if self.has_master else self.dtype
+            self.master: Master = AwayMaster(away, file or self.shard, kind, vectors)
             self.has_master = self.master.copies
             return
         flat = self.shard.to(torch.float32) if self.has_master else self.shard
@@ -229,17 +241,27 @@ class FlatUnit:
         """Start gathering the weights (ZeRO 3); what uses them calls `open`."""
         if self.zero < 3 or self.is_open or self._gathering is not None:
             return
+        if self.elsewhere is not None:
+            self.elsewhere.fetch()
+        else:
+            self._gather(self.shard)
+
+    def _gather(self, shard: torch.Tensor) -> None:
         self.weights.untyped_storage().resize_(self.unit.numel * self.weights.element_size())
-        self._gathering = all_gather(self.weights, self.shard, self.group, sizes=_sizes(self))
+        self._gathering = all_gather(self.weights, shard, self.group, sizes=_sizes(self))
 
     def open(self) -> None:
         """Whole weights from here on."""
         if self.is_open:
             return
         self.prefetch()
+        if self.elsewhere is not None:
+            self._gather(self.elsewhere.take())
         assert self._gathering is not None
         self._gathering.wait()
         self._gathering, self.is_open = None, True
+        if self.elsewhere is not None:
+            self.elsewhere.give_back()
 
     def close(self) -> None:
         """Free the whole weights (ZeRO 3); views and saved tensors keep their storage, which `open` fills again."""
@@ -248,6 +270,8 @@ class FlatUnit:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+        if self.elsewhere is not None:
+            self.elsewhere.give_back()
         self.is_open = False
         self.weights.untyped_storage().resize_(0)
 
@@ -255,7 +279,7 @@ class FlatUnit:
         """After the update: the master's values into the weights of the compute type."""
         self.master.loaded()
         if self.has_master:
-            self.shard.copy_(self.master.flat)
+            self._shard.copy_(self.master.flat) if self.elsewhere is None else self.elsewhere.write(self.master.flat)
 
     def share(self) -> Pending:
         """After the update: everyone's updated run into everyone's weights (ZeRO 1 and 2)."""
@@ -263,8 +287,8 @@ class FlatUnit:
 
     def bytes(self) -> tuple[int, int]:
         """Held for weights and for gradients."""
-        weights = self.shard if self.zero == 3 else self.weights
-        return weights.numel() * weights.element_size(), self.gradients.numel() * self.gradients.element_size()
+        weights = self.unit.numel if self.zero < 3 else self.own.stop - self.own.start if self.elsewhere is None else 0
+        return weights * self.weights.element_size(), self.gradients.numel() * self.gradients.element_size()
 
 
 def _sizes(flat: FlatUnit) -> list[int] | None:

@@ -19,6 +19,7 @@ from meshwright.parallel.exchange.exchange import Pending, all_reduce
 from meshwright.parallel.exchange.group import Group, part, settle
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.update import update_away
+from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.parallel.update.step import update
 from meshwright.parallel.zero import exact
 from meshwright.parallel.zero.flat import FlatUnit
@@ -72,6 +73,8 @@ class Zero:
     def begin_step(self, passes: int) -> None:
         """Before the first of `passes` backward passes of each stage."""
         self.exposed = 0.0
+        if self.mesh.away is not None:
+            self.mesh.away.exposed = 0.0
         self.settle()
         for stage in self.stages.values():
             stage.passes = 0
@@ -196,7 +199,7 @@ class Zero:
     def update(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
         """Gradients times `scale` through the optimizer (update/step.py)."""
         self.settle()
-        if self.mesh.away is not None:
+        if self.mesh.away is not None and any(isinstance(unit.master, AwayMaster) for unit in self.trained):
             update_away(self.mesh.away, self.trained, optimizer, scale)
         else:
             update(self.trained, optimizer, scale, step)

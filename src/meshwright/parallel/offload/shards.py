@@ -1,0 +1,128 @@
+"""ZeRO 3's shards of weights that wait outside of the device's memory, and come up before their layer runs.
+
+[Note: one layer ahead] While a layer runs the shard of the next one is on its way into a buffer; when that layer is opened its ranks gather from
+there. A shard in a file is read whole by a thread, around the page cache; a shard in the host's pinned memory is copied beside what the device
+computes. What the update writes is in place before the next step begins (offload/update.py settles), so a shard is never read while it is written.
+Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.1.2 and 6.2 (the prefetcher).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from meshwright.parallel.offload.away import Away
+from meshwright.spec.plan import Offload, Plan
+
+
+class Shard(Protocol):
+    """Weights of one rank and unit, elsewhere."""
+
+    dtype: torch.dtype
+
+    def fetch(self) -> None:
+        """Begin to bring it up; more than once is once."""
+
+    def take(self) -> torch.Tensor:
+        """It, on the device, once it is there; whoever is through with it calls `give_back`."""
+
+    def give_back(self) -> None:
+        """What `take` gave is not read any more."""
+
+    def write(self, values: torch.Tensor) -> None:
+        """New ones."""
+
+    def whole(self) -> torch.Tensor:
+        """All of it where it waits: what is written to it is there."""
+
+    def bytes(self) -> int:
+        """That it takes where it waits."""
+
+
+class FileShard:
+    """In the scratch file from `start` on."""
+
+    def __init__(self, away: Away, values: torch.Tensor) -> None:
+        assert away.scratch is not None
+        self.away, self.scratch, self.dtype, self.numel = away, away.scratch, values.dtype, values.numel()
+        self.start = self.scratch.extend(self.bytes())
+        self._reading: tuple[torch.Tensor, Future[None]] | None = None
+        self.write(values)
+
+    def write(self, values: torch.Tensor) -> None:
+        pages = self.away.lend(self.bytes())
+        pages[: self.bytes()].view(self.dtype).copy_(values)
+        self.scratch.write(self.start, pages)
+        self.away.give(pages)
+
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def fetch(self) -> None:
+        if self._reading is None:
+            pages = self.away.lend(self.bytes())
+            self._reading = pages, self.away.submit(lambda: self.scratch.read(self.start, pages))
+
+    def take(self) -> torch.Tensor:
+        self.fetch()
+        assert self._reading is not None
+        pages, reading = self._reading
+        self.away.wait(reading.result)
+        return pages[: self.bytes()].view(self.dtype).to(self.away.device)
+
+    def give_back(self) -> None:
+        if self._reading is not None:
+            pages, reading = self._reading
+            self._reading = None
+            reading.result()
+            self.away.give(pages)
+
+    def whole(self) -> torch.Tensor:
+        self.away.settle()
+        return self.scratch.mapped(self.start, self.numel, self.dtype)
+
+
+class HostShard:
+    """In the pinned memory of an accelerator's host."""
+
+    def __init__(self, away: Away, values: torch.Tensor) -> None:
+        self.away, self.dtype = away, values.dtype
+        self._held = torch.empty(values.shape, dtype=self.dtype, pin_memory=True).copy_(values)
+        self._stream = torch.cuda.Stream(away.device)
+        self._coming: torch.Tensor | None = None
+
+    def bytes(self) -> int:
+        return self._held.numel() * self._held.element_size()
+
+    def fetch(self) -> None:
+        if self._coming is None:
+            self._coming = torch.empty_like(self._held, device=self.away.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.away.device))
+            with torch.cuda.stream(self._stream):
+                self._coming.copy_(self._held, non_blocking=True)
+
+    def take(self) -> torch.Tensor:
+        self.fetch()
+        assert self._coming is not None
+        torch.cuda.current_stream(self.away.device).wait_stream(self._stream)
+        return self._coming
+
+    def give_back(self) -> None:
+        if self._coming is not None:
+            torch.cuda.current_stream(self.away.device).wait_stream(self._stream)
+            self._coming = None
+
+    def write(self, values: torch.Tensor) -> None:
+        self._held.copy_(values)
+
+    def whole(self) -> torch.Tensor:
+        return self._held
+
+
+def shard_away(away: Away | None, plan: Plan, values: torch.Tensor) -> Shard | None:
+    """`values` where `plan` lets weights wait; None where they stay: the memory of ranks on CPUs is their host's."""
+    if away is not None and Offload.parameters_files in plan.offload:
+        return FileShard(away, values)
+    return HostShard(away, values) if away is not None and Offload.parameters in plan.offload and away.device.type == "cuda" else None
