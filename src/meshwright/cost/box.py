@@ -22,7 +22,7 @@ import numpy as np
 
 from meshwright.spec.model import Parameter
 from meshwright.spec.plan import AXES as PLAN_AXES
-from meshwright.spec.plan import Axis, Context, Offload, Plan, Recompute, Schedule, lies_as_v
+from meshwright.spec.plan import PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule, lies_as_v
 from meshwright.spec.rules import micro_batches_of
 
 AXES = "robsczf"
@@ -141,6 +141,12 @@ class Shards(NamedTuple):
     zero: int
     replicas: int
     holders: int
+    lone: bool = False
+    """Of one rank: ZeRO only as what lets its weights wait elsewhere."""
+
+    def keeps(self, choice: Sequence[Offload]) -> bool:
+        """Whether they go with what waits elsewhere: weights do as the shards of ZeRO 3."""
+        return self.zero == 3 if set(choice) & set(PARAMETERS) else not self.lone
 
 
 class Layout(NamedTuple):
@@ -205,8 +211,8 @@ class Box:
     def legal_size(self) -> int:
         """How many of its plans are legal."""
         rounds, shared, parts = self._legal
-        per_micro_batch = (rounds * parts.sum(axis=1)[:, None]).sum(axis=0) * shared.sum(axis=1)
-        return int(per_micro_batch.sum()) * len(self.sequence_parallel) * len(self.offload)
+        per_micro_batch = (rounds * parts.sum(axis=1)[:, None]).sum(axis=0) * (shared @ self._kept.sum(axis=1))
+        return int(per_micro_batch.sum()) * len(self.sequence_parallel)
 
     @cached_property
     def strides(self) -> dict[str, int]:
@@ -258,7 +264,13 @@ class Box:
         rounds, shared, parts = self._legal
         found = lift(rounds, "ob")
         found = found if shared.all() else found & lift(shared, "bz")
+        found = found if self._kept.all() else found & lift(self._kept, "zf")
         return found if parts.all() else found & lift(parts, "oc")
+
+    @cached_property
+    def _kept(self) -> Array:
+        """Weights wait elsewhere as the shards of ZeRO 3 (z, f)."""
+        return np.array([[each.keeps(choice) for choice in self.offload] for each in self.shards])
 
     @cached_property
     def _legal(self) -> tuple[Array, Array, Array]:

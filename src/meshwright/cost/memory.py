@@ -90,13 +90,13 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
     elsewhere_held = where.optimizer + where.optimizer_files
     passing_by = windows(setting, box, shard_of(box, states), shard_elements(box, states))
     return Footprint(
-        parameters * (1 - where.parameters),
+        parameters * (1 - where.parameters - where.parameters_files),
         gradients,
         held * (1 - elsewhere_held),
         activations,
         fullest - activations + passing_by,
         waiting,
-        where.optimizer_files * held,
+        where.optimizer_files * held + where.parameters_files * parameters,
     )
 
 
@@ -143,7 +143,6 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     filling = np.maximum(states.filling, states.expert)
     waiting = np.maximum(left, states.closing * copies * wide) + filling * wide
     elsewhere = np.where(zero == 3, waiting + 2 * filling, np.where(zero == 2, waiting, 0))
-    elsewhere = elsewhere + where.parameters * constants.FETCHED * (zero < 3) * np.maximum(states.largest, states.expert)
     at_head = np.where(zero == 3, left + states.last, np.where(zero == 2, left, 0))
     if head is not None:
         gradient = head.largest(Cut(box.tp)) + np.where(zero >= 2, states.last, 0)
@@ -152,7 +151,7 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     at_head, elsewhere = at_head + messages, elsewhere + messages
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = shard_of(box, states)
-    gone = where.optimizer + where.optimizer_files
+    gone = where.optimizer + where.optimizer_files + where.parameters_files * (not setting.recipe.master)
     master = (
         np.where(gone > 0, np.minimum(largest, constants.WINDOW), largest)
         * (passing(setting) + gathered(setting) * ((shards > 1) | (box.tp > 1)))

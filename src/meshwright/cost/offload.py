@@ -4,7 +4,8 @@ comes from the host has what that leaves of the time to hide in.
 
     optimizer        master weights and states; gradients go down, the host updates, weights come up: not hidden
     optimizer-files  the same on disk: all of it is read and written in each update, while the host updates what was read before
-    parameters       weights, or at ZeRO 3 their shards; each layer comes up before it runs, forward and backward, beside what runs
+    parameters       shards of the weights (ZeRO 3); each layer's comes up before it runs, forward and backward, beside what runs
+    parameters-files the same out of files; the update writes them, and reads them first where they are themselves what is updated
     activations      what blocks keep goes down in forward and comes up in backward, beside what runs; two blocks of it stay
 
 Of what waits in files SLOTS windows of WINDOW elements are in memory ([Note: windows] in parallel/offload/away.py).
@@ -30,6 +31,7 @@ class Away(NamedTuple):
     optimizer: Array
     optimizer_files: Array
     parameters: Array
+    parameters_files: Array
     activations: Array
 
 
@@ -40,17 +42,16 @@ def away(box: Box) -> Away:
 def gone(box: Box) -> tuple[Array, Array, Array]:
     """Which choices along f keep parameters, gradients and the optimizer off the device; gradients never are."""
     where = away(box)
-    return where.parameters, lift(0.0, ""), where.optimizer + where.optimizer_files
+    return where.parameters + where.parameters_files, lift(0.0, ""), where.optimizer + where.optimizer_files
 
 
 def passing(setting: Setting, box: Box, weights: Array, kept: Array, before: Array, behind: Array) -> Array:
     """Seconds a micro-batch that `weights` bytes, needed forward and backward, and `kept` bytes of activations add to what runs beside them."""
-    bandwidth = setting.host_bandwidth
-    if not bandwidth or not any(box.offload):
+    if not any(box.offload):
         return lift(0.0, "")
-    where = away(box)
-    down, up = where.activations * kept / bandwidth, (where.activations * kept + where.parameters * weights) / bandwidth
-    return beside(down + where.parameters * weights / bandwidth, before) + beside(up, behind)
+    where, link, disk = away(box), setting.host_bandwidth or np.inf, setting.storage_bandwidth or np.inf
+    coming, rest = where.parameters * weights / link + where.parameters_files * weights / disk, where.activations * kept / link
+    return beside(rest + coming, before) + beside(rest + coming, behind)
 
 
 def kept_of_optimizer(setting: Setting) -> float:
@@ -60,11 +61,15 @@ def kept_of_optimizer(setting: Setting) -> float:
 
 
 def windows(setting: Setting, box: Box, largest: Array, elements: Array) -> Array:
-    """Bytes of the slots that what waits in files passes by, of `elements` on a rank in units of at most `largest`."""
-    if not any(Offload.optimizer_files in choice for choice in box.offload):
+    """Bytes of the slots that what waits in files passes by, of `elements` on a rank in units of at most `largest`, and of the buffer that
+    shards of weights come up in."""
+    if not any(box.offload):
         return lift(0.0, "")
-    each = np.minimum(largest, constants.WINDOW)
-    return away(box).optimizer_files * np.minimum(constants.SLOTS * each, elements) * kept_of_optimizer(setting)
+    where, size = away(box), setting.recipe.size
+    slots = np.minimum(constants.SLOTS * np.minimum(largest, constants.WINDOW), elements)
+    shared = np.minimum(where.optimizer + where.optimizer_files + (not setting.recipe.master), 1.0)
+    coming = where.parameters_files + where.parameters * (not setting.on_host)
+    return slots * (where.optimizer_files * kept_of_optimizer(setting) + where.parameters_files * shared * size) + coming * largest * size
 
 
 def update(setting: Setting, box: Box, elements: Array, on_device: Array) -> tuple[Array, Array]:
@@ -82,4 +87,9 @@ def update(setting: Setting, box: Box, elements: Array, on_device: Array) -> tup
         both_ways = 2.0 * elements * kept_of_optimizer(setting) / setting.storage_bandwidth
         on_host = on_device if setting.on_host else over_link
         seconds = seconds + where.optimizer_files * np.maximum(both_ways, on_host)
+        ways = 1.0 if setting.recipe.master else 2.0
+        seconds = seconds + where.parameters_files * ways * elements * setting.recipe.size / setting.storage_bandwidth
+    if setting.host_bandwidth:
+        there = where.optimizer + where.optimizer_files
+        seconds = seconds + where.parameters * (1.0 - there) * elements * setting.recipe.size / setting.host_bandwidth
     return on_device * (1.0 - where.optimizer - where.optimizer_files), seconds

@@ -54,6 +54,11 @@ def least(pricer: Pricer, box: Box, offloads: tuple[tuple[Offload, ...], ...]) -
         weights = where.parameters * held(box, states, zero=3) * (2.0 * setting.recipe.size / setting.host_bandwidth)
         waits = constants.OVERLAP_SLOWDOWN * weights + where.activations * _both_ways(pricer, given, ranks)
         more, link = more + counts * waits.min(axis=0), counts * weights.max(axis=0)
+    if setting.storage_bandwidth:
+        files, counts = offload.away(box).parameters_files, lift(box.counts, "b")[0]
+        weights = files * held(box, states, zero=3) * (2.0 * setting.recipe.size / setting.storage_bandwidth)
+        more = more + counts * constants.OVERLAP_SLOWDOWN * weights.min(axis=0)
+        link = np.maximum(link, counts * weights.max(axis=0))
     return Least(taken, safe, more, link)
 
 

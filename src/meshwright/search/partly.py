@@ -79,7 +79,7 @@ class Partly:
 
     def _valley(self, asked: Array, none: Array, whole: Array) -> Iterator[Span]:
         """The middle first, then what lies between, where [Note: valley] leaves room."""
-        known, fits = {0: none, PARTS: whole}, {PARTS: asked}
+        known, fits = {0: none, PARTS: whole}, {0: asked, PARTS: asked}
         for stage in STAGES:
             open_at = {part: asked & (_bound(known, part) <= self.record) for part in stage}
             near = np.logical_or.reduce(list(open_at.values()))
@@ -96,7 +96,7 @@ class Partly:
             least = _lowest(known[before], known[part])
             if before + 1 < part:  # what lies between is bounded away, but for what is next to the two
                 yield Span(before + 1, asked, least)
-            yield Span(part, asked & fits[part], least)
+            yield Span(part, asked & (fits[before] | fits[part]), least)  # what recomputes may hold more than what goes to the host
 
     def _between(self, span: Span) -> None:
         """The numbers of blocks between two parts, where they can still be the best."""

@@ -30,7 +30,7 @@ from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards, n
 from meshwright.cost.collectives import fabric
 from meshwright.search.worth import CORE_WORTH, core_share, relief
 from meshwright.spec.job import Job
-from meshwright.spec.plan import AXES, BUCKET, FILES, HELD, Axis, Context, Offload, Plan, Recompute, Schedule
+from meshwright.spec.plan import AXES, BUCKET, FILES, HELD, PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule
 from meshwright.spec.rules import (
     Fault,
     batch_faults,
@@ -54,7 +54,7 @@ OFFLOADS = tuple(
     kept
     for count in range(len(Offload))
     for kept in combinations(Offload, count)
-    if not {Offload.optimizer, Offload.optimizer_files} <= set(kept)
+    if not {Offload.optimizer, Offload.optimizer_files} <= set(kept) and not set(PARAMETERS) <= set(kept)
 )
 
 
@@ -79,9 +79,9 @@ class Region:
     @property
     def legal(self) -> int:
         """Legal plans of all of them."""
-        parts = replace(self.box, recompute=self.parts).legal_size if self.parts else 0
-        whole = self.box.legal_size
-        return (whole + parts) * (1 + len(self.offloads)) + whole * len(self.axes)
+        every = replace(self.box, offload=(*self.box.offload, *self.offloads))
+        parts = replace(every, recompute=self.parts).legal_size if self.parts else 0
+        return every.legal_size + parts + self.box.legal_size * len(self.axes)
 
     def boxes(self) -> Iterator[Box]:
         """All of them."""
@@ -165,11 +165,13 @@ class Space:
     def _shards(self, dp: int, cp: int) -> Iterator[Shards]:
         if self.pins.get("dp", dp) != dp:
             return
-        smallest = 1 if self.pins.get("zero", 0) else 2
-        for zero in self._choices("zero", [0, 1, 2, 3]):
+        away = [bool(set(choice) & set(PARAMETERS)) for choice in self._offloads()]
+        for zero in self._choices("zero", [3] if away and all(away) else [0, 1, 2, 3]):
+            lone = zero == 3 and dp * cp == 1 and "zero" not in self.pins and any(away)
+            smallest = 1 if self.pins.get("zero", 0) or lone else 2
             for shard in self._choices("dp_shard", [1] if zero == 0 else [size for size in divisors(dp) if size * cp >= smallest]):
                 if self.pins.get("dp_replicate", dp // shard) == dp // shard:
-                    yield Shards(zero, dp // shard, shard * cp) if zero else Shards(0, dp * cp, 1)
+                    yield Shards(zero, dp // shard, shard * cp, lone) if zero else Shards(0, dp * cp, 1)
 
     def _experts(self, tp: int, cp: int, shards: tuple[Shards, ...]) -> dict[tuple[int, int], list[Shards]]:
         """Expert degrees, and the tensor ranks that share one expert, with the shards that they go with."""
@@ -232,8 +234,8 @@ class Space:
         axes, offloads = self._axes(layout, data), self._offloads() or [()]
         parts = int(new_parts(orders, self._parts(orders)).sum())
         whole = len(recompute) * len(orders)
-        each = (whole + parts) * len(offloads) + whole * (len(axes) - 1) if axes else 0
-        each *= len(shards)
+        pairs = [sum(shard.keeps(choice) for shard in shards) for choice in offloads]
+        each = (whole + parts) * sum(pairs) + whole * (len(axes) - 1) * pairs[0] if axes else 0
         size = each * len(sizes) * len(parallel) * len(contexts)
         self.considered += size
         if not size:

@@ -28,7 +28,7 @@ from math import prod
 import numpy as np
 
 from meshwright.base.units import show_bytes
-from meshwright.cost.box import Array, Box
+from meshwright.cost.box import CHOICES, Array, Box
 from meshwright.cost.hiding import bucket
 from meshwright.cost.memory import Footprint, ample, reserved, usable
 from meshwright.cost.price import Pricer
@@ -51,6 +51,9 @@ ROWS = 1 << 16
 
 SPARSE = 0.5
 """Of a box; when fewer are fast enough, only their memory is priced."""
+
+
+ALONG_Z = CHOICES.index("shards")
 
 
 @dataclass
@@ -108,12 +111,12 @@ class Survey:
         for box in _near(region.box, near):
             priced = self.price(box, ceiling)
             self.ranking.take(box, priced)
-            if (region.offloads or region.parts) and self._asked(priced).any():
+            if (region.offloads or region.parts) and self._asked(box, priced).any():
                 self._cramped.append((region, box, priced))
 
-    def _asked(self, priced: Priced) -> Array:
+    def _asked(self, box: Box, priced: Priced) -> Array:
         """Plans that leave no margin without recompute, and are fast enough to be the best with it or with offload."""
-        return ~priced.roomy[:, :, :, :1] & (priced.seconds[:, :, :, :1] <= self.ranking.record)
+        return _lone_too(box, ~priced.roomy[:, :, :, :1] & (priced.seconds[:, :, :, :1] <= self.ranking.record))
 
     def _others(self, region: Region, floor: Array) -> None:
         """The other layouts, of which only the best can be."""
@@ -181,7 +184,7 @@ class Survey:
 
     def _beside(self, region: Region, box: Box, priced: Priced) -> None:
         """Recompute of some of the blocks, and offload, where `box` leaves no margin without them."""
-        if not (asked := self._asked(priced)).any():
+        if not (asked := self._asked(box, priced)).any():
             return
         box, at = crop(box, asked)
         every = np.arange(priced.seconds.shape[3]).reshape(1, 1, 1, -1, 1, 1)
@@ -200,12 +203,14 @@ class Survey:
             for which, alone in enumerate(together):
                 for choice in waiting:
                     if len(alone) == 1 and alone[0] in choice:
-                        open_[choice] = open_[choice] & (quickest[..., which : which + 1] <= self.ranking.record)
+                        open_[choice] = open_[choice] & _lone_too(box, quickest[..., which : which + 1] <= self.ranking.record)
 
     def _open(self, box: Box, asked: Array, priced: Priced, ways: Sequence[tuple[Offload, ...]]) -> dict[tuple[Offload, ...], Array]:
         """Of the plans that are asked for, those that each way to offload could make the best of all, over obs1z1."""
         bound = least(self.pricer, box, tuple(ways))
-        seconds = np.maximum(priced.seconds[:, :, :, :1] + bound.more, bound.link)
+        stay = priced.seconds[:, :, :, :1]
+        stay = np.where(_lone(box), stay.min(axis=ALONG_Z, keepdims=True), stay)
+        seconds = np.maximum(stay + bound.more, bound.link)
         seconds = np.where(bound.safe > ample(self.pricer.setting), seconds * (1.0 + TIGHT_GAIN), seconds)
         room = self._usable if self.ranking.best else np.inf  # while nothing fits, what comes nearest is wanted
         found = asked & (bound.taken * (1 - ROUNDING) <= room) & (seconds * (1 - ROUNDING) <= self.ranking.record)
@@ -215,7 +220,7 @@ class Survey:
         """Prices plans that offload, all activations or none of them; the least seconds of each, whatever recomputes, over obs1zf."""
         found = self.price(sent, self.ranking.limit)
         self.ranking.take(sent, found, with_families=False)
-        return self._partly(region, sent, asked if Offload.activations in sent.offload[0] else asked & self._asked(found), found)
+        return self._partly(region, sent, asked if Offload.activations in sent.offload[0] else asked & self._asked(sent, found), found)
 
     def _partly(self, region: Region, box: Box, asked: Array, priced: Priced) -> Array:
         """Of the numbers of blocks that recompute, the best of each plan that is asked for; the least seconds of each."""
@@ -226,6 +231,16 @@ class Survey:
         for part, each in partly.explore(asked, none, whole):
             self.ranking.take(part, each, with_families=False)
         return partly.quickest
+
+
+def _lone(box: Box) -> Array:
+    """Shards of one rank are as quick as no shards, but are plans only where weights wait elsewhere (z, f)."""
+    return np.array([each.lone for each in box.shards])[:, None]
+
+
+def _lone_too(box: Box, chosen: Array) -> Array:
+    """`chosen` (over obscz_), shards of one rank as no shards are."""
+    return chosen | (chosen.any(axis=ALONG_Z, keepdims=True) & lone) if (lone := _lone(box)).any() else chosen
 
 
 def gathered(open_: Mapping[tuple[Offload, ...], Array], recompute: int) -> tuple[tuple[Offload, ...], ...]:

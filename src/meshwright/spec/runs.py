@@ -2,8 +2,8 @@
 searches only here.
 
 >>> from meshwright.spec.plan import parse_plan, listed
->>> missing(parse_plan("dp4.cp2.z1.off-parameters")), runs(parse_plan("dp8.tp2.z1.off-optimizer"))
-(('off-parameters',), True)
+>>> runs(parse_plan("dp8.tp2.z1.off-optimizer")), runs(parse_plan("dp4.z3.off-parameters-files"))
+(True, True)
 """
 
 from __future__ import annotations
