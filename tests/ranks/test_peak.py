@@ -29,6 +29,8 @@ PLANS = (
     "dp2.z1.off-optimizer-files",
     "pp2.mb2.off-optimizer-files",
     "dp2.z3.off-optimizer-files",
+    "dp2.z3.off-parameters-files",
+    "dp2.z3.off-optimizer-files.off-parameters-files",
 )
 
 

@@ -127,7 +127,7 @@ def refused(name: str, plan: str, rows: int) -> str:
         ("own-loss", "dp2", 2, 7, "batch 7 is not a multiple of dp(2) * micro_batch(1) = 2"),
         ("llama", "tp3", 3, 8, "heads"),
         ("llama", "pp4.interleaved2", 4, 8, "need as many blocks"),
-        ("llama", "dp2.off-parameters", 2, 8, "do not run yet"),
+        ("llama", "dp2.z1.off-parameters", 2, 8, "write z3"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(ranks: Any, name: str, plan: str, world: int, rows: int, says: str) -> None:

@@ -112,11 +112,11 @@ def test_200b_on_64_devices_as_pp4_tp2_dp8_does_not_fit_without_zero(capsys: pyt
 
 
 def test_65b_does_not_fit_on_one_device_whatever_the_zero_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the host's memory: there, offload decides."""
+    """What one rank calls z3 is weights that wait on the host."""
     for stage in range(4):
         ask = ["--model", "llama-65b", "--cluster", "1x1:a100-80gb", "--batch", "64", "--seq", "2048"]
         assert main(["plan", *ask, "--runnable", "--pin", f"z={stage}"]) == 3
-        assert "needs 1.0" in capsys.readouterr().err
+        assert ("needs 964" if stage == 3 else "needs 1.0") in capsys.readouterr().err
 
 
 def test_an_improvement_is_measured_in_tokens_per_second() -> None:

@@ -42,7 +42,10 @@ def train(
     steps: Annotated[int | None, Parameter(help="optimizer steps in all")] = None,
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
     offload_to: Annotated[
-        Path | None, Parameter(help="folder on a local disk for what the plan keeps in files (off-optimizer-files); else the run's own")
+        Path | None,
+        Parameter(
+            help="folder on a local disk for what the plan keeps in files (off-optimizer-files, off-parameters-files); else the run's own"
+        ),
     ] = None,
     trials: Annotated[
         int, Parameter(help="before: run up to so many of the best plans for a few steps each, and train with the fastest")

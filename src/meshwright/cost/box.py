@@ -210,8 +210,8 @@ class Box:
     @property
     def legal_size(self) -> int:
         """How many of its plans are legal."""
-        rounds, shared, parts = self._legal
-        per_micro_batch = (rounds * parts.sum(axis=1)[:, None]).sum(axis=0) * (shared @ self._kept.sum(axis=1))
+        rounds, shared, parts, kept = self._legal
+        per_micro_batch = (rounds * parts.sum(axis=1)[:, None]).sum(axis=0) * (shared @ kept.sum(axis=1))
         return int(per_micro_batch.sum()) * len(self.sequence_parallel)
 
     @cached_property
@@ -261,28 +261,24 @@ class Box:
     @cached_property
     def legal(self) -> Array:
         """Which products are plans, over AXES."""
-        rounds, shared, parts = self._legal
+        rounds, shared, parts, kept = self._legal
         found = lift(rounds, "ob")
         found = found if shared.all() else found & lift(shared, "bz")
-        found = found if self._kept.all() else found & lift(self._kept, "zf")
+        found = found if kept.all() else found & lift(kept, "zf")
         return found if parts.all() else found & lift(parts, "oc")
 
     @cached_property
-    def _kept(self) -> Array:
-        """Weights wait elsewhere as the shards of ZeRO 3 (z, f)."""
-        return np.array([[each.keeps(choice) for choice in self.offload] for each in self.shards])
-
-    @cached_property
-    def _legal(self) -> tuple[Array, Array, Array]:
+    def _legal(self) -> tuple[Array, Array, Array, Array]:
         """Interleaved orders take micro-batches in multiples of pp, dualpipev at least 2 pp, actions as many as they list (o, b); context ranks lie in a shard group, and experts as the layout says (b, z);
-        a part is not said twice (o, c)."""
+        a part is not said twice (o, c); weights wait elsewhere as shards of ZeRO 3 (z, f)."""
         rounds = np.array([_rounds(order, self.pp, self.counts) for order in self.orders])
         cp, ep = self.contexts[:, None], self.layout.ep
         held = np.where(self.zero.reshape(-1) > 0, self.holders, cp)
         shared = held % cp == 0
         if ep > 1:
             shared &= (held * self.tp % ep == 0) & (self.layout.expert_tensor == self.tp // (ep // np.gcd(ep, held)))
-        return rounds, shared, new_parts(self.orders, self.recompute)
+        kept = np.array([[each.keeps(choice) for choice in self.offload] for each in self.shards])
+        return rounds, shared, new_parts(self.orders, self.recompute), kept
 
     def part(self, **choices: Any) -> Box:
         """The box with fewer choices: indices along their axes by name of the field."""

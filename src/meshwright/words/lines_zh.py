@@ -40,6 +40,8 @@ LINES = {
     "off-{}: the cluster names no host_bandwidth between its devices and their hosts (a core's memory is the host's); off-optimizer-files needs none": "off-{0}：集群没有写出设备与主机之间的 host_bandwidth（CPU 核的内存就是主机内存）；off-optimizer-files 不需要它",
     "off-{}: the cluster names no storage_bandwidth of its nodes; `meshwright probe --save` measures this machine's": "off-{0}：集群没有写出节点的 storage_bandwidth；`meshwright probe --save` 可以测出本机的",
     "offload names the optimizer twice: on the host, or in files": "offload 两次写了优化器：放在主机内存，还是放在文件里，只能选一个",
+    "offload names the parameters twice: on the host, or in files": "offload 两次写了参数：放在主机内存，还是放在文件里，只能选一个",
+    "off-{}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)": "off-{0}：放在别处的权重像 z3 那样逐层取上来：请写 z3（单个 rank 也一样：dp1.z3）",
     "layers_per_stage {} sums to {}, the model has {} blocks": "layers_per_stage {0} 之和是 {1}，而模型有 {2} 个块",
     "shares: {} but the batch is {}": "shares：{0}，而批量是 {1}",
     "sp: {}; leave sequence parallelism out": "sp：{0}；不要用序列并行",

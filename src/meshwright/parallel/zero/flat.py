@@ -76,7 +76,7 @@ class FlatUnit:
     # --- construction ---------------------------------------------------------------------------------------------------------
 
     def _lay_weights(self) -> None:
-        self.weights = self._zeros(self.unit.numel, self.zero in (1, 2), self.dtype)
+        self.weights = _zeros(self, self.unit.numel, self.zero in (1, 2), self.dtype)
         for name, parameter in self.parameters.items():
             view = self.view(self.weights, name)
             view.copy_(parameter.detach())
@@ -86,7 +86,7 @@ class FlatUnit:
         if self.zero == 3:
             self.elsewhere = shard_away(self.mesh.away, self.mesh.plan, self.weights[self.own])
             if self.elsewhere is None:
-                self._shard = self._zeros(self.own.stop - self.own.start, True, self.dtype)
+                self._shard = _zeros(self, self.own.stop - self.own.start, True, self.dtype)
                 self._shard.copy_(self.weights[self.own])
             self.close()
         else:
@@ -97,19 +97,13 @@ class FlatUnit:
         """The own run of the weights, where it is."""
         return self._shard if self.elsewhere is None else self.elsewhere.whole()
 
-    def _zeros(self, numel: int, shared: bool, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
-        if shared and self.mesh.host is not None and (self.group or self.sharing.copy_group):
-            return self.mesh.host.zeros(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=self.mesh.device)
-
     def _lay_gradients(self, dtype: torch.dtype) -> None:
         """`dtype`: in which they are held, summed and sent."""
         if self.frozen:
-            self.gradients = self.own_gradients = self._zeros(0, False, dtype)
+            self.gradients = self.own_gradients = _zeros(self, 0, False, dtype)
             return
         size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
-        self.gradients = self._zeros(size, self.zero < 2 or self.sharing.copy_group is not None, dtype)
+        self.gradients = _zeros(self, size, self.zero < 2 or self.sharing.copy_group is not None, dtype)
         self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
     def _make_master(self, recipe: Recipe) -> None:
@@ -244,11 +238,7 @@ class FlatUnit:
         if self.elsewhere is not None:
             self.elsewhere.fetch()
         else:
-            self._gather(self.shard)
-
-    def _gather(self, shard: torch.Tensor) -> None:
-        self.weights.untyped_storage().resize_(self.unit.numel * self.weights.element_size())
-        self._gathering = all_gather(self.weights, shard, self.group, sizes=_sizes(self))
+            _gather(self, self.shard)
 
     def open(self) -> None:
         """Whole weights from here on."""
@@ -256,7 +246,7 @@ class FlatUnit:
             return
         self.prefetch()
         if self.elsewhere is not None:
-            self._gather(self.elsewhere.take())
+            _gather(self, self.elsewhere.take())
         assert self._gathering is not None
         self._gathering.wait()
         self._gathering, self.is_open = None, True
@@ -289,6 +279,18 @@ class FlatUnit:
         """Held for weights and for gradients."""
         weights = self.unit.numel if self.zero < 3 else self.own.stop - self.own.start if self.elsewhere is None else 0
         return weights * self.weights.element_size(), self.gradients.numel() * self.gradients.element_size()
+
+
+def _zeros(unit: FlatUnit, numel: int, shared: bool, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
+    if shared and unit.mesh.host is not None and (unit.group or unit.sharing.copy_group):
+        return unit.mesh.host.zeros(numel, dtype)
+    return torch.zeros(numel, dtype=dtype, device=unit.mesh.device)
+
+
+def _gather(unit: FlatUnit, shard: torch.Tensor) -> None:
+    unit.weights.untyped_storage().resize_(unit.unit.numel * unit.weights.element_size())
+    unit._gathering = all_gather(unit.weights, shard, unit.group, sizes=_sizes(unit))
 
 
 def _sizes(flat: FlatUnit) -> list[int] | None:
