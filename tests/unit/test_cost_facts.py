@@ -138,3 +138,19 @@ def test_a_capacity_makes_the_busiest_expert_rank_wait_less() -> None:
     plan = parse_plan("dp8.ep8.z1.rc-layer")
     assert estimate(limited, plan).time.expert < estimate(job, plan).time.expert
     assert estimate(limited, plan).time.compute < estimate(job, plan).time.compute
+
+
+def test_above_key_value_heads_every_tensor_rank_holds_keys_and_values_whole_and_computes_with_one_head() -> None:
+    job = named_job("llama2-70b", "4x8:h100", 64, 4096)
+    at_8, at_16 = (estimate(job, parse_plan(plan)) for plan in ("dp4.tp8", "dp2.tp16"))
+    whole = 80 * 2 * 8192 * 1024 * 2
+    assert at_16.memory.parameters == pytest.approx((at_8.memory.parameters - whole / 8) / 2 + whole, rel=1e-3)
+    apart = job.but(model=job.model.but(layers=tuple(_apart(layer) for layer in job.model.layers)))
+    assert estimate(apart, parse_plan("dp4.tp8")) == at_8
+    without = estimate(apart, parse_plan("dp2.tp16"))
+    assert without.memory.activations < at_16.memory.activations and without.time.step < at_16.time.step < 1.01 * without.time.step
+
+
+def _apart(layer: Layer) -> Layer:
+    """As if keys and values could be cut into any number of shares."""
+    return layer.but(parameters=tuple(parameter.but(ways=()) for parameter in layer.parameters))

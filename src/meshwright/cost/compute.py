@@ -56,7 +56,7 @@ def matrices(layer: Layer, cut: Cut, imbalance: float = constants.EXPERT_IMBALAN
     rows = []
     for weight in weights:
         degree = cut.expert_tensor if cut.apart(weight) else cut.tp
-        share = weight.local_numel(degree) / weight.numel
+        share = weight.used_numel(degree) / weight.numel
         held = cut.ep if cut.apart(weight) else 1
         busy = share * degree / cut.tp * (imbalance if held > 1 else 1.0)
         plane = [size * (share if weight.split == axis else 1.0) for axis, size in enumerate(weight.shape)][-2:]

@@ -204,6 +204,7 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
     divided = np.where(sequence_parallel & (layer.name == BLOCK), box.tp, 1)
     routed = layer.routed_saved * (setting.imbalance - 1.0) if box.layout.ep > 1 else 0.0
     split = ((layer.saved_split + routed) * size + layer.fixed_split + layer.core_context * sequence) / box.tp
+    split += layer.key_value_width * size * repeated(layer, box.tp)
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None]
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     passing = tokens[:, None] * (layer.transient * size * local_share(layer, size, box.tp, sequence_parallel))
@@ -219,6 +220,12 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
         np.broadcast_to(core, shape),
         passing + gradient,
     )
+
+
+def repeated(layer: Layer, tp: int) -> float:
+    """Of keys and values, the part that a tensor rank has beyond an even share, where there are fewer heads of them than ranks."""
+    heads = layer.key_value_heads
+    return 1.0 / heads - 1.0 / tp if 0 < heads < tp else 0.0
 
 
 def _chunked(setting: Setting, entry: Entry, box: Box, tokens: Array, whole: float | Array) -> Kept:

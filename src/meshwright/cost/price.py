@@ -21,7 +21,7 @@ from meshwright.cost.memory import Footprint, States, activations, footprint, ke
 from meshwright.cost.pipeline import Halves, idle, least_bubble, messages, separate, stall
 from meshwright.cost.pipeline import bubble as bubble_of
 from meshwright.cost.practice import OURS, Practice
-from meshwright.cost.reduction import Traffic, traffic, update
+from meshwright.cost.reduction import Traffic, traffic, update, whole_keys
 from meshwright.cost.setting import Setting, setting
 from meshwright.cost.stages import Kind, kinds, ranks
 from meshwright.cost.units import FlatUnits
@@ -244,7 +244,9 @@ class Pricer:
         each = (one.compute + one.recompute + one.tensor) + one.context + one.expert + data.each + hidden
         bubble = self._bubble(box, ranks, each, one)
         passing = self._passing(box)
-        once, last, late = (part.max(axis=0, keepdims=True) for part in (data.once, updating, on_host))
+        once, last, late = (
+            part.max(axis=0, keepdims=True) for part in (data.once + whole_keys(self.setting, box, ranks.layers), updating, on_host)
+        )
         step = lift(box.counts, "b") * each.max(axis=0, keepdims=True) + bubble + passing + once + last + late
         return Seconds(*one[:5], data.each, hidden, bubble, passing, once, last, late, each, step)
 

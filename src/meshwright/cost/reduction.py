@@ -106,6 +106,15 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
     return Traffic(each_micro_batch + converted(setting, states), reduce + after, *on_the_way)
 
 
+def whole_keys(setting: Setting, box: Box, layers: Array) -> Array:
+    """Seconds in which tensor ranks sum the gradients of keys and values that all of them hold, once a step, each its shard; `layers` (r, o, entry)."""
+    whole = [sum(each.numel for each in entry.own if each.overlaps(box.tp) and not each.frozen) for entry in setting.entries]
+    if not any(whole):
+        return lift(0.0, "")
+    size = lift(layers @ np.array(whole, dtype=float), "ro") * setting.recipe.gradient_size * np.where(box.zero >= 1, portion(box), 1.0)
+    return np.asarray(group(setting.fabric, box.tp, box.strides["tp"]).reduce(size))
+
+
 def converted(setting: Setting, states: States) -> Array:
     """Seconds in which the gradients of a micro-batch become integers, where sums are exact: read twice, written, and added."""
     if not setting.recipe.exact:

@@ -51,7 +51,15 @@ def _adapted(layer: Layer, lora: Lora) -> Layer:
             more.append(Parameter(name=f"{path}.lora_A.default.weight", shape=(lora.rank, into), split=1 if parameter.split == 1 else None))
             parts = parameter.parts if parameter.split == 0 else ()
             split = 0 if parameter.split == 0 else None
-            more.append(Parameter(name=f"{path}.lora_B.default.weight", shape=(out, lora.rank), split=split, parts=parts))
+            more.append(
+                Parameter(
+                    name=f"{path}.lora_B.default.weight",
+                    shape=(out, lora.rank),
+                    split=split,
+                    parts=parts,
+                    ways=parameter.ways if split == 0 else (),
+                )
+            )
     moved = sum(each.shape[1] if ".lora_A." in each.name else 3 * each.shape[0] for each in more)
     return layer.but(parameters=(*(parameter.but(frozen=True) for parameter in layer.parameters), *more), moved=layer.moved + moved)
 

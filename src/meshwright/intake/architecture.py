@@ -96,13 +96,16 @@ def block(sizes: Sizes, names: Names, repeat: int, experts: bool) -> Layer:
 def attention(sizes: Sizes, names: Names) -> list[Parameter]:
     """Query, key, value (fused or apart), the norms of queries and keys, and the projection back."""
     q, k, h = sizes.query_width, sizes.key_width, sizes.hidden
+    heads = sizes.kv_heads if sizes.kv_heads != sizes.heads else 0
     parameters = []
     if names.fused:
         parts = () if names.interleaved else (q, k, k)
-        parameters += column(names.fused, q + 2 * k, h, sizes.qkv_bias, parts, sizes.transposed)
+        cut = column(names.fused, q + 2 * k, h, sizes.qkv_bias, parts, sizes.transposed)
+        parameters += [each.but(ways=(0, heads, heads)) for each in cut] if heads and parts else cut
     else:
-        for name, width in ((names.query, q), (names.key, k), (names.value, k)):
-            parameters += column(name, width, h, sizes.qkv_bias)
+        parameters += column(names.query, q, h, sizes.qkv_bias)
+        for name in (names.key, names.value):
+            parameters += [each.but(ways=(heads,) * bool(heads)) for each in column(name, k, h, sizes.qkv_bias)]
     if sizes.qk_norm:
         head = q // sizes.heads
         parameters += [Parameter(name=f"self_attn.{which}_norm.weight", shape=(head,)) for which in ("q", "k")]

@@ -149,8 +149,9 @@ def _parameters(model: nn.Module, anatomy: Anatomy) -> dict[str, tuple[Parameter
         for name in names:
             split = anatomy.splits.get(name)
             short = name[len(start) :].partition(".")[2] if start else name
-            dim, parts = (split.dim, tuple(split.parts)) if split else (None, ())
-            found.append(Parameter(name=short, shape=shapes[name], split=dim, parts=parts, experts=stacked.get(name, 0)))
+            dim, parts, ways = (split.dim, tuple(split.parts), tuple(split.ways)) if split else (None, (), ())
+            ways = ways if any(ways) else ()
+            found.append(Parameter(name=short, shape=shapes[name], split=dim, parts=parts, ways=ways, experts=stacked.get(name, 0)))
         held[place if anatomy.blocks else names[0].partition(".")[0]] = tuple(found)
     if anatomy.tied:
         held[HEAD] = (held[EMBEDDING][0], *held.get(HEAD, ()))

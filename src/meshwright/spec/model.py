@@ -23,6 +23,9 @@ class Parameter(Noun):
     shape: tuple[int, ...]
     split: int | None = None
     parts: tuple[int, ...] = Field(default=(), description="fused projections: sizes along `split`, each sharded by itself")
+    ways: tuple[int, ...] = Field(
+        default=(), description="into how many shares each part can be cut (key-value heads), 0 for any; more tensor ranks hold all of it"
+    )
     frozen: bool = Field(default=False, description="not trained: no gradient, no optimizer state")
     experts: int = Field(
         default=0, ge=0, description="how many experts are stacked in it along its first dimension; 0 in an ordinary weight"
@@ -32,12 +35,27 @@ class Parameter(Noun):
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def overlaps(self, tp: int) -> bool:
+        """Whether some of `tp` tensor ranks use the same share: then every rank holds all of it."""
+        return any(0 < way < tp for way in self.ways)
+
     def local_numel(self, tp: int) -> int:
-        """Elements on the fullest of `tp` tensor ranks."""
+        """Elements on the fullest of `tp` tensor ranks.
+
+        >>> keys = Parameter(name="k", shape=(256, 1024), split=0, ways=(2,))
+        >>> [(keys.local_numel(tp), keys.used_numel(tp)) for tp in (2, 4)]
+        [(131072, 131072), (262144, 131072)]
+        """
+        return self.numel if self.overlaps(tp) else self.used_numel(tp)
+
+    def used_numel(self, tp: int) -> int:
+        """Elements that the busiest of `tp` tensor ranks computes with."""
         if self.split is None:
             return self.numel
         size = self.shape[self.split]
-        local = sum(-(-part // tp) for part in self.parts or (size,))
+        parts = self.parts or (size,)
+        ways = self.ways or (0,) * len(parts)
+        local = sum(-(-part // min(tp, way or tp)) for part, way in zip(parts, ways, strict=True))
         return self.numel // size * local
 
 
@@ -68,6 +86,11 @@ class Layer(Noun):
     transient: float = Field(default=0.0, ge=0, description="elements per token alive only while the layer runs, beyond what it keeps")
     output: float = Field(default=0.0, ge=0, description="elements per token that the layer hands on")
     tied: str | None = Field(default=None, description="name of the layer whose first parameter this layer shares")
+
+    @property
+    def key_value_heads(self) -> int:
+        """Tensor ranks above which some have the same keys and values; 0: as many as there are heads."""
+        return min((way for parameter in self.parameters for way in parameter.ways if way), default=0)
 
     @property
     def numel(self) -> int:
