@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.base.units import show_bytes
 from meshwright.cost import constants, unlike
 from meshwright.cost.box import Box, box_of
-from meshwright.cost.memory import ample, reserved, usable
+from meshwright.cost.memory import Footprint, ample, reserved, usable
 from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Seconds
 from meshwright.spec.estimate import Estimate, Fits, Memory, Time
 from meshwright.spec.job import Job
@@ -33,16 +33,16 @@ def estimate(job: Job, plan: Plan) -> Estimate:
 def estimate_of(pricer: Pricer, box: Box) -> Estimate:
     """The only plan of `box`."""
     assert box.size == 1
-    prices = pricer.price(box)
-    per_stage = _per_stage(pricer, box)
+    ranks, footprint = pricer.ranks(box), pricer.memory(box, pricer.ranks(box, each=True))
+    per_stage, priced = _memory_of(pricer, box, footprint), pricer.seconds(box, ranks, pricer.states(box, ranks))
     busiest = max(per_stage, key=lambda memory: memory.total)
-    seconds = _time(box, prices.seconds)
+    seconds = _time(box, priced)
     job = pricer.setting.job
     tokens = job.workload.tokens
     _, safe = reserved(pricer.setting, np.array(busiest.total))
     limit = usable(pricer.setting)
     verdict = Fits.no if busiest.reserved > limit else Fits.fits if safe <= ample(pricer.setting) else Fits.tight
-    on_host, in_files = (float(part.max()) for part in (prices.footprint.host, prices.footprint.files))
+    on_host, in_files = (float(part.max()) for part in (footprint.host, footprint.files))
     notes, crowded = pricer.setting.notes, on_host > pricer.setting.host_memory
     if crowded:
         has = show_bytes(pricer.setting.host_memory)
@@ -116,7 +116,10 @@ def _together(times: Sequence[Time], parts: Sequence[Seconds]) -> Time:
 
 def _per_stage(pricer: Pricer, box: Box) -> tuple[Memory, ...]:
     """Memory of every pipeline rank: each priced as if it were its own kind."""
-    parts = pricer.memory(box, pricer.ranks(box, each=True))
+    return _memory_of(pricer, box, pricer.memory(box, pricer.ranks(box, each=True)))
+
+
+def _memory_of(pricer: Pricer, box: Box, parts: Footprint) -> tuple[Memory, ...]:
     totals = parts.total
     taken, _ = reserved(pricer.setting, totals)
     kinds_of_memory = (
