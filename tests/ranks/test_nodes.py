@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -35,13 +36,13 @@ class Nodes:
         self.port = port
         self.processes = [self.start(0), self.start(1)]
 
-    def start(self, number: int, **more: str) -> subprocess.Popen:
+    def start(self, number: int, behind: Sequence[str] = (), **more: str) -> subprocess.Popen:
         environment = {
             **os.environ, "MESHWRIGHT_CACHE": str(self.place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
             "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), **more,
         }  # fmt: skip
         err = subprocess.DEVNULL if number else subprocess.PIPE
-        command = [sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{self.run}"]
+        command = [*behind, sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{self.run}"]
         return subprocess.Popen(command, cwd=self.place, env=environment, stdout=subprocess.DEVNULL, stderr=err, text=True)
 
     @property

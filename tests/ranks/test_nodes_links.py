@@ -1,0 +1,93 @@
+"""Two nodes in network namespaces of their own, joined by a link that is taken down: for a while, and for good."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_nodes import JOB, Nodes
+
+FIRST, SECOND = "10.231.7.1", "10.231.7.2"
+PORT = 29471
+DOWN = (1.0, 5.0)
+
+
+def ip(*words: str) -> bool:
+    return subprocess.run(["ip", *words], check=False, capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("links")
+    (folder / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n\n" for n in range(400)))
+    (folder / "job.yaml").write_text(JOB.replace("batch: 8, steps: 120", "batch: 64, steps: 200"))
+    return folder
+
+
+class Apart(Nodes):
+    """The second node behind a link of its own."""
+
+    def __init__(self, place: Path, run: str, space: str) -> None:
+        self.space = space
+        super().__init__(place, run, PORT)
+
+    def start(self, number: int, **more: str) -> subprocess.Popen:
+        behind = ["ip", "netns", "exec", self.space] if number else []
+        return super().start(number, behind=behind, MASTER_ADDR=FIRST, **more)
+
+    def link(self, state: str) -> None:
+        assert ip("link", "set", f"{self.space}a", state)
+
+
+@pytest.fixture
+def space() -> Iterator[str]:
+    name = f"mw{os.getpid() % 10000}"
+    if not ip("netns", "add", name):
+        pytest.skip("this needs the right to make network namespaces")
+    try:
+        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
+        ip("addr", "add", f"{FIRST}/24", "dev", f"{name}a")
+        ip("link", "set", f"{name}a", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "addr", "add", f"{SECOND}/24", "dev", f"{name}b")
+        assert ip("-n", name, "link", "set", f"{name}b", "up")
+        yield name
+    finally:
+        ip("link", "del", f"{name}a")
+        ip("netns", "del", name)
+
+
+@pytest.mark.soak
+def test_a_link_that_is_down_for_a_while_costs_nothing_but_the_wait(place: Path, space: str) -> None:
+    """Row 9."""
+    nodes = Apart(place, "flaps", space)
+    for number, seconds in enumerate(DOWN):
+        nodes.wait_for(20 + 60 * number)
+        nodes.link("down")
+        time.sleep(seconds)
+        nodes.link("up")
+    code, err, other = nodes.end()
+    assert (code, other) == (0, 0), err
+    assert [event for event in nodes.events() if event["kind"] != "save"] == []
+    assert sorted(nodes.losses()) == list(range(201))
+
+
+@pytest.mark.soak
+def test_of_two_parts_that_do_not_hear_each_other_one_ends_and_one_goes_on(place: Path, space: str) -> None:
+    """Row 10: the part without the first node ends itself, with all of its ranks, before the other goes on without it."""
+    nodes = Apart(place, "parted", space)
+    nodes.wait_for(20)
+    ranks = nodes.ranks(1)
+    nodes.link("down")
+    cut = nodes.step()
+    while nodes.step() <= cut + 2 and nodes.processes[0].poll() is None:
+        time.sleep(0.05)
+    assert ranks and not any(rank.is_running() for rank in ranks), "both parts train"
+    code, err, other = nodes.end()
+    assert (code, other) == (0, 75), err
+    lost, fault, _, recovery = [event for event in nodes.events() if event["kind"] != "save"]
+    assert lost["kind"] == "lost" and "silent for 15 s" in fault["cause"]
+    assert recovery["source"] == "memory" and recovery.get("lost", 0) <= 10
+    assert sorted(nodes.losses()) == list(range(201))
