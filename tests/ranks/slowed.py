@@ -1,38 +1,55 @@
-"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it."""
+"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it.
+
+Nothing here is a number of seconds that a slow machine could turn around: what sleeps, sleeps several times what this rank needs for a step, or a product,
+and ranks that have left a device out wait before step LATE until it is back."""
 
 from __future__ import annotations
 
 import os
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import meshwright.train.loop as loop
-from meshwright.base.pulse import Phase, Pulse
+from meshwright.base.pulse import Phase, Pulse, Word
 from meshwright.train import probing
 from meshwright.train.rank import Channel
 
-NAP = 0.2
+TIMES, LEAST, WAIT = 4.0, 0.1, 120.0
+"""How many times its step a slow device sleeps besides, the seconds of that at least, and those after which nobody waits any more."""
+
+PRODUCTS = 30.0
+LATE = 115
 FOLDER: list[Path] = []
+WORLD: list[int] = []
 
 
-def nap() -> None:
-    if (FOLDER[0] / f"slow-{os.environ['LOCAL_RANK']}").exists():
-        time.sleep(NAP)
+def is_slow() -> bool:
+    return (FOLDER[0] / f"slow-{os.environ['LOCAL_RANK']}").exists()
 
 
 class Slowed(Pulse):
-    """Sleeps where backward begins, which counts as computing: a little in any case, so that a device can be measured meanwhile."""
+    """Sleeps where backward begins, which counts as computing."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
         super().at(phase, step)
-        if phase is Phase.backward:
-            time.sleep(0.03)
-            nap()
+        if phase is not Phase.backward:
+            return
+        now = time.monotonic()
+        steps = self.__dict__.setdefault("steps", [])
+        if "woke" in self.__dict__:
+            steps.append(now - self.woke)
+        if is_slow():
+            time.sleep(max(LEAST, TIMES * median(steps[-8:] or [0.0])))
+        while self.read(Word.step) >= LATE and WORLD[0] < 4 and time.monotonic() < now + WAIT:
+            super().at(phase)
+            time.sleep(0.01)
+        self.woke = time.monotonic()
 
 
 def train(channel: Channel, payload: dict[str, Any]) -> int:
-    FOLDER[:] = [Path(payload["run"]["folder"])]
+    FOLDER[:], WORLD[:] = [Path(payload["run"]["folder"])], [channel.world if channel.world > 1 else 4]
     loop.Pulse = Slowed  # type: ignore[misc]
     return loop.train(channel, payload)
 
@@ -41,7 +58,14 @@ def speed(channel: Channel, payload: dict[str, Any]) -> int:
     """As slow as the device: each product sleeps too."""
     FOLDER[:] = [Path(payload["launch"]["run"]["folder"])]
     probing.TIMES, multiply = 3, probing.torch.mm
-    probing.torch.mm = lambda *args: (nap(), multiply(*args))[1]  # type: ignore[assignment]
+
+    def product(*factors: Any) -> Any:
+        began, found = time.monotonic(), multiply(*factors)
+        if is_slow():
+            time.sleep(PRODUCTS * (time.monotonic() - began))
+        return found
+
+    probing.torch.mm = product  # type: ignore[assignment]
     status = probing.speed(channel, payload)
     (FOLDER[0] / "measured").touch()
     return status

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from faulty import FIRST, SCRIBE, events, launch, losses
 
 from meshwright.elastic.nursery import Nursery
@@ -51,10 +50,9 @@ def fastest(folder: Path, first: int, last: int) -> float:
     return min(record["seconds"] for record in records if first < record["step"] <= last)
 
 
-@pytest.mark.soak
 def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(nursery: Nursery, tmp_path: Path, text: Path) -> None:
     """4 ranks of ZeRO 2, device 1 slow from step 8 on and well again once it was left out and measured."""
-    steps, folder = 500, tmp_path / "slow"
+    steps, folder = 160, tmp_path / "slow"
     whole, slow = (
         launch(text, tmp_path / name, plan, steps, {"batch": 12, "precision": "fp64"}, balance=True)
         for name, plan in (("whole", "dp1.mb12"), ("slow", "dp4.z2.mb3"))
@@ -71,8 +69,7 @@ def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(n
     run(nursery, whole, PLANS, lambda step: None, None)
     expected, found = losses(tmp_path / "whole"), events(folder)
     assert sorted(losses(folder)) == list(range(steps + 1))
-    apart = {step: abs(loss - expected[step]) / abs(loss) for step, loss in losses(folder).items()}
-    assert max(apart[step] for step in range(170)) < 1e-9 and max(apart.values()) < 1e-5  # sums in another order drift apart in the end
+    assert all(abs(loss - expected[step]) < 1e-9 * abs(loss) for step, loss in losses(folder).items())
     assert any("device 1 comes back" in line for line in said)
     decided = [event for event in found if event.kind in ("slow", "resize", "returned", "gained")]
     assert [event.kind for event in decided] == ["slow", "resize", "gained", "returned", "resize", "gained"]

@@ -28,10 +28,10 @@ class Case:
         self.slots = Slots(4, self.journal, Leaving(**{"predict": even, "probe": "a:b"} | leaving), lambda: self.now)
         self.begin("dp4.z2", 10.0)
 
-    def begin(self, plan: str, seconds: float) -> None:
+    def begin(self, plan: str, seconds: float, count: int = 1) -> None:
         self.slots.started(plan)
         self.now += seconds
-        self.steps(1, 1.0)
+        self.steps(count, 1.0)
 
     def steps(self, count: int, seconds: float) -> None:
         for _ in range(count):
@@ -98,9 +98,10 @@ def test_a_device_comes_back_when_its_products_are_fast_again_and_not_before(tmp
     case = Case(tmp_path)
     case.slow((1,), 2.0, 1.0)
     case.slots.take()
-    case.begin("dp3.z2", 1.0)
-    assert case.slots.due() is None
+    case.begin("dp3.z2", 1.0, AFTER + COUNTED - 1)
     case.now += 31.0
+    assert case.slots.due() is None  # what leaving it out has gained is not known
+    case.steps(1, 1.0)
     assert case.slots.due() == 1 and case.slots.due() is None
     case.slots.measured(1, 0.2)
     case.slots.measured(1, 0.19)
@@ -111,14 +112,27 @@ def test_a_device_comes_back_when_its_products_are_fast_again_and_not_before(tmp
     assert case.events()[-1].kind == "returned" and case.events()[-1].predicted == pytest.approx(4 / 3)
 
 
+def test_one_measurement_is_under_way_at_a_time(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.slow((1,), 2.0, 1.0)
+    case.slots.take()
+    case.begin("dp3.z2", 1.0, AFTER + COUNTED)
+    case.now += 31.0
+    assert case.slots.due() == 1
+    case.now += 310.0
+    assert case.slots.due() is None
+    case.slots.probed()
+    assert case.slots.due() == 1
+
+
 def test_a_device_that_no_product_shows_is_tried_again_later_and_later(tmp_path: Path) -> None:
     case = Case(tmp_path, probe="", rest=100.0, starts=0.0)
     waits = []
     for _ in range(3):
         case.slow((1,), 2.0, 1.0)
         assert (case.slots.take(), case.slots.of(3)) == (3, (0, 2, 3))
-        case.begin("dp3.z2", 0.0)
         began = case.now
+        case.begin("dp3.z2", 0.0, AFTER + COUNTED)
         while (wanted := case.slots.take()) is None:
             case.now += 1.0
             assert case.slots.due() is None

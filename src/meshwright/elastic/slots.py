@@ -79,6 +79,7 @@ class Slots:
     _began: float = 0.0
     _cost: float = 0.0
     _measured: float = 0.0
+    _measuring: bool = False
     _last: int = 0
 
     def of(self, world: int) -> tuple[int, ...]:
@@ -181,9 +182,10 @@ class Slots:
     # --- while devices are out ------------------------------------------------------------------------------------------------
 
     def due(self) -> int | None:
-        """The slot that is to be measured now; and those that have been out for long come back."""
+        """The slot that is to be measured now, one at a time; and those that have been out for long come back. Nothing before it is known
+        what the last change has gained."""
         now = self.clock()
-        if self.leaving is None or self.wanted is not None or not self.out:
+        if self.leaving is None or self.wanted is not None or self._gain is not None or not self.out:
             return None
         rested = [
             slot for slot, out in self.out.items() if out.times and now > out.since + self.leaving.rest * 2 ** (self._spells[slot] - 1)
@@ -192,9 +194,9 @@ class Slots:
             self.come_back(rested, "it has rested: tried again")
             return None
         asked = [slot for slot, out in self.out.items() if out.times]
-        if not self.leaving.probe or not asked or now < self._measured + self.leaving.every:
+        if not self.leaving.probe or not asked or self._measuring or now < self._measured + self.leaving.every:
             return None
-        self._measured = now
+        self._measured, self._measuring = now, True
         return asked[int(now / self.leaving.every) % len(asked)]
 
     def measured(self, slot: int, seconds: float) -> None:
@@ -206,6 +208,10 @@ class Slots:
         out.good = out.good + 1 if seconds * out.times <= NEAR * out.first else 0
         if out.good >= MEASURED:
             self.come_back([slot], f"it multiplies {out.first / seconds:.1f} times as fast as when it was left out")
+
+    def probed(self) -> None:
+        """What measured has ended, whatever it said."""
+        self._measuring = False
 
     def come_back(self, slots: Sequence[int], why: str) -> None:
         """From the next generation on, where that is worth it."""

@@ -196,6 +196,8 @@ class Supervisor:
             self.note(words)
         if event.get("rank") == PROBER and event["event"] == "said" and event["message"]["kind"] == "speed":
             self._slots.measured(event["message"]["slot"], event["message"]["seconds"])
+        if event.get("rank") == PROBER and event["event"] == "ended":
+            self._slots.probed()
         if event.get("rank") != SCRIBE:
             return
         if event["event"] == "said":
@@ -294,6 +296,7 @@ class Supervisor:
         now.end(self._nursery, self._heed_others)
         if self._nursery.ended or now.living:
             self._nursery.again()
+            self._slots.probed()
             self._await_ready()
         self._journal.part("end", time.monotonic() - began)
         pause = self._retries.pause()
