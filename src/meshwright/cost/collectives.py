@@ -10,7 +10,7 @@ The last term is what filling a pipeline of pieces costs when their size is the 
 half of the bandwidth need tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce inside a node runs at the link's `adding` times B, and
 its pipeline is one hop deep.
 
-Over gloo ranks that are alone on their nodes gather and scatter by an all-to-all each (`exchange`). Several ranks of a node go in tiers: what
+Over gloo ranks that are alone on their nodes gather and scatter by an all-to-all each, which takes what a ring takes. Several ranks of a node go in tiers: what
 crosses crosses once for each node, spread over its ranks (parallel/exchange/tiers.py): with h nodes of m ranks all of these take, one way,
 (h - 1) / (h m) S / far + (m - 1) / m S / near. Compressed gradients (`Wire`) change the first term only.
 
@@ -58,8 +58,8 @@ def fabric(cluster: Cluster) -> Fabric:
 
 
 class Group(NamedTuple):
-    """What the ranks of one axis get: bytes/s of a ring, of an all-reduce, seconds of hops of one turn of the ring and of one tree; bytes/s and
-    hops of a gather. Numbers or arrays."""
+    """What the ranks of one axis get: bytes/s of a ring, of an all-reduce, seconds of hops of one turn of the ring and of one tree; bytes/s of a
+    gather. Numbers or arrays."""
 
     ranks: Any
     bandwidth: Any
@@ -67,11 +67,10 @@ class Group(NamedTuple):
     turn: Any
     tree: Any
     gathering: Any
-    hops: Any
 
     def gather(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-gathers, or reduce-scatters, of `size` bytes in all."""
-        return _pipelined((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.hops)
+        return _pipelined((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.turn)
 
     def reduce(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-reduces of `size` bytes in all."""
@@ -113,25 +112,22 @@ def group(links: Fabric, ranks: int, stride: int, wire: Wire = PLAIN) -> Group:
     """
     near, far = links.near, links.far
     if ranks == 1:
-        return Group(1, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
+        return Group(1, 1.0, 1.0, 0.0, 0.0, 1.0)
     if links.domain % (ranks * stride) == 0:
         rate = near.bandwidth * near.efficiency
         adding = rate * (near.adding if ranks >= SWITCH_RANKS else 1.0)
         turn = START + (ranks - 1) * near.latency
-        return Group(ranks, rate, adding, turn, START + ceil(log2(ranks)) * near.latency, rate, turn)
+        return Group(ranks, rate, adding, turn, START + ceil(log2(ranks)) * near.latency, rate)
     beside = max(links.domain // stride, 1) if ranks * stride > links.domain else 1
     nodes = ceil(ranks / beside)
     share = far.bandwidth * far.efficiency * beside
     bandwidth = min(share, near.bandwidth * near.efficiency) if beside > 1 else share
     turn = START + (ranks - nodes) * near.latency + (nodes - 1) * far.latency
-    gathering, hops = bandwidth, turn
     if links.handed and beside > 1:
         gathering, bandwidth = (_tiered(links, ranks, beside, times) for times in (wire.scatter, wire.reducing(nodes)))
-    elif links.handed:
-        gathering, hops = _handed(links, ranks, beside)
-    if beside == 1 or not links.handed:
-        gathering, bandwidth = gathering / wire.scatter, bandwidth / wire.reducing(nodes if links.handed else ranks)
-    return Group(ranks, bandwidth, bandwidth, turn, START + ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency, gathering, hops)
+    else:
+        gathering, bandwidth = bandwidth / wire.scatter, bandwidth / wire.reducing(nodes if links.handed else ranks)
+    return Group(ranks, bandwidth, bandwidth, turn, START + ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency, gathering)
 
 
 def _tiered(links: Fabric, ranks: int, beside: int, times: float) -> float:
@@ -144,13 +140,6 @@ def _tiered(links: Fabric, ranks: int, beside: int, times: float) -> float:
     near, far = links.near, links.far
     across = times * (ranks // beside - 1) / ranks / (far.bandwidth * far.efficiency)
     return (ranks - 1) / ranks / (across + (beside - 1) / beside / (near.bandwidth * near.efficiency))
-
-
-def _handed(links: Fabric, ranks: int, beside: int) -> tuple[float, float]:
-    """What an all-to-all among `ranks`, of which `beside` are on one node, makes of a gather: bytes/s and seconds of hops."""
-    near, far = links.near, links.far
-    slower = max((beside - 1) / (near.bandwidth * near.efficiency), (ranks - beside) / (far.bandwidth * far.efficiency))
-    return (ranks - 1) / slower, START + (beside - 1) * near.latency + (ranks - beside) * far.latency
 
 
 def stack(groups: Sequence[Group]) -> Group:

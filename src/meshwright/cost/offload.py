@@ -34,15 +34,14 @@ class Away(NamedTuple):
     parameters_files: Array
     activations: Array
 
+    @property
+    def gone(self) -> tuple[Array, Array, Array]:
+        """Which keep parameters, gradients and the optimizer off the device; gradients never are."""
+        return self.parameters + self.parameters_files, lift(0.0, ""), self.optimizer + self.optimizer_files
+
 
 def away(box: Box) -> Away:
     return Away(*(lift([float(what in choice) for choice in box.offload], "f") for what in Offload))
-
-
-def gone(box: Box) -> tuple[Array, Array, Array]:
-    """Which choices along f keep parameters, gradients and the optimizer off the device; gradients never are."""
-    where = away(box)
-    return where.parameters + where.parameters_files, lift(0.0, ""), where.optimizer + where.optimizer_files
 
 
 def passing(setting: Setting, box: Box, weights: Array, kept: Array, before: Array, behind: Array) -> Array:

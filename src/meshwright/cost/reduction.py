@@ -22,7 +22,7 @@ from meshwright.cost.box import Array, Box, lift, portion
 from meshwright.cost.collectives import PLAIN, Group, Wire, group, stack
 from meshwright.cost.expert import stride
 from meshwright.cost.hiding import beside
-from meshwright.cost.memory import States
+from meshwright.cost.memory import States, shard_elements
 from meshwright.cost.optimizer import products, state_bytes
 from meshwright.cost.setting import Setting
 
@@ -76,11 +76,13 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
         forward, backward = forward * 0.0, backward * 0.0
     zero = box.zero
     dense = size * box.weight  # of unequal shards the largest is waited for
-    plain, coded = axis_groups(setting, box), axis_groups(setting, box, setting.wire)
+    coded = axis_groups(setting, box, setting.wire)
+    plain = coded if setting.wire == PLAIN else axis_groups(setting, box)
     volumes = [Volume(states.numel * dense, states.units, states.lone * dense, states.first * dense, plain[0], *coded)]
     if box.layout.ep > 1:
         experts = states.experts * size
-        plain, coded = expert_groups(setting, box), expert_groups(setting, box, setting.wire)
+        coded = expert_groups(setting, box, setting.wire)
+        plain = coded if setting.wire == PLAIN else expert_groups(setting, box)
         volumes.append(Volume(experts, states.expert_units, 0.0 * experts, 0.0 * experts, plain[0], *coded))
     scatter: Array = sum(each.scatter.gather(each.whole * sent, each.units) for each in volumes)
     share: Array = scatter if sent == 1 and setting.wire == PLAIN else sum(each.shard.gather(each.whole, each.units) for each in volumes)
@@ -128,5 +130,4 @@ def update(setting: Setting, box: Box, states: States) -> Array:
     recipe = setting.recipe
     master = recipe.state_size + state_bytes(setting)
     moved = constants.UPDATE_PASSES * (master + recipe.gradient_size) + (recipe.size if recipe.master else 0)
-    elements = states.numel * portion(box) + states.experts / lift(box.expert_holders, "z")
-    return elements * (moved / (setting.device.bandwidth * constants.MEMORY_SHARE) + products(setting))
+    return shard_elements(box, states) * (moved / (setting.device.bandwidth * constants.MEMORY_SHARE) + products(setting))

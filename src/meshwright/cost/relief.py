@@ -43,7 +43,7 @@ def least(pricer: Pricer, box: Box, offloads: tuple[tuple[Offload, ...], ...]) -
     states = pricer.states(box, ranks)
     alive = activations(setting, box, box.tokens(setting.job.workload.sequence), ranks.of_order)
     held_there = lasting(setting, box, states)
-    on_device = sum(part * (1 - gone) for part, gone in zip(held_there, offload.gone(box), strict=True))
+    on_device = sum(part * (1 - gone) for part, gone in zip(held_there, offload.away(box).gone, strict=True))
     bytes_ = (on_device + np.maximum(alive.at_head, alive.elsewhere) - _entering(pricer, box)).max(axis=0)
     taken, safe = reserved(setting, bytes_)
     there, elsewhere = offload.update(setting, box, held(box, states), update(setting, box, states))
