@@ -1,13 +1,15 @@
-"""One CUDA device: the loss of plain PyTorch, then a Llama-style model trained in bf16 as the planner says, measured beside predicted.
+"""One CUDA device: probed, then a Llama-style model trained in bf16 as the planner says, measured beside predicted; then every way to save memory.
 
     python bench/gpu_check.py                          # or: make gpu-check
     python bench/gpu_check.py --cluster 1x1:a100-80gb  # a device that the catalog does not know by its driver's name
     python bench/gpu_check.py --precision fp8          # other recipes; --eager leaves compiled blocks out
+    python bench/gpu_check.py --catalog                # without probe: the predictions of the catalog's figures
     python bench/gpu_check.py --skip-without-cuda      # exit code 0 where there is no device
     python bench/gpu_check.py --cpu                    # the same program on the processor, tiny: proves the program, not the device
 
-Held to: bytes of parameters, gradients and optimizer equal to the estimate exactly, peak allocated within 5 % of it, a loss that falls, and
-the first loss of plain PyTorch within 1e-6 in float32. Speed is printed, not judged. World size is 1; NCCL is not needed.
+Held to: bytes of parameters, gradients and optimizer equal to the estimate exactly, peak allocated within 5 % of it, a loss that falls, the
+first loss of plain PyTorch within 1e-6 in float32, and with recompute and offload of each kind the losses of the plain plan. Speed is a goal,
+printed with its figure and not judged. World size is 1; NCCL is not needed. Some minutes; figures go to bench/results/gpu.{md,json}.
 Exit codes: 0 all held, 1 something did not, 2 no device or bad input.
 """
 
@@ -15,25 +17,38 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import meshwright as mw
 from meshwright.base.errors import InputError, MeshwrightError, NothingFits
-from meshwright.base.units import show_bytes, show_count, show_seconds
+from meshwright.base.units import show_bytes, show_count, show_rate, show_seconds
+from meshwright.cost.calibration import calibrated
+from meshwright.intake.clusters import read_cluster
 from meshwright.intake.job import read_job, resolve
 from meshwright.models.registry import build
+from meshwright.probe.machine import measure
+from meshwright.spec.cluster import Cluster
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MEMORY_TOLERANCE, LOSS_TOLERANCE = 0.05, 1e-6
+SAME = 1e-3
+"""Relative difference of a last loss to that of the plain plan: products in bf16 may be summed in another order. On cores it is 0."""
+
+MFU_GOAL, STEP_GOAL, OFFLOAD_GOAL = 0.5, 0.1, 1.5
 WARM = 3
+RESULTS = Path(__file__).parent / "results"
+WAYS = ("rc-layer", "rc-selective", "off-activations", "off-optimizer", "off-optimizer-files", "z3.off-parameters")
+"""To save memory; each is trained beside the plain plan at the second size."""
 SIZES: tuple[dict[str, Any], ...] = (
     {"layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn": 5504, "vocab": 32000, "seq": 4096},
     {"layers": 16, "hidden": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 2816, "vocab": 32000, "seq": 2048},
@@ -54,20 +69,27 @@ class Measured:
     reserved: int
 
 
-def job_of(sizes: dict[str, Any], cluster: str, batch: int, precision: str) -> Job:
+def probed(name: str) -> Cluster:
+    """The cluster `name` of one device with what this device is measured to do."""
+    threads = torch.get_num_threads()
+    result = calibrated(measure(), read_cluster(name, measured=False))
+    torch.set_num_threads(threads)  # the probe measures on one
+    return result.cluster
+
+
+def job_of(sizes: dict[str, Any], cluster: Cluster, batch: int, precision: str) -> Job:
     options = {
         "model.name": "llama-tiny",
         "model.sizes": sizes,
-        "cluster.name": cluster,
         "workload.batch": batch,
         "workload.sequence": sizes["seq"],
         "workload.precision": precision,
     }
-    return resolve(read_job(None, (), options))
+    return resolve(read_job(None, (), options | {"cluster.name": "local:1"})).but(cluster=cluster)
 
 
 def choose(
-    cluster: str, plan: str, batch: int, precision: str = "bf16", compiled: bool = False
+    cluster: Cluster, plan: str, batch: int, precision: str = "bf16", compiled: bool = False
 ) -> tuple[dict[str, Any], Job, Plan, Estimate]:
     """The largest size that fits, with the planner's plan or the given one."""
     for sizes in SIZES:
@@ -81,7 +103,7 @@ def choose(
         estimate = mw.estimate(job, chosen)
         if estimate.fits:
             return sizes, job, chosen, estimate
-    raise NothingFits(f"none of {len(SIZES)} sizes fits on {cluster} with plan {plan}")
+    raise NothingFits(f"none of {len(SIZES)} sizes fits on {cluster.name} with plan {plan}")
 
 
 def batch_of(sizes: dict[str, Any], rows: int) -> dict[str, torch.Tensor]:
@@ -126,6 +148,73 @@ def train(sizes: dict[str, Any], job: Job, plan: Plan, steps: int, device: torch
     return Measured(losses, statistics.median(seconds), trainer.bytes(), peak, taken)
 
 
+@dataclass
+class Way:
+    """One way to save memory beside the plain plan of the same size. `bound`: the plain step, or the way over the host's link, whichever is longer."""
+
+    plan: str
+    estimate: Estimate
+    measured: Measured
+    bound: float
+
+    @property
+    def data(self) -> dict[str, Any]:
+        measured, predicted = self.measured, self.estimate
+        return {
+            "plan": self.plan, "seconds": measured.seconds, "predicted": predicted.time.step, "bound": self.bound, "losses": measured.losses,
+            "peak_allocated": measured.peak, "peak_predicted": predicted.memory.total,
+        }  # fmt: skip
+
+    def row(self, plain: Measured) -> str:
+        peak = show_bytes(self.measured.peak) if self.measured.peak else "-"
+        apart = abs(self.measured.losses[-1] / plain.losses[-1] - 1)
+        return (
+            f"| {self.plan} | {show_seconds(self.measured.seconds)} | {show_seconds(self.estimate.time.step)} | {self.measured.seconds / self.bound:.2f} "
+            f"| {peak} | {show_bytes(self.estimate.memory.total)} | {apart:.1e} |"
+        )
+
+
+def ways(job: Job, sizes: dict[str, Any], steps: int, device: torch.device) -> list[Way]:
+    """The plain plan first, then each of WAYS. What goes over the link to the host: gradients down and weights up where the optimizer is away,
+    weights up twice where they are."""
+    found: list[Way] = []
+    here = [way for way in WAYS if device.type == "cuda" or "off" not in way or "files" in way]  # a core's memory is its host's
+    for way in ("", *here):
+        plan = mw.parse_plan(".".join(part for part in ("dp1", f"mb{max(job.workload.batch // 4, 1)}", way) if part))
+        estimate, measured = mw.estimate(job, plan), train(sizes, job, plan, steps, device)
+        size, link = job.model.parameters * job.workload.recipe.size, job.cluster.groups[0].host_bandwidth
+        moved = size * (2 if "off-optimizer" in way or "off-parameters" in way else 0)
+        plain = found[0].measured.seconds if found else measured.seconds
+        found.append(Way(plan.name, estimate, measured, max(plain, moved / link if link else 0.0)))
+    return found
+
+
+def faults_of_ways(found: list[Way]) -> list[str]:
+    plain, faults = found[0], []
+    for way in found:
+        apart = abs(way.measured.losses[-1] / plain.measured.losses[-1] - 1)
+        if not apart <= SAME or way.measured.losses[0] != plain.measured.losses[0]:
+            faults.append(f"{way.plan}: losses are not those of {plain.plan}: {way.measured.losses[0]!r} first, {apart:.1e} apart at last")
+        if way.measured.peak and abs(way.measured.peak / way.estimate.memory.total - 1) > MEMORY_TOLERANCE:
+            faults.append(f"{way.plan}: peak allocated is {way.measured.peak / way.estimate.memory.total - 1:+.0%} off the estimate")
+    return faults
+
+
+def goals(found: list[Way], mfu: float, step: float) -> list[str]:
+    """Of speed: the goal, the figure, whether it was met."""
+    away = [way for way in found if "off-optimizer" in way.plan and "files" not in way.plan]
+    rows = [("MFU at least 50 %", f"{mfu:.1%}", mfu >= MFU_GOAL), ("predicted step within 10 %", f"{step:+.1%}", abs(step) <= STEP_GOAL)]
+    rows += [
+        (
+            "step with the optimizer on the host at most 1.5 times its bound",
+            f"{way.measured.seconds / way.bound:.2f}",
+            way.measured.seconds <= OFFLOAD_GOAL * way.bound,
+        )
+        for way in away
+    ]
+    return [f"| {goal} | {figure} | {'met' if met else 'missed'} |" for goal, figure, met in rows]
+
+
 def faults_of(measured: Measured, estimate: Estimate, difference: float) -> list[str]:
     """What was not as promised, a line each."""
     found = []
@@ -142,12 +231,14 @@ def faults_of(measured: Measured, estimate: Estimate, difference: float) -> list
     return found
 
 
-def show(name: str, job: Job, plan: Plan, estimate: Estimate, measured: Measured, difference: float) -> dict[str, Any]:
-    """The figures on standard error, and as data."""
+def show(name: str, job: Job, plan: Plan, estimate: Estimate, measured: Measured, difference: float) -> tuple[list[str], dict[str, Any]]:
+    """The figures as lines and as data."""
+    device = job.cluster.groups[0].device
     tokens = job.workload.tokens / measured.seconds
     mfu = estimate.mfu * estimate.time.step / measured.seconds
+    rates = ", ".join(f"{kind} {show_rate(rate, 'FLOP/s')}" for kind, rate in device.peak.items())
     lines = [
-        f"device          {name}, torch {torch.__version__}",
+        f"device          {name}, torch {torch.__version__}: {rates}, memory at {show_rate(device.bandwidth)}",
         f"model           {show_count(job.model.parameters)} parameters, batch {job.workload.batch} x {job.workload.sequence}, "
         f"{job.workload.precision}, plan {plan.name}",
         f"first loss      {difference:.1e} off plain PyTorch (float32, small model)",
@@ -158,8 +249,7 @@ def show(name: str, job: Job, plan: Plan, estimate: Estimate, measured: Measured
         f"peak allocated  {show_bytes(measured.peak) if measured.peak else 'not counted here'}, {show_bytes(estimate.memory.total)} predicted",
         f"peak reserved   {show_bytes(measured.reserved) if measured.reserved else 'not counted here'}, {show_bytes(estimate.memory.reserved)} predicted",
     ]
-    print("\n".join(lines), file=sys.stderr)
-    return {
+    return lines, {
         "device": name, "torch": torch.__version__, "plan": plan.name, "parameters": job.model.parameters, "first_loss_difference": difference,
         "losses": measured.losses, "seconds": measured.seconds, "tokens_per_second": tokens, "mfu": mfu, "held": measured.held,
         "peak_allocated": measured.peak, "peak_reserved": measured.reserved, "estimate": estimate.model_dump(),
@@ -173,6 +263,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="sequences per step")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--precision", default="bf16", help="bf16, bf16-pure, fp8, fp16")
+    parser.add_argument("--catalog", action="store_true", help="predict by the catalog's figures instead of the probe's")
     parser.add_argument("--eager", action="store_true", help="without compiled blocks")
     parser.add_argument("--cpu", action="store_true", help="the same program on the processor, tiny, float32")
     parser.add_argument("--skip-without-cuda", action="store_true", help="exit code 0 where there is no CUDA device")
@@ -190,23 +281,60 @@ def main(arguments: list[str] | None = None) -> int:
         raise InputError(
             f"no CUDA device: torch {torch.__version__} is {built}; --skip-without-cuda makes this no error, --cpu runs it tiny on the processor"
         )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that a plan's products come out alike each time
     device = torch.device("cpu") if options.cpu else torch.device("cuda", 0)
+    cluster = (
+        read_cluster("1x1:cpu" if options.cpu else options.cluster)
+        if options.catalog
+        else probed("local:1" if options.cpu else options.cluster)
+    )
     if options.cpu:
-        sizes, job = TINY, job_of(TINY, "1x1:cpu", 4, "fp32")
+        sizes = small = TINY
+        job = job_of(sizes, cluster, 4, "fp32")
         plan = mw.parse_plan("dp1" if options.plan == "auto" else options.plan)
         estimate = mw.estimate(job, plan)
     else:
-        sizes, job, plan, estimate = choose(options.cluster, options.plan, options.batch, options.precision, not options.eager)
+        sizes, job, plan, estimate = choose(cluster, options.plan, options.batch, options.precision, not options.eager)
+        small = SIZES[1]
     difference = same_loss(device)
     measured = train(sizes, job, plan, options.steps, device)
+    beside = job_of(small, cluster, job.workload.batch, job.workload.precision)
+    found = ways(beside, small, options.steps, device)
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else "the processor"
-    data = show(name, job, plan, estimate, measured, difference)
-    found = faults_of(measured, estimate, difference)
-    for fault in found:
+    lines, data = show(name, job, plan, estimate, measured, difference)
+    faults = [*faults_of(measured, estimate, difference), *faults_of_ways(found)]
+    data |= {"ways": [way.data for way in found], "faults": faults}
+    table = [
+        f"| plan at {show_count(beside.model.parameters)} | step | predicted | times its bound | peak | predicted | loss apart |",
+        "|---|---|---|---|---|---|---|",
+        *(way.row(found[0].measured) for way in found),
+        "",
+        "| goal | figure | |",
+        "|---|---|---|",
+        *goals(found, data["mfu"], estimate.time.step / measured.seconds - 1),
+    ]
+    print("\n".join([*lines, "", *table]), file=sys.stderr)
+    for fault in faults:
         print(f"gpu-check: {fault}", file=sys.stderr)
     if options.json:
-        print(json.dumps({**data, "faults": found}))
-    return 1 if found else 0
+        print(json.dumps(data))
+    if not options.cpu:
+        text = [
+            "# One CUDA device",
+            "",
+            "`make gpu-check`.",
+            "",
+            "```text",
+            *lines,
+            "```",
+            "",
+            *table,
+            "",
+            *(f"- {fault}" for fault in faults),
+        ]
+        (RESULTS / "gpu.md").write_text("\n".join(text).rstrip() + "\n")
+        (RESULTS / "gpu.json").write_text(json.dumps(data, indent=1) + "\n")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
