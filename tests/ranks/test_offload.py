@@ -53,6 +53,26 @@ def test_a_run_with_its_optimizer_away_is_bit_for_bit_the_run_without(
     assert not list(tmp_path.iterdir())
 
 
+SHARES = [
+    ("llama", "dp2.z1", "bf16", "optimizer-files50"), ("llama", "dp1", "fp32", "optimizer-files20"), ("llama", "dp2.z3", "fp64", "optimizer-files80"),
+    ("mixtral", "dp2.ep2.z1", "bf16", "optimizer40"), ("llama-tied", "pp2", "fp32", "optimizer-files50"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan", "precision", "way"), SHARES)
+def test_a_run_with_a_share_of_its_optimizer_away_is_bit_for_bit_the_run_without(
+    ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
+) -> None:
+    world = parse_plan(plan).world
+    here = ranks.run(world, trained, name, plan, precision, str(tmp_path))
+    away = ranks.run(world, trained, name, f"{plan}.off-{way}", precision, str(tmp_path))
+    for (losses, weights, held), (others, theirs, elsewhere) in zip(here, away, strict=True):
+        assert losses == others
+        assert weights is None or all(torch.equal(weights[key], theirs[key]) for key in weights)
+        assert elsewhere["offloaded"] + elsewhere["optimizer"] == held["optimizer"]
+        assert int(way[-2:]) / 100 * held["optimizer"] <= elsewhere["offloaded"] < held["optimizer"]
+
+
 PARAMETERS = [
     ("llama", "dp2.z3", "fp64", "parameters-files"), ("llama", "dp2.z3", "bf16", "parameters-files"),
     ("llama", "dp1.z3", "fp32", "optimizer-files.off-parameters-files"), ("llama", "dp2.z3", "bf16", "optimizer-files.off-parameters-files"),
@@ -96,6 +116,8 @@ def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[
         ("dp2.z1.off-optimizer", "dp2.z1.off-optimizer"),
         ("dp2.z3.off-optimizer-files.off-parameters-files", "dp2.z3.off-parameters-files"),
         ("dp2.z3.off-parameters-files", "dp2.z3"),
+        ("dp2.z1.off-optimizer-files30", "dp2.z1.off-optimizer-files70"),
+        ("dp2.z3.off-optimizer-files50", "dp2.z3"),
     ],
 )
 def test_a_checkpoint_holds_what_waits_in_files_and_goes_on_bit_for_bit(ranks: Any, tmp_path: Any, plan: str, other: str) -> None:
@@ -128,7 +150,7 @@ def many_windows(folder: str, way: str) -> list[torch.Tensor]:
 
 def test_a_unit_of_many_windows_is_updated_as_one_in_memory(ranks: Any, tmp_path: Any) -> None:
     here = ranks.run(1, many_windows, str(tmp_path), "")[0]
-    for way in (".off-optimizer", ".off-optimizer-files"):
+    for way in (".off-optimizer", ".off-optimizer-files", ".off-optimizer-files45"):
         assert all(map(torch.equal, here, ranks.run(1, many_windows, str(tmp_path), way)[0]))
 
 

@@ -27,6 +27,7 @@ PLANS = (
     "dp2.pp2.z2",
     "dp2.cp2.z3.mb4",
     "dp2.z1.off-optimizer-files",
+    "dp2.z1.off-optimizer-files50",
     "pp2.mb2.off-optimizer-files",
     "dp2.z3.off-optimizer-files",
     "dp2.z3.off-parameters-files",

@@ -22,7 +22,7 @@ import numpy as np
 
 from meshwright.spec.model import Parameter
 from meshwright.spec.plan import AXES as PLAN_AXES
-from meshwright.spec.plan import PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule, lies_as_v
+from meshwright.spec.plan import OPTIMIZER, PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule, lies_as_v
 from meshwright.spec.rules import micro_batches_of
 
 AXES = "robsczf"
@@ -184,6 +184,8 @@ class Box:
     """How many times an equal shard the shard of the priced rank is."""
     loss_chunks: int = 1
     compile: bool = False
+    offload_share: float = 1.0
+    """Of the optimizer's states where they wait elsewhere."""
 
     @property
     def tp(self) -> int:
@@ -310,6 +312,7 @@ class Box:
             recompute=again.kind,
             recompute_layers=again.blocks(order) if again.some else 0,
             offload=offload,
+            offload_share=round(100 * self.offload_share) if set(offload) & set(OPTIMIZER) else 100,
             bucket=self.bucket,
             loss_chunks=self.loss_chunks,
             context=micro_batch.context,
@@ -339,4 +342,5 @@ def box_of(plan: Plan, batch: int, blocks: int) -> Box:
         weight=plan.shard_weight(),
         loss_chunks=plan.loss_chunks,
         compile=plan.compile,
+        offload_share=plan.offload_share / 100,
     )

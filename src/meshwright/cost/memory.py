@@ -152,11 +152,8 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = shard_of(box, states)
     gone = where.optimizer + where.optimizer_files + where.parameters_files * (not setting.recipe.master)
-    master = (
-        np.where(gone > 0, np.minimum(largest, constants.WINDOW), largest)
-        * (passing(setting) + gathered(setting) * ((shards > 1) | (box.tp > 1)))
-        * (setting.on_host | (gone == 0))
-    )
+    at_once = np.minimum(largest, constants.WINDOW) if setting.on_host else largest * (1.0 - box.offload_share)
+    master = np.where(gone > 0, at_once, largest) * (passing(setting) + gathered(setting) * ((shards > 1) | (box.tp > 1)))
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     slots = largest * kept_on_the_way(setting) * ((shards > 1) | (box.tp > 1))
     return Moving(at_head * size + slots, elsewhere * size + slots, at_end + slots)

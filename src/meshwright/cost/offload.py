@@ -4,6 +4,7 @@ comes from the host has what that leaves of the time to hide in.
 
     optimizer        master weights and states; gradients go down, the host updates, weights come up: not hidden
     optimizer-files  the same on disk: all of it is read and written in each update, while the host updates what was read before
+    a share of either: the rest stays and is updated where it is, while the disk reads and writes
     parameters       shards of the weights (ZeRO 3); each layer's comes up before it runs, forward and backward, beside what runs
     parameters-files the same out of files; the update writes them, and reads them first where they are themselves what is updated
     activations      what blocks keep goes down in forward and comes up in backward, beside what runs; two blocks of it stay
@@ -22,11 +23,11 @@ from meshwright.cost import constants
 from meshwright.cost.box import Array, Box, lift
 from meshwright.cost.hiding import beside
 from meshwright.cost.setting import Setting
-from meshwright.spec.plan import Offload
+from meshwright.spec.plan import OPTIMIZER, Offload
 
 
 class Away(NamedTuple):
-    """Which choices along f keep what elsewhere, 0 or 1 over AXES."""
+    """Which choices along f keep what elsewhere, 0 or 1 over AXES; of the optimizer the share that waits there."""
 
     optimizer: Array
     optimizer_files: Array
@@ -41,7 +42,8 @@ class Away(NamedTuple):
 
 
 def away(box: Box) -> Away:
-    return Away(*(lift([float(what in choice) for choice in box.offload], "f") for what in Offload))
+    share = dict.fromkeys(OPTIMIZER, box.offload_share)
+    return Away(*(lift([share.get(what, 1.0) * (what in choice) for choice in box.offload], "f") for what in Offload))
 
 
 def passing(setting: Setting, box: Box, weights: Array, kept: Array, before: Array, behind: Array) -> Array:
@@ -65,10 +67,13 @@ def windows(setting: Setting, box: Box, largest: Array, elements: Array) -> Arra
     if not any(box.offload):
         return lift(0.0, "")
     where, size = away(box), setting.recipe.size
-    slots = np.minimum(constants.SLOTS * np.minimum(largest, constants.WINDOW), elements)
+    slots = np.minimum(constants.SLOTS * np.minimum(largest, constants.WINDOW), elements * box.offload_share)
     shared = np.minimum(where.optimizer + where.optimizer_files + (not setting.recipe.master), 1.0)
     coming = where.parameters_files + where.parameters * (not setting.on_host)
-    return slots * (where.optimizer_files * kept_of_optimizer(setting) + where.parameters_files * shared * size) + coming * largest * size
+    return (
+        slots * ((where.optimizer_files > 0) * kept_of_optimizer(setting) + where.parameters_files * shared * size)
+        + coming * largest * size
+    )
 
 
 def update(setting: Setting, box: Box, elements: Array, on_device: Array) -> tuple[Array, Array]:
@@ -85,7 +90,8 @@ def update(setting: Setting, box: Box, elements: Array, on_device: Array) -> tup
     if setting.storage_bandwidth:
         both_ways = 2.0 * elements * kept_of_optimizer(setting) / setting.storage_bandwidth
         on_host = on_device if setting.on_host else over_link
-        seconds = seconds + where.optimizer_files * np.maximum(both_ways, on_host)
+        files, staying = where.optimizer_files, (where.optimizer_files > 0) * (1.0 - where.optimizer_files) * on_device
+        seconds = seconds + np.maximum(files * both_ways, files * on_host + staying) - staying
         ways = 1.0 if setting.recipe.master else 2.0
         seconds = seconds + where.parameters_files * ways * elements * setting.recipe.size / setting.storage_bandwidth
     if setting.host_bandwidth:

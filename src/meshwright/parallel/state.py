@@ -6,7 +6,7 @@ it holds. Weights are the master weights where there are any, so that nothing is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,8 @@ class Held(NamedTuple):
     data: torch.Tensor
 
 
-def _runs(engine: Parallel, kind: str, unit: FlatUnit, flat: torch.Tensor, saving: bool) -> Iterator[Held]:
-    """`flat` is the own run of `unit`, cut into pieces named `kind/parameter`; of replicas that go their own ways each but the first has a name
+def _runs(engine: Parallel, kind: str, unit: FlatUnit, parts: Sequence[torch.Tensor], saving: bool) -> Iterator[Held]:
+    """`parts` are the own run of `unit`, one behind the other, cut into pieces named `kind/parameter`; of replicas that go their own ways each but the first has a name
     of its own before it, except of what they have alike when they meet."""
     copy = unit.sharing.sites.copy if unit.sharing.sites is not None else 0
     if copy and kind.startswith(OUTER):
@@ -45,15 +45,18 @@ def _runs(engine: Parallel, kind: str, unit: FlatUnit, flat: torch.Tensor, savin
         split, index, ranks, before = cut_of(engine, unit, name)
         if saving and split is None and index:
             continue
-        begin, end = max(offset, first), min(offset + unit.parameters[name].numel(), last)
-        if begin < end:
-            shape = tuple(engine.shapes[name])
-            held = () if split is None else intervals(split.parts or shape[split.dim], index, ranks)
-            dtype = str(flat.dtype).removeprefix("torch.")
-            piece = Piece(
-                f"{kind}/{name}", shape, dtype, split.dim if split else None, held, before + begin - offset, before + end - offset
-            )
-            yield Held(piece, flat[begin - unit.own.start : end - unit.own.start])
+        shape = tuple(engine.shapes[name])
+        held = () if split is None else intervals(split.parts or shape[split.dim], index, ranks)
+        lies = unit.own.start
+        for part in parts:
+            begin, end = max(offset, first, lies), min(offset + unit.parameters[name].numel(), last, lies + len(part))
+            if begin < end:
+                dtype = str(part.dtype).removeprefix("torch.")
+                piece = Piece(
+                    f"{kind}/{name}", shape, dtype, split.dim if split else None, held, before + begin - offset, before + end - offset
+                )
+                yield Held(piece, part[begin - lies : end - lies])
+            lies += len(part)
 
 
 def cut_of(engine: Parallel, unit: FlatUnit, name: str) -> tuple[Split | None, int, int, int]:
@@ -75,7 +78,7 @@ def _units(engine: Parallel, saving: bool) -> Iterator[FlatUnit]:
 
 def weight_pieces(engine: Parallel, saving: bool) -> Iterator[Held]:
     for unit in _units(engine, saving):
-        yield from _runs(engine, "model", unit, unit.master.flat, saving)
+        yield from _runs(engine, "model", unit, unit.master.parts, saving)
 
 
 def buffer_pieces(engine: Parallel) -> Iterator[Held]:
@@ -90,7 +93,7 @@ def buffer_pieces(engine: Parallel) -> Iterator[Held]:
 def gradient_pieces(engine: Parallel) -> Iterator[Held]:
     for unit in _units(engine, True):
         if not unit.frozen:
-            yield from _runs(engine, "gradient", unit, unit.own_gradients, True)
+            yield from _runs(engine, "gradient", unit, [unit.own_gradients], True)
 
 
 def optimizer_pieces(engine: Parallel, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[Held]:
@@ -99,8 +102,8 @@ def optimizer_pieces(engine: Parallel, optimizer: torch.optim.Optimizer, saving:
         if unit.master.tensors is not None:
             yield from _whole_states(unit, optimizer, saving)
             continue
-        for key, value in unit.master.states(optimizer).items():
-            yield from _runs(engine, f"optimizer/{key}", unit, value, saving)
+        for key, parts in unit.master.state_parts(optimizer).items():
+            yield from _runs(engine, f"optimizer/{key}", unit, parts, saving)
 
 
 def _whole_states(unit: FlatUnit, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[Held]:
@@ -118,8 +121,8 @@ def _whole_states(unit: FlatUnit, optimizer: torch.optim.Optimizer, saving: bool
 
 def addresses(engine: Parallel, optimizer: torch.optim.Optimizer) -> list[int]:
     """Where weights and states lie: who keeps views of them has to take new ones when this changes."""
-    found = [unit.master.flat.data_ptr() for unit in engine.zero.units]
-    found += [value.data_ptr() for unit in engine.zero.trained for value in unit.master.states(optimizer).values()]
+    found = [part.data_ptr() for unit in engine.zero.units for part in unit.master.parts]
+    found += [part.data_ptr() for unit in engine.zero.trained for parts in unit.master.state_parts(optimizer).values() for part in parts]
     for unit in engine.zero.trained:
         for parameter in unit.master.tensors.parameters if unit.master.tensors is not None else ():
             found += [value.data_ptr() for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
@@ -133,7 +136,7 @@ def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dic
     owned = [parameter for unit in engine.zero.trained if unit.master.tensors is not None for parameter in unit.master.tensors.parameters]
     whole = any(optimizer.state.get(parameter) for parameter in owned)
     for unit in engine.zero.trained:
-        kinds |= {key: str(value.dtype).removeprefix("torch.") for key, value in unit.master.states(optimizer).items()}
+        kinds |= {key: str(parts[0].dtype).removeprefix("torch.") for key, parts in unit.master.state_parts(optimizer).items() if parts}
         scalars |= dict(unit.master.scalars(optimizer))
     options = [{key: value for key, value in group.items() if key != "params" and _is_plain(value)} for group in optimizer.param_groups]
     return {"kinds": kinds, "scalars": scalars, "groups": options, **({"whole": True} if whole else {})}
@@ -167,8 +170,8 @@ def outer_pieces(engine: Parallel, saving: bool) -> Iterator[Held]:
     """Where replicas that go their own ways began, and how fast they move."""
     if engine.outer is not None:
         for unit, begun, velocity in zip(engine.outer.units, engine.outer.begun, engine.outer.velocity, strict=True):
-            yield from _runs(engine, f"{OUTER}begun", unit, begun, saving)
-            yield from _runs(engine, f"{OUTER}velocity", unit, velocity, saving)
+            yield from _runs(engine, f"{OUTER}begun", unit, [begun], saving)
+            yield from _runs(engine, f"{OUTER}velocity", unit, [velocity], saving)
 
 
 def assemble(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Tensor]:

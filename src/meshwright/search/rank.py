@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 
 from meshwright.base.errors import InputError
-from meshwright.cost.step import estimate, estimate_of
+from meshwright.cost.price import Pricer
+from meshwright.cost.step import estimate
 from meshwright.search import unlike
 from meshwright.search.answer import Answer, Entry, Family, Objective, Rejection
+from meshwright.search.eased import eased
 from meshwright.search.near import nothing_fits
-from meshwright.search.ranking import Ranking, rounded
+from meshwright.search.ranking import Candidate, Ranking, rounded
 from meshwright.search.survey import Survey, survey
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -28,7 +30,7 @@ def search(job: Job, top: int = 10, objective: Objective = Objective.fastest, ru
     """
     began = time.perf_counter()
     found = best(job, top, objective, runnable)
-    scored = [(each.score, Entry(plan=each.plan, estimate=estimate_of(found.pricer, each.alone))) for each in found.ranking.best]
+    scored = [_entry(found.pricer, each) for each in found.ranking.best]
     if objective == Objective.fastest:
         scored += [(score, Entry(plan=plan, estimate=estimate(job, plan))) for score, plan in unlike.plans(job, top, runnable)]
     if not scored:
@@ -43,6 +45,13 @@ def search(job: Job, top: int = 10, objective: Objective = Objective.fastest, ru
         seconds=time.perf_counter() - began,
         devices=found.space.job.cluster.devices,
     )
+
+
+def _entry(pricer: Pricer, candidate: Candidate) -> tuple[float, Entry]:
+    """A plan that was found, with its score; of what it offloads no more than must be."""
+    box, estimate = eased(pricer, candidate.alone)
+    gain = estimate.time.step / candidate.seconds if box.offload_share < 1 else 1.0
+    return candidate.score * gain, Entry(plan=box.plan((0,) * len(box.shape)), estimate=estimate)
 
 
 def best(job: Job, top: int, objective: Objective, runnable: bool) -> Survey:

@@ -289,7 +289,8 @@ class Space:
         bucket = self.pins.get("bucket", self.bucket)
         first = (self._offloads() or [()])[0]
         given = (cell.layout, bucket, tuple(orders), cell.micro_batches, cell.parallel, self._whole(), cell.shards, (first,))
-        return Box(*given, loss_chunks=self.pins.get("loss_chunks", 1), compile=self.pins.get("compile", False))
+        share = self.pins.get("offload_share", 100) / 100
+        return Box(*given, loss_chunks=self.pins.get("loss_chunks", 1), compile=self.pins.get("compile", False), offload_share=share)
 
     def _whole(self) -> tuple[Again, ...]:
         """What recomputes where all blocks are alike."""

@@ -64,6 +64,9 @@ class Offload(StrEnum):
 FILES = (Offload.optimizer_files, Offload.parameters_files)
 """What waits in files; all else waits in host memory."""
 
+OPTIMIZER = (Offload.optimizer, Offload.optimizer_files)
+"""The optimizer's states, with the float32 weights that they belong to."""
+
 PARAMETERS = (Offload.parameters, Offload.parameters_files)
 """ZeRO 3's shards of the weights."""
 

@@ -4,7 +4,8 @@ Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (Z
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
 micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2, then 1),
-`rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `off-optimizer-files`, `off-parameters-files`, `ulysses` (how context ranks attend; else
+`rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `off-optimizer-files`, `off-optimizer-files60`
+(of each rank's optimizer states 60 hundredths wait in files), `off-parameters-files`, `ulysses` (how context ranks attend; else
 by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `shards3-1` (parts of
 the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
 
@@ -20,7 +21,21 @@ from pydantic import Field, model_validator
 
 from meshwright.base.codec import build
 from meshwright.base.errors import InputError, did_you_mean
-from meshwright.spec.choices import AXES, BUCKET, FILES, HELD, PARAMETERS, Axis, Context, Offload, Recompute, Schedule, lies_as_v, rank_of
+from meshwright.spec.choices import (
+    AXES,
+    BUCKET,
+    FILES,
+    HELD,
+    OPTIMIZER,
+    PARAMETERS,
+    Axis,
+    Context,
+    Offload,
+    Recompute,
+    Schedule,
+    lies_as_v,
+    rank_of,
+)
 from meshwright.spec.degrees import Degrees
 from meshwright.spec.numbers import listed, unlisted
 
@@ -36,6 +51,7 @@ class Plan(Degrees):
     recompute: Recompute = Recompute.none
     recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
     offload: tuple[Offload, ...] = ()
+    offload_share: int = Field(default=100, ge=1, le=100, description="of each rank's optimizer states, the hundredths that wait elsewhere")
     context: Context = Field(default=Context.ring, description="how context ranks exchange keys and values")
     ulysses: int = Field(default=0, ge=0, description="context ranks that exchange heads, with rings over the others; 0: all of them")
     placement: tuple[int, ...] = Field(
@@ -79,7 +95,7 @@ class Plan(Degrees):
             raise ValueError(
                 f"offload {[str(what) for what in self.offload]} names each of {', '.join(Offload)} at most once, in this order"
             )
-        if {Offload.optimizer, Offload.optimizer_files} <= set(self.offload):
+        if set(OPTIMIZER) <= set(self.offload):
             raise ValueError("offload names the optimizer twice: on the host, or in files")
         if set(PARAMETERS) <= set(self.offload):
             raise ValueError("offload names the parameters twice: on the host, or in files")
@@ -87,6 +103,18 @@ class Plan(Degrees):
         if away and self.zero < 3:
             raise ValueError(
                 f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _waits_in_part(self) -> Plan:
+        if self.offload_share < 100 and not set(OPTIMIZER) & set(self.offload):
+            raise ValueError(
+                f"offload_share {self.offload_share} is of the optimizer's states: write off-optimizer{self.offload_share} or off-optimizer-files{self.offload_share}"
+            )
+        if self.offload_share < 100 and set(PARAMETERS) & set(self.offload):
+            raise ValueError(
+                f"offload_share {self.offload_share}: weights that wait elsewhere take all of their states along: leave the share or the weights out"
             )
         return self
 
@@ -257,7 +285,7 @@ def plan_name(plan: Plan) -> str:
     parts += ["ls" + listed(plan.layers_per_stage)] if plan.layers_per_stage else []
     parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}"] if plan.recompute != Recompute.none else []
     parts += [f"lc{plan.loss_chunks}"] if plan.loss_chunks > 1 else []
-    parts += [f"off-{what}" for what in plan.offload]
+    parts += away_parts(plan)
     parts += [f"{plan.context}{plan.ulysses or ''}"] if plan.context != Context.ring else []
     parts += ["on" + listed(plan.placement)] if plan.placement else []
     parts += ["sh" + listed(plan.shares)] if plan.shares else []
@@ -265,6 +293,16 @@ def plan_name(plan: Plan) -> str:
     parts += ["compile"] if plan.compile else []
     parts += ["ax-" + "-".join(plan.axes)] if plan.axes != AXES else []
     return ".".join(parts)
+
+
+def away_parts(plan: Plan) -> list[str]:
+    """What waits elsewhere, as parts of a name.
+
+    >>> away_parts(parse_plan("dp2.off-optimizer-files60.off-activations"))
+    ['off-optimizer-files60', 'off-activations']
+    """
+    part = "" if plan.offload_share == 100 else plan.offload_share
+    return [f"off-{what}{part if what in OPTIMIZER else ''}" for what in plan.offload]
 
 
 _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
@@ -281,6 +319,7 @@ _KNOWN = (
         "lc8",
         "off-optimizer",
         "off-optimizer-files",
+        "off-optimizer-files60",
         "off-parameters-files",
         "ulysses",
         "sh6-2",
@@ -333,8 +372,10 @@ def parse_plan(name: str) -> Plan:
             put(_LISTS[numbers[1]], unlisted(numbers[2]), part)
         elif re.fullmatch(r"ax(-(pp|dp|tp)){3}", part):
             put("axes", tuple(part[3:].split("-")), part)
-        elif part.startswith("off-") and part[4:] in list(Offload):
-            offload.append(part[4:])
+        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d{0,3})", part)) and away[1] in (OPTIMIZER if away[2] else list(Offload)):
+            offload.append(away[1])
+            if away[2]:
+                put("offload_share", int(away[2]), part)
         else:
             raise InputError(
                 f"plan {name!r}: part {part!r} is not understood{did_you_mean(part, _KNOWN)}; parts are such as {', '.join(_KNOWN)}"
@@ -348,6 +389,6 @@ def parse_plan(name: str) -> Plan:
 
 
 __all__ = [
-    "AXES", "BUCKET", "FILES", "HELD", "PARAMETERS", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
-    "lies_as_v", "parse_plan", "plan_name", "rank_of",
+    "AXES", "BUCKET", "FILES", "HELD", "OPTIMIZER", "PARAMETERS", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
+    "away_parts", "lies_as_v", "parse_plan", "plan_name", "rank_of",
 ]  # fmt: skip

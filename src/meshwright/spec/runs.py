@@ -2,7 +2,7 @@
 searches only here.
 
 >>> from meshwright.spec.plan import parse_plan, listed
->>> runs(parse_plan("dp8.tp2.z1.off-optimizer")), runs(parse_plan("dp4.z3.off-parameters-files"))
+>>> runs(parse_plan("dp8.tp2.z1.off-optimizer25")), runs(parse_plan("dp4.z3.off-parameters-files"))
 (True, True)
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.spec.plan import Offload, Plan, Schedule
+from meshwright.spec.plan import Offload, Plan, Schedule, away_parts
 
 RUNS: dict[str, tuple[Any, ...]] = {
     "schedule": tuple(Schedule),
@@ -28,7 +28,7 @@ def missing(plan: Plan) -> tuple[str, ...]:
     """The parts of the plan's name that this version does not run yet; empty when it runs."""
     said = {
         "schedule": str(plan.schedule),
-        "offload": ".".join(f"off-{what}" for what in plan.offload),
+        "offload": ".".join(away_parts(plan)),
     }
     return tuple(said[name] for name, values in RUNS.items() if getattr(plan, name) not in values)
 

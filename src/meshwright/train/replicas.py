@@ -90,7 +90,8 @@ def _held(trainer: Trainer) -> Iterator[_Held]:
     for sharing in {id(unit.sharing): unit.sharing for unit in units}.values():
         own = [unit for unit in units if unit.sharing is sharing]
         if sharing.copy_group is not None:
-            states = [tensor for unit in own for tensor in (unit.master.flat, *unit.master.states(trainer.optimizer).values())]
+            kept = [(unit.master.parts, *unit.master.state_parts(trainer.optimizer).values()) for unit in own]
+            states = [tensor for kinds in kept for parts in kinds for tensor in parts]
             yield _Held("states", sharing.copy_group, states)
         if sharing.shard_group is not None and trainer.plan.zero < 3:
             yield _Held("weights", sharing.shard_group, [unit.weights for unit in own])

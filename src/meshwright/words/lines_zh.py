@@ -17,6 +17,8 @@ LINES = {
     "placement names {} ranks of pp({}); each has its group, in 1f1b or gpipe": "placement 给出 {0} 个 rank，而 pp({1})；每个 rank 属于一个组，只用 1f1b 或 gpipe",
     "axes {} must name each of {} once": "axes {0} 必须把 {1} 各写一次",
     "offload {} names each of {} at most once, in this order": "offload {0} 里 {1} 各至多写一次，按这个顺序",
+    "offload_share {} is of the optimizer's states: write off-optimizer{} or off-optimizer-files{}": "offload_share {0} 说的是优化器状态：写 off-optimizer{1} 或 off-optimizer-files{2}",
+    "offload_share {}: weights that wait elsewhere take all of their states along: leave the share or the weights out": "offload_share {0}：放在别处的权重会带走它的全部状态：去掉比例，或者去掉权重",
     "shares {} give each of dp({}) replicas at least one micro-batch, of two replicas or more": "shares {0} 要给 dp({1}) 个副本各至少一个微批，副本至少两个",
     "placement gives a group's devices to whole pipeline ranks: axes {} must begin with pp": "placement 把一个组的设备交给完整的流水线 rank：axes {0} 必须以 pp 开头",
     "shard weights {} give each of the {} ranks of a shard group at least 1, of two ranks or more at z1 to z3": "shard weights {0} 要给分片组的 {1} 个 rank 各至少 1，组内至少两个 rank，且用 z1 到 z3",

@@ -2,25 +2,27 @@
 
 [Note: windows] The own run of a flat unit is cut into windows of WINDOW elements, each made of whole runs of the optimizer (master.py), so
 that an update with offload computes bit for bit what one without it does. A window is fetched into its slot, updated there and stored,
-while other threads fetch the next ones and store those before: memory holds SLOTS windows, however large the states are.
+while other threads fetch the next ones and store those before: memory holds SLOTS windows, however large the states are. Of a share the first
+runs of a unit stay: their windows are where training is, nothing is fetched or stored for them.
 Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.2 (overlap-centric design), section 6.3 (the infinity offload engine).
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from meshwright.parallel.offload.scratch import Scratch, aligned, paged
 from meshwright.parallel.zero.master import RUN
-from meshwright.spec.plan import FILES, Offload, Plan
+from meshwright.spec.plan import FILES, OPTIMIZER, Offload, Plan
 
 if TYPE_CHECKING:
     from meshwright.parallel.zero.flat import FlatUnit
@@ -32,6 +34,10 @@ SLOTS = 4
 """Windows in memory: one that is updated, one that is stored, two that are fetched."""
 
 AHEAD = SLOTS - 2
+
+DONE: Future[None] = Future()
+"""Of what stays."""
+DONE.set_result(None)
 
 
 class Slot:
@@ -72,6 +78,7 @@ class Window(Protocol):
 
     number: int
     slot: Slot
+    stays: bool
 
     def fetch(self) -> None:
         """Fill the slot. Runs in a thread of its own."""
@@ -93,8 +100,11 @@ W = TypeVar("W", bound=Window)
 class Away:
     """Of one rank: its scratch file, its slots, the threads between them."""
 
-    def __init__(self, folder: Path | None, device: torch.device, optimizer: Offload | None) -> None:
-        """`folder` None: nothing waits in files. `optimizer`: where its states wait, None where they stay."""
+    def __init__(self, folder: Path | None, device: torch.device, optimizer: Offload | None, share: float = 1.0) -> None:
+        """`folder` None: nothing waits in files. `optimizer`: where `share` of its states wait, None where they stay."""
+        self.share = share
+        self._seen = self._gone = self._rotated = 0
+        self._fetching: deque[tuple[Window, Future[None]]] = deque()
         self.scratch = None if folder is None else Scratch(folder)
         self.device, self.optimizer = device, optimizer
         self.in_files = None if optimizer not in FILES else self.scratch
@@ -107,30 +117,56 @@ class Away:
         self._lent = self._most = 0
         self._pool = ThreadPoolExecutor(SLOTS, "offload")
 
-    def number(self) -> tuple[int, Slot]:
-        """The next window's number and slot: neighbours never share a slot."""
+    def border(self, numel: int) -> int:
+        """Of the next unit's elements, how many stay: whole runs, so that of all units so far at least the share waits, and hardly more.
+
+        >>> away = Away(None, torch.device("cpu"), Offload.optimizer, share=0.5)
+        >>> [away.border(numel) // RUN for numel in (3 * RUN, 3 * RUN, RUN // 2, RUN // 4)]
+        [1, 2, 0, 0]
+        """
+        self._seen += numel
+        wanted = min(max(math.ceil(self.share * self._seen - 1e-6) - self._gone, 0), numel)
+        stays = numel if not wanted else (numel - wanted) // RUN * RUN
+        self._gone += numel - stays
+        return stays
+
+    def number(self, stays: bool) -> tuple[int, Slot]:
+        """The next window's number and slot: neighbours never share a slot, and one that stays has its own."""
         self.windows += 1
-        return self.windows - 1, self.slots[(self.windows - 1) % SLOTS]
+        self._rotated += not stays
+        return self.windows - 1, Slot(False) if stays else self.slots[self._rotated % SLOTS]
 
     def store(self, window: Window) -> None:
         """Start to empty its slot."""
         window.slot.storing(self._pool.submit(window.store))
 
-    def pass_by(self, windows: Iterable[W], update: Callable[[W], None]) -> None:
-        """`update` each of `windows`, fetched before and stored after, in order of their numbers."""
-        waiting, fetching = deque(sorted(windows, key=lambda window: window.number)), deque[tuple[W, Future[None]]]()
-        while waiting or fetching:
-            while waiting and len(fetching) <= AHEAD:
-                window = waiting.popleft()
-                self.wait(window.slot.settle)
-                fetching.append((window, self._pool.submit(window.fetch)))
-            window, fetched = fetching.popleft()
-            self.wait(fetched.result)
-            update(window)
+    def ahead(self, windows: Sequence[Window]) -> None:
+        """Begin to fetch the first of those that `pass_by` will be given, once nothing of them is written any more."""
+        if not self._fetching:
+            self._fetch(deque(spread(windows)))
+
+    def pass_by(self, windows: Sequence[W], update: Callable[[W], None]) -> None:
+        """`update` each of `windows`, fetched before and stored after, in order of their numbers; between them those that stay."""
+        fetched, waiting = self._fetching, deque(spread(windows))
+        for _ in fetched:
+            waiting.popleft()
+        while waiting or fetched:
+            self._fetch(waiting)
+            window, coming = fetched.popleft()
+            self.wait(coming.result)
+            update(window)  # type: ignore[arg-type]
             self.store(window)
 
+    def _fetch(self, waiting: deque[Any]) -> None:
+        while waiting and sum(not window.stays for window, _ in self._fetching) <= AHEAD:
+            window = waiting.popleft()
+            self.wait(window.slot.settle)
+            self._fetching.append((window, DONE if window.stays else self._pool.submit(window.fetch)))
+
     def settle(self) -> None:
-        """Everything is stored: the file can be read, and the weights are those of the update."""
+        """Everything is stored: the file can be read and written, and the weights are those of the update."""
+        while self._fetching:
+            self.wait(self._fetching.popleft()[1].result)
         for slot in self.slots:
             self.wait(slot.settle)
 
@@ -172,11 +208,20 @@ class Away:
         self.exposed += time.perf_counter() - began
 
 
+def spread(windows: Sequence[W]) -> list[W]:
+    """In order of their numbers, those that stay evenly between the others: there is something to update while a disk is waited for."""
+    places: list[tuple[float, W]] = []
+    for stays in (True, False):
+        kind = sorted((window for window in windows if window.stays == stays), key=lambda window: window.number)
+        places += [((at + 0.5) / len(kind), window) for at, window in enumerate(kind)]
+    return [window for _, window in sorted(places, key=lambda place: place[0])]
+
+
 def away_of(plan: Plan, device: torch.device, folder: str | Path | None) -> Away | None:
     """What `plan` needs; None where neither weights nor the optimizer wait elsewhere."""
     kept = [what for what in plan.offload if what is not Offload.activations]
     if not kept:
         return None
-    optimizer = next((what for what in kept if what in (Offload.optimizer, Offload.optimizer_files)), None)
+    optimizer = next((what for what in kept if what in OPTIMIZER), None)
     files = any(what in FILES for what in kept)
-    return Away(Path(folder or tempfile.gettempdir()) if files else None, device, optimizer)
+    return Away(Path(folder or tempfile.gettempdir()) if files else None, device, optimizer, plan.offload_share / 100)

@@ -19,13 +19,7 @@ SOME = 16
 
 def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Optimizer, scale: float) -> None:
     """Gradients times `scale` through the optimizer; when this returns all weights are updated, while the last states may still be written."""
-    windows: list[AwayWindow] = []
-    for unit in units:
-        assert isinstance(unit.master, AwayMaster)
-        unit.master.let_go()
-        for window in unit.master.windows:
-            window.gradients = unit.own_gradients[window.start : window.stop]
-            windows.append(window)
+    windows = _windows(units)
     with _alone(optimizer) as only:
 
         def update(window: AwayWindow) -> None:
@@ -38,6 +32,25 @@ def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Op
         away.pass_by(windows, update)
     if any(unit.master.copies or unit.master.file for unit in units if isinstance(unit.master, AwayMaster)):
         away.settle()  # the weights are written with the last windows
+
+
+def fetch_ahead(away: Away, units: Sequence[FlatUnit]) -> None:
+    """The first states come while the last gradients are summed and their norm is taken. Where gradients come from an accelerator too, they are
+    waited for."""
+    if away.device.type == "cpu" and units and isinstance(units[0].master, AwayMaster):
+        away.ahead(_windows(units))
+
+
+def _windows(units: Sequence[FlatUnit]) -> list[AwayWindow]:
+    """All of them, with their gradients."""
+    windows: list[AwayWindow] = []
+    for unit in units:
+        assert isinstance(unit.master, AwayMaster)
+        unit.master.let_go()
+        for window in unit.master.windows:
+            window.gradients = unit.own_gradients[window.start : window.stop]
+            windows.append(window)
+    return windows
 
 
 class _Only:

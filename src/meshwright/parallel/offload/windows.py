@@ -1,8 +1,8 @@
 """The master of a flat unit whose states, and whose float32 weights where it has any, wait on the host or in files.
 
 The optimizer's runs and states are views of the window's memory: on the host where they stay, of files a slot, which many windows share and
-which holds this window's numbers only while it is updated. What saves and loads (`flat`, `states`) sees the file itself, mapped; the next
-update lets go of the map.
+which holds this window's numbers only while it is updated. What saves and loads (`parts`, `state_parts`) sees the file itself, mapped; the next
+update lets go of the map. Elements before `border` wait nowhere: their states lie beside the weights, in windows of their own.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ MASTER, GRADIENT, WEIGHTS = "master", "gradient", "weights"
 
 
 class AwayWindow:
-    """Elements `start` to `stop` of the own run of a unit. `gradients`: of these, where backward left them."""
+    """Elements `start` to `stop` of the own run of a unit. `gradients`: of these, where backward left them. `copies`: the weights that it updates
+    are not those that training reads."""
 
     gradients: torch.Tensor
 
-    def __init__(self, owner: AwayMaster, start: int, stop: int) -> None:
-        self.owner, self.start, self.stop = owner, start, stop
-        self.number, self.slot = owner.away.number()
+    def __init__(self, owner: AwayMaster, start: int, stop: int, copies: bool) -> None:
+        self.owner, self.start, self.stop, self.copies = owner, start, stop, copies
+        self.stays = stop <= owner.border
+        self.number, self.slot = owner.away.number(self.stays)
         self.runs: list[Run] = []
         self.made = False
         """Whether the optimizer has made its states."""
 
     def view(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
         """Its elements of `kind` where the optimizer finds them."""
-        if kind in self.owner.held:
-            return self.owner.held[kind][self.start : self.stop]
+        held, first = (self.owner.staying, 0) if self.stays else (self.owner.held, self.owner.border)
+        if kind in held:
+            return held[kind][self.start - first : self.stop - first]
         numel = self.stop - self.start
         return self.slot.bytes(kind, paged(numel * dtype.itemsize)).view(dtype)[:numel]
 
@@ -48,15 +51,20 @@ class AwayWindow:
         for start, pages in self._pages():
             assert scratch is not None
             scratch.read(start, pages)
-        if self.gradients.device.type != "cpu":
+        if self._gradients_come:
             self.view(GRADIENT, self.gradients.dtype).copy_(self.gradients)
+
+    @property
+    def _gradients_come(self) -> bool:
+        """Off an accelerator."""
+        return not self.stays and self.gradients.device.type != "cpu"
 
     def store(self) -> None:
         """The updated weights to where training reads them, all else into the file."""
         owner, scratch = self.owner, self.owner.away.scratch
-        if owner.copies and isinstance(owner.shard, torch.Tensor):
+        if self.copies and isinstance(owner.shard, torch.Tensor):
             owner.shard[self.start : self.stop].copy_(self.view(MASTER, owner.dtype))
-        elif owner.copies and owner.file is not None:
+        elif self.copies and owner.file is not None:
             kind = owner.file.dtype
             self.view(WEIGHTS, kind).copy_(self.view(MASTER, owner.dtype))
             size = paged((self.stop - self.start) * kind.itemsize)
@@ -68,18 +76,18 @@ class AwayWindow:
     def _pages(self) -> list[tuple[int, torch.Tensor]]:
         """What of it is in the file: where it begins there, and the pages of the slot."""
         found = []
-        for kind, (begin, dtype) in list(self.owner.places.items()):
+        for kind, (begin, dtype) in list(self.owner.places.items()) if not self.stays else ():
             if self.made or kind == MASTER:
                 size = paged((self.stop - self.start) * dtype.itemsize)
-                found.append((begin + self.start * dtype.itemsize, self.slot.bytes(kind, size)[:size]))
+                found.append((begin + (self.start - self.owner.border) * dtype.itemsize, self.slot.bytes(kind, size)[:size]))
         return found
 
     # --- the optimizer's view -------------------------------------------------------------------------------------------------
 
     def give(self, scale: float) -> None:
         """Its gradients times `scale` to its runs."""
-        own = self.gradients if self.gradients.device.type == "cpu" else self.view(GRADIENT, self.gradients.dtype)
-        scaled = own.to(self.owner.dtype, copy=True).mul_(scale) if self.owner.copies else own.mul_(scale) if scale != 1.0 else own
+        own = self.view(GRADIENT, self.gradients.dtype) if self._gradients_come else self.gradients
+        scaled = own.to(self.owner.dtype, copy=True).mul_(scale) if self.copies else own.mul_(scale) if scale != 1.0 else own
         for run, part in zip(self.runs, self.split(scaled), strict=True):
             run.grad = part
 
@@ -109,7 +117,8 @@ class AwayWindow:
 
 
 class AwayMaster(Master):
-    """`kinds`: what is away, by name, and its type; `held` on the host, or by `places`, where it begins in the file."""
+    """`kinds`: what is away, by name, and its type; from `border` on `held` on the host, or by `places`, where it begins in the file; before it
+    `staying`."""
 
     def __init__(self, away: Away, shard: torch.Tensor | FileShard, dtype: torch.dtype, vectors: Sequence[tuple[int, int]] = ()) -> None:
         """`shard`: the weights that training reads. They are what is updated, if they have the type `dtype` and the host reaches them; in a file
@@ -117,13 +126,18 @@ class AwayMaster(Master):
         self.away, self.shard, self.dtype = away, shard, dtype
         self.file = None if isinstance(shard, torch.Tensor) else shard
         values = shard if isinstance(shard, torch.Tensor) else shard.whole()
-        self.numel = len(values)
-        self.copies = dtype != values.dtype or values.device.type != "cpu"
+        self.numel, self.border, self.device = len(values), away.border(len(values)), values.device
+        copied = dtype != values.dtype
         self.kinds: dict[str, torch.dtype] = {}
+        self.staying: dict[str, torch.Tensor] = {}
         self.held: dict[str, torch.Tensor] = {}
         self.places: dict[str, tuple[int, torch.dtype]] = {}
         self._mapped: dict[str, torch.Tensor] = {}
-        self.windows = [AwayWindow(self, at, min(at + WINDOW, self.numel)) for at in range(0, max(self.numel, 1), WINDOW)]
+        self.windows = [AwayWindow(self, start, stop, copied) for start, stop in _cuts(0, self.border, self.device.type == "cpu")]
+        self.windows += [
+            AwayWindow(self, start, stop, copied or self.device.type != "cpu") for start, stop in _cuts(self.border, self.numel, True)
+        ]
+        self.copies = any(window.copies for window in self.windows)
         if self.copies:
             self.lay(MASTER, dtype)
         elif self.file is not None:
@@ -131,7 +145,7 @@ class AwayMaster(Master):
         for window in self.windows:
             inside = [(max(a, window.start), min(b, window.stop)) for a, b in vectors if a < window.stop and b > window.start]
             updated = values[window.start : window.stop]
-            if self.copies:
+            if window.copies:
                 window.slot.settle()
                 updated = window.view(MASTER, dtype).copy_(updated)
                 away.store(window)
@@ -141,46 +155,62 @@ class AwayMaster(Master):
         self.runs = [run for window in self.windows for run in window.runs]
 
     @property
+    def parts(self) -> list[torch.Tensor]:
+        shard = self.shard
+        if isinstance(shard, torch.Tensor) and not self.copies:
+            return [shard]
+        near = [] if not self.border else [self.staying[MASTER] if self.windows[0].copies else shard[: self.border]]  # type: ignore[index]
+        return near + self._rest(MASTER)
+
+    @property
     def flat(self) -> torch.Tensor:
-        return self.shard if isinstance(self.shard, torch.Tensor) and not self.copies else self.whole(MASTER)
+        (whole,) = self.parts
+        return whole
 
     def lay(self, kind: str, dtype: torch.dtype) -> None:
         """Room for all elements of `kind`, zeros at first."""
         if kind in self.kinds:
             return
         self.kinds[kind] = dtype
-        if self.away.in_files is None:
-            self.held[kind] = torch.zeros(self.numel, dtype=dtype, pin_memory=self.away.device.type == "cuda")
-        else:
-            self.places[kind] = self.away.in_files.extend(self.numel * dtype.itemsize), dtype
+        away, rest = self.away, self.numel - self.border
+        if self.border and (kind != MASTER or self.windows[0].copies):
+            self.staying[kind] = torch.zeros(self.border, dtype=dtype, device=self.device)
+        if rest and away.in_files is not None:
+            self.places[kind] = away.in_files.extend(rest * dtype.itemsize), dtype
+        elif rest:
+            self.held[kind] = torch.zeros(rest, dtype=dtype, pin_memory=away.device.type == "cuda")
 
-    def whole(self, kind: str) -> torch.Tensor:
-        """All of `kind`, where it is; what is written to it is there."""
+    def _rest(self, kind: str) -> list[torch.Tensor]:
+        """All of `kind` from the border on, where it is; what is written to it is there."""
         self.away.settle()
         if kind in self.held:
-            return self.held[kind]
-        if kind not in self._mapped:
+            return [self.held[kind]]
+        if kind in self.places and kind not in self._mapped:
             assert self.away.scratch is not None
             start, dtype = self.places[kind]
-            self._mapped[kind] = self.away.scratch.mapped(start, self.numel, dtype)
-        return self._mapped[kind]
+            self._mapped[kind] = self.away.scratch.mapped(start, self.numel - self.border, dtype)
+        return [self._mapped[kind]] if kind in self._mapped else []
 
     def let_go(self) -> None:
         """Of what was mapped: the file is written by others now."""
         self._mapped.clear()
 
     def bytes(self) -> int:
-        return 0
+        return self.border * self.dtype.itemsize if MASTER in self.staying else 0
+
+    def state_bytes(self) -> int:
+        return sum(self.border * kept.dtype.itemsize for kind, kept in self.staying.items() if kind != MASTER)
 
     def bytes_away(self) -> int:
         """On the host, or in the file, of states."""
-        return sum(self.numel * dtype.itemsize for dtype in self.kinds.values()) if self.away.optimizer else 0
+        return sum((self.numel - self.border) * dtype.itemsize for dtype in self.kinds.values()) if self.away.optimizer else 0
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Windows see to their own."""
 
-    def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        return {kind: self.whole(kind) for kind in sorted(self.kinds) if kind != MASTER}
+    def state_parts(self, optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
+        near = {kind: [kept] for kind, kept in self.staying.items()}
+        return {kind: near.get(kind, []) + self._rest(kind) for kind in sorted(self.kinds) if kind != MASTER}
 
     def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float]) -> None:
         self.away.settle()
@@ -188,3 +218,9 @@ class AwayMaster(Master):
             self.lay(kind, getattr(torch, name))
         for window in self.windows:
             window.prepare(optimizer, scalars)
+
+
+def _cuts(start: int, stop: int, small: bool) -> list[tuple[int, int]]:
+    """Windows of what lies between; an accelerator updates what stays there at once."""
+    size = WINDOW if small else max(stop - start, 1)
+    return [(at, min(at + size, stop)) for at in range(start, stop, size)]

@@ -268,8 +268,14 @@ class FlatUnit:
     def write_back(self) -> None:
         """After the update: the master's values into the weights of the compute type."""
         self.master.loaded()
-        if self.has_master:
-            self._shard.copy_(self.master.flat) if self.elsewhere is None else self.elsewhere.write(self.master.flat)
+        if not self.has_master:
+            return
+        if self.elsewhere is not None:
+            self.elsewhere.write(self.master.flat)
+            return
+        parts = self.master.parts
+        for mine, part in zip(self._shard.split([len(part) for part in parts]), parts, strict=True):
+            mine.copy_(part)
 
     def share(self) -> Pending:
         """After the update: everyone's updated run into everyone's weights (ZeRO 1 and 2)."""

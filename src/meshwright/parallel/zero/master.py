@@ -53,6 +53,15 @@ class Master:
     def flat(self) -> torch.Tensor:
         return self._flat
 
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """`flat` where it lies, one part behind the other."""
+        return [self.flat]
+
+    def state_parts(self, optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
+        """`states` where they lie, in the same parts."""
+        return {key: [whole] for key, whole in self.states(optimizer).items()}
+
     def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return flat.split([run.numel() for run in self.runs])
 

@@ -18,7 +18,7 @@ from torch import nn
 from meshwright.parallel.exchange.exchange import Pending, all_reduce
 from meshwright.parallel.exchange.group import Group, part, settle
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.offload.update import update_away
+from meshwright.parallel.offload.update import fetch_ahead, update_away
 from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.parallel.update.step import update
 from meshwright.parallel.zero import exact
@@ -141,6 +141,8 @@ class Zero:
 
     def finish_gradients(self) -> None:
         """Every gradient is the sum over all ranks that read data, all tensor ranks' parts, and both ends of a tie."""
+        if self.mesh.away is not None:
+            fetch_ahead(self.mesh.away, self.trained)
         while self._pending:
             self.wait(self._pending.popleft())
         for pending in [unit.reduce_over_replicas() for unit in self.trained]:
