@@ -108,7 +108,7 @@ def events(folder: Path, saves: bool = False) -> list[Event]:
 
 
 def random_faults(count: int, world: int, how: list[str], seed: int, last: int = STEPS) -> list[dict[str, Any]]:
-    """One in each of `count` steps; half of them come up to 10 ms after the place, but for exceptions, which only the place itself can raise."""
+    """One in each of `count` steps; half of them come up to 10 ms after the place, but for exceptions and endless loops, which only the place itself can be in."""
     chance = random.Random(seed)
     steps = sorted(chance.sample(range(2, last), count))
     phases = ["data", "backward", "reduce", "agree", "update"]
@@ -116,5 +116,5 @@ def random_faults(count: int, world: int, how: list[str], seed: int, last: int =
     for step in steps:
         delay = chance.choice([0.0, chance.uniform(0.0, 0.01)])
         fault = {"rank": chance.randrange(world), "step": step, "phase": chance.choice(phases), "how": chance.choice(how)}
-        found.append({**fault, "delay": 0.0 if fault["how"] == "raise" else delay})
+        found.append({**fault, "delay": 0.0 if fault["how"] in ("raise", "livelock") else delay})
     return found

@@ -10,6 +10,7 @@ import pytest
 import torch
 from faulty import STEPS, events, launch, losses, tensors, train
 
+from meshwright.checkpoint.verify import verify
 from meshwright.elastic.nursery import Nursery
 from meshwright.report.run import read_run, summarise
 
@@ -91,3 +92,19 @@ def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(nursery: Nurs
     one, other = tensors(tmp_path / "whole"), tensors(tmp_path / "moved")
     names = [name for name in one if not name.startswith("rank/")]
     assert len(names) > 30 and all(torch.equal(one[name], other[name]) for name in names)
+
+
+def test_a_checkpoint_that_is_written_while_the_number_of_ranks_changes_is_not_written_by_two(
+    nursery: Nursery, tmp_path: Path, text: Path
+) -> None:
+    """The one of step 4 takes as long as the change; the ranks of the next plan ask for it again, and wait for their turn."""
+    work = launch(text, tmp_path / "run", "dp2.z1", steps=8, checkpoint_every=4, keep=9)
+    notes: list[str] = []
+    hear = asking(tmp_path / "run", {4: 1})
+    train(nursery, work, [], notes, plans={1: "dp1"}, hear=hear, disk={"4": "slow"})
+    found = events(tmp_path / "run")
+    assert [event.kind for event in found] == ["resize", "recovery"]
+    assert [note for note in notes if "no checkpoint" in note] == []
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000004", "step-00000008"]
+    assert all(verify(folder / name) == [] for name in ("step-00000004", "step-00000008"))

@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.base.errors import InputError, Interrupted
 from meshwright.elastic.failure import MOST_LINES, RankFailed
+from meshwright.elastic.nursery import Nursery
 from meshwright.elastic.supervisor import Supervisor, Work
 
 HERE = Path(__file__).parent
@@ -19,7 +20,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
 
 
 def supervise(folder: Path, function: str, world: int, payload: dict, **more) -> list[tuple[int, dict]]:
@@ -161,4 +162,31 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.communicate()
+    assert gone(tmp_path)
+
+
+def test_a_rank_whose_process_still_lives_is_not_started_a_second_time(tmp_path: Path) -> None:
+    with Nursery(tmp_path / "zygote.log", ("targets",)) as nursery:
+        heard: list[dict] = []
+
+        def until(kind: str) -> dict:
+            while not any(event["event"] == kind for event in heard):
+                assert not nursery.ended
+                heard.extend(nursery.events(0.1))
+            return next(event for event in heard if event["event"] == kind)
+
+        def start(generation: int) -> None:
+            more = {"world": 1, "target": "targets:until_stopped", "payload": {}, "log": str(tmp_path / "log"), "memory": {}}
+            nursery.command("start", 0, generation=generation, **more)
+
+        until("ready")
+        start(1)
+        first = until("started")["pid"]
+        start(2)
+        assert until("refused") == {"event": "refused", "rank": 0, "generation": 2, "pid": first}
+        nursery.command("signal", 0, signal=int(signal.SIGKILL))
+        assert until("ended") == {"event": "ended", "rank": 0, "generation": 1, "status": -9}
+        heard.clear()
+        start(3)
+        assert until("started")["generation"] == 3
     assert gone(tmp_path)

@@ -7,8 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.base.pulse import Phase, Word
 from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, culprit, failed_here, starved, verdict
+from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.retries import Retries
+from meshwright.elastic.watch import Pace, Watch
 from meshwright.spec.launch import Launch, difference
 from meshwright.spec.plan import Plan, Schedule, parse_plan
 from meshwright.spec.reduced import MOST, reduced
@@ -139,3 +142,34 @@ def test_a_reduced_plan_is_legal_small_and_keeps_what_it_can(plan: Plan) -> None
         assert getattr(small, axis) <= getattr(plan, axis)
         assert (getattr(small, axis) > 1) == (getattr(plan, axis) > 1)  # there is always room for both
     assert (plan.world > MOST) or small.world == plan.world
+
+
+def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_the_earlier_ones() -> None:
+    """Of the very first steps nobody knows how long they take: they get a minute."""
+    holdings, pace, clock = Holdings(2), Pace(), [0.0]
+
+    def generation(steps: int, seconds: float, limit: float) -> float:
+        """Rank 1 hangs after so many steps; how long it took to be seen."""
+        watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ("S", 0.0), pace=pace)
+        holdings.begin()
+        watch.look({0: 10, 1: 11})
+        for step in range(1, steps + 2):
+            for rank in (0, 1):
+                holdings.pulse(rank).at(Phase.data, step)
+                watch.look({0: 10, 1: 11})
+            clock[0] += seconds
+        holdings.pulse(0).at(Phase.reduce)
+        holdings.pulse(0).write(Word.waits, 2)
+        began = clock[0] - seconds
+        while (hung := watch.look({0: 10, 1: 11})) is None and clock[0] < began + limit:
+            clock[0] += 0.1
+        assert hung is not None and hung.rank == 1
+        holdings.pulse(0).write(Word.waits, 0)
+        return clock[0] - began
+
+    assert 60.0 < generation(2, 1.0, 70.0) < 61.0
+    assert 5.0 < generation(8, 1.0, 20.0) < 5.5
+    assert 5.0 < generation(0, 1.0, 70.0) < 5.5
+    pace.first = 0.1
+    assert 5.0 < generation(0, 0.1, 70.0) < 5.5
+    holdings.close()

@@ -91,6 +91,9 @@ class Generation:
         rank, now = event["rank"], time.monotonic()
         if event["event"] == "started":
             self.living[rank] = event["pid"]
+        elif event["event"] == "refused":
+            words = f"was not started: process {event['pid']} of an earlier generation still lives in its place"
+            self.failures.setdefault(rank, Failure(rank, now, -signal.SIGKILL, words=words))
         elif event["event"] == "said" and event["message"]["kind"] == "failed":
             said = event["message"]
             failure = Failure(rank, now, said["code"], said["error"], said["message"], said["place"], said["known"])

@@ -20,6 +20,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from meshwright.base.errors import Interrupted, MeshwrightError
@@ -34,7 +35,8 @@ from meshwright.elastic.nursery import Nursery
 from meshwright.elastic.replan import asked
 from meshwright.elastic.retries import LEMON, Retries
 from meshwright.elastic.slots import Leaving, Slots
-from meshwright.elastic.watch import Watch
+from meshwright.elastic.watch import Pace, Watch
+from meshwright.elastic.writer import Writer
 
 __all__ = ["Supervisor", "Work"]
 
@@ -89,7 +91,6 @@ class Supervisor:
     _looked: float = 0.0
     _why: str = ""
     _silent: float = 0.0
-    _written: float = 0.0
     _places: int | None = None
 
     def run(self) -> None:
@@ -98,7 +99,9 @@ class Supervisor:
         self._journal = Journal(self.work.folder, self.note)
         self._retries = Retries(self.care.retries)
         self._slots = Slots(self.work.world, self._journal, self.care.leaving)
+        self._writer = Writer(self._journal, self.hear, self.note)
         self._leaner: Work | None = None
+        self._pace = Pace()
         self._holdings, self._full = Holdings(self.work.world), self.work.world
         self._nursery = self.lent or self._open_nursery()
         self._places = self._nursery.places
@@ -146,6 +149,7 @@ class Supervisor:
             self._holdings,
             self.care.patience * 2 ** max(0, self._retries.in_row - 1),
             signs=self._nursery.signs,
+            pace=self._pace,
             blind=lambda: self._nursery.is_blind,
         )
         now.start(self._nursery, self._holdings, self._old or self._holdings)
@@ -174,7 +178,7 @@ class Supervisor:
     def _hear(self, rank: int, message: Message) -> None:
         self._begun = self._begun or message["kind"] == "begin"
         if message["kind"] == "write":
-            self._now.write(self._nursery, self._holdings, message["step"])
+            self._writer.begin(partial(self._now.write, self._nursery, self._holdings, message["step"]))
             return
         if rank == 0 or message["kind"] == "quarantine":
             self._journal.hear(message, self.generation)
@@ -198,17 +202,8 @@ class Supervisor:
             self._slots.measured(event["message"]["slot"], event["message"]["seconds"])
         if event.get("rank") == PROBER and event["event"] == "ended":
             self._slots.probed()
-        if event.get("rank") != SCRIBE:
-            return
-        if event["event"] == "said":
-            self._written = float(event["message"].get("seconds", 0.0))
-            self._journal.hear(event["message"], self.generation)
-            self.hear(0, event["message"])
-        if event["event"] == "ended":
-            self._holdings.written(self._written)
-            self._written = 0.0
-            if event["status"]:
-                self.note(f"no checkpoint: the process that writes it ended with status {event['status']}; training goes on")
+        if event.get("rank") == SCRIBE:
+            self._writer.heed(event, self.generation, self._holdings)
 
     def _is_failed(self, now: Generation) -> bool:
         """Once it is known who failed; innocents, and whoever cannot be healed, get a moment to tell what they know."""
@@ -221,7 +216,7 @@ class Supervisor:
 
     def _is_resized(self, now: Generation) -> bool:
         """Whether someone asks for another number of ranks; and old copies go once the new ones are whole."""
-        if self._old is not None and self._holdings.kept:
+        if self._old is not None and self._holdings.kept and not self._writer.lives:
             self._old.close()
             self._old = None
             self._nursery.released()
@@ -298,6 +293,7 @@ class Supervisor:
             self._nursery.again()
             self._slots.probed()
             self._await_ready()
+            self._writer.ended(self._holdings)
         self._journal.part("end", time.monotonic() - began)
         pause = self._retries.pause()
         if pause:
@@ -345,6 +341,7 @@ class Supervisor:
         self._journal.resize(self.work.world, work.world, work.plan, self.generation)
         self.work = replace(work, slots=self._slots.of(work.world) if self._here() else ())
         self._retries.forget_culprits()
+        self._pace = Pace()
         if self._old is None:
             self._old = self._holdings
         else:

@@ -6,8 +6,9 @@ process, and how long it stood in line for a core.
 Rule: a rank that waits for another says for whom; so whoever is silent for longer than its limit and waits for nobody is the culprit. Are
 several, then the one that is behind the others in (step, phase). When all that are silent wait for each other in a circle, they are not in
 the same collective: the circle is named. The limit is max(patience, 5 median steps) while a rank trains, longer while it starts, saves or
-evaluates; a process stopped by a signal needs no patience beyond a second. Time that a rank stood in line for a core is not silence of
-its own: a machine under load kills nobody.
+evaluates; in the first steps of a generation 5 times the longest of these that an earlier one took, and longer where there was none. A
+process stopped by a signal needs no patience beyond a second. Time that a rank stood in line for a core is not silence of its own: a
+machine under load kills nobody.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ STEPS = 5
 """Median steps of silence while training."""
 
 FEW = 3
-"""Steps of a generation that are not judged by: they warm up."""
+"""Steps of a generation that the others are not judged by: they warm up."""
 
 OTHERWISE = 60.0
 """Least seconds of silence outside of training: starting, saving, evaluating have no measure yet."""
 
-STOPPED = 1.0
-"""Seconds for a process that a signal has stopped."""
+STOPPED = 0.8
+"""Seconds for a process that a signal has stopped, so that its rank is named within one."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,25 @@ class Hung:
     rank: int
     silent: float
     words: str
+
+
+@dataclass
+class Pace:
+    """How long steps take under one plan; it outlives a generation. `first`: the longest of the first FEW of any generation."""
+
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+    first: float = 0.0
+
+    def count(self, number: int, seconds: float) -> None:
+        """Step `number` of a generation, from 0."""
+        if number < FEW:
+            self.first = max(self.first, seconds)
+        else:
+            self.steps.append(seconds)
+
+    @property
+    def typical(self) -> float:
+        return STEPS * median(self.steps) if self.steps else 0.0
 
 
 @dataclass
@@ -61,12 +81,12 @@ class Watch:
     clock: Callable[[], float] = time.monotonic
     signs: Callable[[int], tuple[str, float]] = lambda process: (state_of(process), in_line(process))
     """State, and seconds in line for a core, of a rank's process, wherever it runs."""
+    pace: Pace = field(default_factory=Pace)
     blind: Callable[[], bool] = lambda: False
     """Whether signs of life cannot arrive: a node has not been heard. Nobody is judged meanwhile, for all wait for its ranks."""
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
     _step: tuple[int, float] = (0, 0.0)
-    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     _warm: int = 0
 
     def look(self, living: Mapping[int, int]) -> Hung | None:
@@ -100,17 +120,17 @@ class Watch:
         step = max((self.holdings.pulse(rank).read(Word.step) for rank in range(self.holdings.world)), default=0)
         if step > self._step[0]:
             if self._step[0]:
+                self.pace.count(self._warm, (now - self._step[1]) / (step - self._step[0]))
                 self._warm += 1
-                self._steps.append((now - self._step[1]) / (step - self._step[0]))
             self._step = (step, now)
 
     def _limit(self, rank: int, process: int) -> float:
         phase = self.holdings.pulse(rank).read(Word.phase)
-        typical = STEPS * median(self._steps) if self._steps else 0.0
+        typical = self.pace.typical
         if self.signs(process)[0] == "T":
             return max(STOPPED, typical)
-        if Phase.data <= phase <= Phase.compare and self._warm >= FEW:
-            return max(self.patience, typical)
+        if Phase.data <= phase <= Phase.compare and self.pace.steps:
+            return max(self.patience, typical, STEPS * self.pace.first if self._warm < FEW else 0.0)
         return max(OTHERWISE, 10 * self.patience, typical)
 
     def _judge(self, late: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]) -> Hung | None:

@@ -9,6 +9,7 @@ socket bound here, before any fork), and is no rank's burden: it lives in a proc
 | start: rank, world, generation, target, payload, log | started: rank, generation, pid |
 | tell: rank, message | said: rank, generation, message |
 | signal: rank, signal | ended: rank, generation, status (negative: the signal) |
+| | refused: rank, generation, pid: a start, while the process of that number still lives |
 | | ready: pid, port |
 
 Source: forking beats spawning 50 times; a first AdamW step in a child would import torch._dynamo there, seconds each.
@@ -113,6 +114,10 @@ class Zygote:
             self._end()
 
     def _start(self, message: Message) -> None:
+        lives = self.children.get(message["rank"])
+        if lives is not None:  # two of one number would write over each other's copies, and the first would be forgotten
+            write_line(self.events, {"event": "refused", "rank": lives.rank, "generation": message["generation"], "pid": lives.pid})
+            return
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         parent, pid = os.getpid(), os.fork()
