@@ -57,6 +57,12 @@ def convolution() -> nn.Module:
     return model
 
 
+def two_stacks() -> nn.Module:
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 352, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY, "dropout_rate": 0.0}
+    config = transformers.AutoConfig.for_model("t5", **sizes, use_cache=False, decoder_start_token_id=0)
+    return transformers.AutoModelForSeq2SeqLM.from_config(config)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "phi": lambda: hugging_face("phi", pad_token_id=0),
     "olmo": lambda: hugging_face("olmo", pad_token_id=0),
@@ -67,6 +73,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "encoder": Encoder,
     "vit": images,
     "convnet": convolution,
+    "t5": two_stacks,
 }
 
 
@@ -75,19 +82,24 @@ def batch_of(name: str) -> dict[str, torch.Tensor]:
         what = "pixel_values" if name == "vit" else "images"
         return {what: torch.randn(BATCH, 3, 32, 32), "labels": torch.randint(2, (BATCH,))}
     ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE))
+    if name == "t5":
+        return {"input_ids": ids, "decoder_input_ids": ids, "labels": ids}
     return {"tokens" if name == "encoder" else "input_ids": ids, "labels": ids}
 
 
-def peak(name: str, precision: str) -> float:
+def peak(name: str, precision: str, plan: str = PLAN) -> float:
     def made() -> tuple[Trainer, dict[str, torch.Tensor]]:
-        trainer = parallelize(MODELS[name](), lambda params: torch.optim.AdamW(params, fused=True), PLAN, precision=precision)
+        trainer = parallelize(MODELS[name](), lambda params: torch.optim.AdamW(params, fused=True), plan, precision=precision)
         return trainer, batch_of(name)
 
     return of_second_step(made)[0]
 
 
-CASES = [(name, precision) for name in MODELS for precision in ("fp32", "bf16") if (name, precision) != ("convnet", "bf16")]
-"""A convolution in bfloat16 on a CPU makes copies of its own (oneDNN), 9 % of this small model's peak: no part of the model."""
+CASES = [
+    (name, precision) for name in MODELS for precision in ("fp32", "bf16") if (name, precision) not in (("convnet", "bf16"), ("t5", "fp32"))
+]
+"""A convolution in bfloat16 on a CPU makes copies of its own (oneDNN), 9 % of this small model's peak: no part of the model. Norms that T5 computes
+in float32 copy their input where the model computes in less, 8 % of this peak, and are counted with the copy in float32 too."""
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
@@ -97,3 +109,19 @@ def test_a_step_allocates_what_the_model_was_found_to_keep(name: str, precision:
     workload = Workload(batch=BATCH, sequence=sequence, precision=precision)
     memory = estimate(Job(model=found, cluster=read_cluster("1x1:cpu"), workload=workload), parse_plan(PLAN)).memory
     assert memory.total == pytest.approx(peak(name, precision), rel=0.05)
+
+
+def test_both_stacks_of_an_encoder_and_decoder_are_blocks_and_recompute() -> None:
+    found = describe(two_stacks, SEQUENCE)
+    assert found.blocks == 4
+    assert [(layer.name, layer.repeat) for layer in found.layers if layer.name in ("block", "between", "back")][2:] == [
+        ("between", 1),
+        ("block", 1),
+        ("block", 1),
+        ("back", 1),
+    ]
+    plan = f"{PLAN}.rc-layer"
+    job = Job(model=found, cluster=read_cluster("1x1:cpu"), workload=Workload(batch=BATCH, sequence=SEQUENCE, precision="fp32"))
+    kept, again = (estimate(job, parse_plan(each)).memory for each in (PLAN, plan))
+    assert again.activations < 0.7 * kept.activations
+    assert again.total == pytest.approx(peak("t5", "fp32", plan), rel=0.05)

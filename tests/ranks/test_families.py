@@ -165,6 +165,7 @@ def turn() -> list[tuple[str, str]]:
         *chosen,
         ("mistral", "tp8.mb8"),
         ("t5", "tp2.mb8"),
+        ("t5", "dp2.z1.mb2.rc-layer"),
         ("cohere", "tp2.mb8"),
         ("deepseek-v3", "tp2.mb8"),
         ("modernbert-decoder", "pp2.mb4"),

@@ -121,8 +121,8 @@ class Anatomy:
     experts: tuple[Experts, ...] = ()
     beside: tuple[str, ...] = ()
     """Arguments of blocks that are made of parameters outside of them, beside the hidden state: stages behind the first cannot make them."""
-    over_stacks: bool = False
-    """Blocks are numbered over all stacks, as stages of a pipeline cut them."""
+    between: tuple[tuple[str, ...], ...] = ()
+    """Of each stack but the last, parameters outside of blocks that are first used behind it."""
     returns: int = 0
     """Values that a block returns; 0 for a bare tensor."""
     used: dict[str, Split] = field(default_factory=dict)
@@ -136,6 +136,15 @@ class Anatomy:
     def cuts(self) -> tuple[str, ...]:
         """Paths of all blocks of all stacks in the order in which they run."""
         return tuple(f"{path}.{index}" for path, count in self.stacks for index in range(count))
+
+    @property
+    def over_stacks(self) -> bool:
+        """Whether blocks are numbered over all stacks, as stages of a pipeline cut them."""
+        return len(self.stacks) > 1 and self.count == len(self.cuts)
+
+    def numbered(self) -> Anatomy:
+        """The same with blocks numbered over all stacks."""
+        return dataclasses.replace(self, count=len(self.cuts))
 
     def over(self, ranks: int) -> Anatomy:
         """As `ranks` tensor ranks hold it: what they cannot hold apart, for there are fewer key-value heads, is whole and used in part."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -301,7 +302,19 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
         beside=tuple(reading.seen.beside) if reading.seen and len(reading.lists) == 1 else (),
         returns=reading.seen.returns if reading.seen else 0,
         stacks=tuple((path, len(list(model.get_submodule(path).children()))) for path in stacks),
+        between=_between(stacks, reading.seen.order) if reading.seen else (),
     )
+
+
+def _between(stacks: list[str], order: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+    """What is first used behind a stack's last block and before the next one's; `stacks` in the order in which they run.
+
+    >>> _between(["one", "two"], {"table": 0, "one.0.weight": 1, "norm.weight": 2, "two.0.weight": 3, "last": 4})
+    (('norm.weight',),)
+    """
+    ends = [max((place for name, place in order.items() if name.startswith(f"{path}.")), default=-1) for path in stacks]
+    outside = {name: place for name, place in order.items() if not any(name.startswith(f"{path}.") for path in stacks)}
+    return tuple(tuple(name for name, place in outside.items() if end < place < following) for end, following in pairwise(ends))
 
 
 def _divisible(found: list[Found]) -> dict[str, int]:

@@ -24,7 +24,7 @@ from meshwright.parallel.lay import lay_flat
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import LossFunction, Objective
 from meshwright.parallel.pipeline.backlog import put_off_weights
-from meshwright.parallel.pipeline.carry import Carry, Wants, carried, layers_over, numbered
+from meshwright.parallel.pipeline.carry import Carry, Wants, carried, layers_over
 from meshwright.parallel.pipeline.gates import Run
 from meshwright.parallel.pipeline.gating import set_gates
 from meshwright.parallel.pipeline.keeping import Keeping, storage_of
@@ -39,7 +39,7 @@ from meshwright.parallel.update.door import ELEMENTWISE, Rule
 from meshwright.parallel.update.whole import Needs, give_whole
 from meshwright.parallel.zero.local import outer_of
 from meshwright.parallel.zero.zero import Zero
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, Recompute
 from meshwright.spec.precision import Recipe
 from meshwright.spec.runs import missing
 
@@ -62,8 +62,8 @@ def parallelize_model(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta)
     aliases = frozenset(model.state_dict().keys() - shapes.keys())
-    wants = carried(model, anatomy) if plan.stages > 1 or (plan.zero == 3 and len(anatomy.stacks) > 1 and anatomy.embedding) else None
-    cut = numbered(anatomy) if wants else anatomy
+    wants = _wants(model, anatomy, plan)
+    cut = anatomy.numbered() if wants else anatomy
     _check_carried(plan, cut, wants)
     table = place_layers(layers_over(model, anatomy, wants) if wants else layers(model, anatomy), cut, mesh, wants)
     _account(table, shapes)
@@ -158,6 +158,19 @@ def _check_recipe(model: nn.Module, mesh: Mesh, recipe: Recipe) -> None:
         torch.set_num_threads(1)
     else:
         torch.use_deterministic_algorithms(True)
+
+
+def _wants(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Wants | None:
+    """Blocks of several stacks are numbered as stages cut them under every plan: what recomputes, and what the planner prices, are the same ones.
+    One stage that needs no such numbers does without where they cannot be told."""
+    if plan.stages == 1 and (len(anatomy.stacks) < 2 or anatomy.embedding is None):
+        return None
+    try:
+        return carried(model, anatomy)
+    except InputError:
+        if plan.stages > 1 or plan.zero == 3 or plan.recompute != Recompute.none:
+            raise
+        return None
 
 
 def _check_carried(plan: Plan, anatomy: Anatomy, wants: Wants | None) -> None:

@@ -43,6 +43,8 @@ def describe(
     tried = ""
     try:
         anatomy = read(module)
+        if anatomy.embedding and len(anatomy.stacks) > 1:  # blocks as the runtime cuts them
+            anatomy = anatomy.numbered()
         inputs = inputs_of(module, anatomy, sequence, batch)
         tried = f" with {inputs}"
         rows = min(max(ENOUGH // inputs.tokens, 2), MOST)
@@ -144,7 +146,7 @@ def _parameters(model: nn.Module, anatomy: Anatomy) -> dict[str, tuple[Parameter
     stacked = {f"{experts.path}.{name}": experts.count for experts in anatomy.experts for name in experts.names}
     held = {}
     for place, names in layers(model, anatomy):
-        start = f"{anatomy.blocks}." if anatomy.blocks and place.startswith("block.") else ""
+        start = anatomy.block(int(place[6:])).rpartition(".")[0] + "." if anatomy.blocks and place.startswith("block.") else ""
         found = []
         for name in names:
             split = anatomy.splits.get(name)

@@ -23,7 +23,7 @@ from meshwright.probe.inputs import Inputs
 from meshwright.probe.watch import Tally, Watch
 
 COMPUTE = torch.bfloat16
-FRONT, BACK, EMBEDDING, HEAD = "front", "back", "embedding", "head"
+FRONT, BETWEEN, BACK, EMBEDDING, HEAD = "front", "between", "back", "embedding", "head"
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,15 @@ def rank_of(place: str) -> tuple[int, int]:
     """Sorts layers as they run."""
     known = {EMBEDDING: 0, FRONT: 1, BACK: 3, HEAD: 4}
     name, _, index = place.partition(".")
-    return known.get(name, 2), int(index) if index.isdigit() else 0
+    return known.get(name, 2), 2 * int(index) + (name == BETWEEN) if index.isdigit() else 0
 
 
 def places(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, nn.Module]]:
     """The modules whose run is a layer's run."""
     if anatomy.blocks is None:
         return [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
-    blocks = model.get_submodule(anatomy.blocks).children()
+    stacks = [path for path, _ in anatomy.stacks] if anatomy.over_stacks else [anatomy.blocks]
+    blocks = [block for path in stacks for block in model.get_submodule(path).children()]
     found = [(f"block.{index}", block) for index, block in enumerate(blocks)]
     if anatomy.embedding:  # encoder and decoder may each have a module that holds it
         table = model.get_submodule(anatomy.embedding).weight
@@ -125,14 +126,20 @@ def places(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, nn.Module]]:
 
 @contextmanager
 def placed(model: nn.Module, anatomy: Anatomy, watch: Watch) -> Iterator[None]:
-    """While it lasts the watch knows the layer that runs: what runs outside of layers is in front of the blocks or behind the last one."""
+    """While it lasts the watch knows the layer that runs: what runs outside of layers is in front of the blocks, behind those of a stack, or
+    behind the last one."""
     stack: list[str] = []
     handles = []
+    behind = {place: BACK for place, _ in places(model, anatomy) if place.startswith("block.")}
+    ends = list(itertools.accumulate(count for _, count in anatomy.stacks))[:-1] if anatomy.over_stacks else []
+    for start, end in itertools.pairwise([0, *ends]):
+        behind |= {f"block.{index}": f"{BETWEEN}.{end - 1}" for index in range(start, end)}
 
     def follow(module: nn.Module, place: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             stack.append(watch.place)
-            watch.place = place
+            if place != EMBEDDING or watch.place == FRONT:  # a later stack looks its words up where it begins
+                watch.place = place
 
         def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             outside = stack.pop()
@@ -140,7 +147,7 @@ def placed(model: nn.Module, anatomy: Anatomy, watch: Watch) -> Iterator[None]:
             watch.tallies[place].output = float(made.numel()) if made is not None else 0.0
             if anatomy.blocks is None:
                 return  # what follows a child goes with it
-            watch.place = BACK if outside == FRONT and place not in (EMBEDDING, HEAD) else outside
+            watch.place = behind[place] if place in behind and outside not in behind else outside
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, with_kwargs=True))
@@ -168,6 +175,7 @@ def differentiable(result: Any) -> list[torch.Tensor]:
 def positions_of(model: nn.Module, anatomy: Anatomy, watch: Watch) -> int:
     """The longest sequence that learned positions allow, 0 where there are none. Some tables begin with one or two rows of padding."""
     declared = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
-    sizes = {name: model.get_parameter(name).shape[0] for name in watch.looked_up if not name.startswith(f"{anatomy.blocks}.")}
+    inside = tuple(f"{path}." for path, _ in anatomy.stacks) or ("\n",)
+    sizes = {name: model.get_parameter(name).shape[0] for name in watch.looked_up if not name.startswith(inside)}
     near = [declared for size in sizes.values() if declared and 0 <= size - declared <= 2]
     return min(near or [size for name, size in sizes.items() if size >= watch.looked_up[name]], default=0)

@@ -11,7 +11,7 @@ absent layers, or nothing. What is passed along is a leaf of every stage's graph
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -212,8 +212,3 @@ def layers_over(model: nn.Module, anatomy: Anatomy, wants: Wants) -> list[tuple[
         else:
             raise InputError(f"it cannot be told where {name} is used beside the blocks of several stacks: use pp1")
     return [(layer, names) for layer, names in found.items() if names]
-
-
-def numbered(anatomy: Anatomy) -> Anatomy:
-    """The same with blocks numbered over all stacks."""
-    return replace(anatomy, count=len(anatomy.cuts), over_stacks=True)
