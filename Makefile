@@ -4,8 +4,8 @@
 #   make train       train the default model on this machine (ARGS="--steps 50" hands options on)
 #   make test        checks and tests          make check   lint, format, types, architecture
 #   make soak        the long sweeps (hours)   make bench   speed against plain PyTorch
+#                    MESHWRIGHT_SOAK=2/8: the second of eight parts, added to the tables of the others in bench/results
 #   make bench-cluster  regret on emulated clusters (Linux, root)
-#                    MESHWRIGHT_SOAK=2/8 runs the second of eight parts of its plans
 #   make docs        write the command pages   make gpu-check   one CUDA device: train, speed, memory against the estimate
 #   make lock        renew the lock file       make clean   remove what was built, .venv too
 #

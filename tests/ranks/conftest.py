@@ -1,11 +1,12 @@
-"""The fixture `ranks`: a pool of warm ranks for the whole session. Its interface stands in pool.py."""
+"""The fixtures `ranks`, a pool of warm ranks for the whole session (pool.py), and `sweep`, many pairs and their table (sweep.py)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from faulty import warm_process
 from pool import Pool, warm
+from sweep import asked, run
 
 from meshwright.elastic.nursery import Nursery
 
@@ -17,6 +18,20 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def sweep() -> Callable[..., None]:
+    return run
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A part of a soak has its part of all tests; sweeps are in every part, and deal out their own pairs."""
+    _, part, parts = asked()
+    dealt = [item for item in items if "sweep" not in getattr(item, "fixturenames", ())]
+    others = {id(item) for at, item in enumerate(dealt) if at % parts != part - 1}
+    items[:] = [item for item in items if id(item) not in others]
 
 
 @pytest.fixture(scope="session")

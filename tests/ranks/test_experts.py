@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from equality import ROWS, alone, anatomy_of, check, difference, loss_of, make_batch, make_model, make_optimizer, train
 from mixtures import MIXTURES
+from sweep import covering
 from test_cost_states import held
 
 from meshwright.base.errors import InputError
@@ -162,43 +162,37 @@ def load_of(plan: str) -> float:
     return float(load)
 
 
-def product() -> Iterator[tuple[str, str]]:
-    """Every plan of 2, 4, 6 and 8 ranks with experts dealt, on every mixture."""
-    for model in MIXTURES:
-        for tp, pp, cp, dp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 3, 4, 8)):
-            for zero, replicate, ep, parallel in itertools.product(range(4), (1, 2), (1, 2, 4, 8), (False, True)):
-                if (
-                    tp * pp * cp * dp not in (2, 4, 6, 8)
-                    or dp % replicate
-                    or (replicate > 1 and not (zero and dp > replicate))
-                    or (parallel and tp == 1)
-                ):
-                    continue
-                groups = {"dp_replicate": dp} if zero == 0 else {"dp_replicate": replicate, "dp_shard": dp // replicate}
-                try:
-                    plan = Plan(**groups, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, sequence_parallel=parallel)
-                    plan.micro_batches(ROWS if dp != 3 else ROWS * 3)
-                except (InputError, ValueError):
-                    continue
-                if ep > 1 and not missing(plan) and not list(world_faults(plan, plan.world)) and ROWS % dp == 0:
-                    yield model, plan.name
+def product() -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:
+    """(choices, pair): every plan of 2, 4, 6 and 8 ranks with experts dealt, on every mixture."""
+    degrees = itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 3, 4, 8), (1, 2))
+    for (tp, pp, cp, dp, replicate), zero, ep, parallel in itertools.product(degrees, range(4), (2, 4, 8), (False, True)):
+        groups = {"dp_replicate": dp} if zero == 0 else {"dp_replicate": replicate, "dp_shard": dp // replicate}
+        if tp * pp * cp * dp not in (2, 4, 6, 8) or dp % replicate or ROWS % dp or (replicate > 1 and not (zero and dp > replicate)):
+            continue
+        try:
+            plan = Plan(**groups, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, sequence_parallel=parallel)
+        except (InputError, ValueError):
+            continue
+        if not missing(plan) and not any(world_faults(plan, plan.world)):
+            choices = [f"world {plan.world}", f"tp{tp}{'.sp' * parallel}", *map(str, (pp, cp, dp, replicate, zero, ep))]
+            yield from (((model, *choices), (model, plan.name)) for model in MIXTURES)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("model", MIXTURES)
-def test_every_plan_with_experts_computes_what_one_device_computes(ranks: Any, model: str) -> None:
-    """MESHWRIGHT_SOAK=2/8 runs the second of eight parts."""
-    part, parts = map(int, os.environ.get("MESHWRIGHT_SOAK", "1/1").split("/"))
-    failures = []
-    for plan in sorted(plan for each, plan in product() if each == model)[part - 1 :: parts]:
+def test_every_two_choices_with_experts_compute_what_one_device_computes(ranks: Any, sweep: Any) -> None:
+    """MESHWRIGHT_SOAK='whole 2/80' runs its part of all of them."""
+
+    def judge(model: str, plan: str) -> tuple[float, float] | str:
         precision = "fp32" if model in {name for name, _ in RATHER} else "fp64"
         try:
-            check(expected(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
-        except Exception as error:
+            return check(expected(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+        except AssertionError as error:
             said = str(error).strip().splitlines()[-1]
-            if "InputError" not in said:
-                failures.append(f"{plan}: {said}")
-    assert not failures, "\n".join(failures)
+            if "InputError: " not in said:
+                raise
+            return said.partition("InputError: ")[2]
+
+    sweep("experts", "Experts under every two choices of a plan", covering(product(), 2), judge)
 
 
 @pytest.mark.parametrize(("plan", "part"), [("dp2.ep2.z3", ".experts."), ("tp2.ep2.mb2", "_bias")])

@@ -1,13 +1,11 @@
 """Families of models, unmodified, under every kind of plan: the loss is the loss of one device in float64, to 1e-10.
 
-`make test` runs one or two plans a family, in turn; the soak runs them all and writes bench/results/families.md.
+`make test` runs one or two plans a family, in turn; the soak runs them all (bench/results/families.md).
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from meshwright.train.trainer import parallelize
 
 pytest.importorskip("transformers")
 torch.set_num_threads(1)
-TABLE = Path(__file__).parents[2] / "bench" / "results" / "families.md"
 
 PLANS = (
     "dp2.mb4", "tp2.mb8", "tp4.mb8", "tp8.mb8", "tp2.sp.mb8", "pp2.mb4", "tp2.pp2.mb4", "dp2.z3.mb4", "dp2.tp2.z2.mb4", "pp2.dp2.z3.mb2",
@@ -184,15 +181,15 @@ def refused(name: str, plan: str) -> str | None:
     return next((REFUSED[name, kind] for kind in kinds if (name, kind) in REFUSED), None)
 
 
-def judge(ranks: Any, name: str, plan: str) -> str:
-    """What is found of a pair, for the table."""
+def judge(ranks: Any, name: str, plan: str) -> tuple[float, float] | str:
+    """What is found of a pair; AssertionError where it is not what it must be."""
     found, expected = run_pair(ranks, name, plan), refused(name, plan)
     if isinstance(found, str):
         assert expected is not None, found
-        assert expected in found
-        return found
-    assert expected is None, f"{name} under {plan} was to be refused"
-    return f"{found[1]:.0e}"
+        assert expected in found, f"{found!r} does not say {expected!r}"
+    else:
+        assert expected is None, f"{name} under {plan} was to be refused"
+    return found
 
 
 @pytest.mark.parametrize(("name", "plan"), turn())
@@ -201,47 +198,8 @@ def test_a_family_computes_what_one_device_computes(ranks: Any, name: str, plan:
 
 
 @pytest.mark.soak
-def test_every_family_under_every_plan(ranks: Any) -> None:
-    """MESHWRIGHT_SOAK=2/8 runs the second of eight parts of the families; the table is written family by family where all run."""
-    part, _, parts = os.environ.get("MESHWRIGHT_SOAK", "1/1").partition("/")
-    names = [*FAMILIES, "resnet-group", "resnet"]
-    rows: dict[str, dict[str, str]] = {}
-    wrong = []
-    for name, plan in pairs():
-        if names.index(name) % int(parts or 1) != int(part) - 1:
-            continue
-        try:
-            rows.setdefault(name, {})[plan] = judge(ranks, name, plan)
-        except AssertionError as error:
-            rows[name][plan] = "differs"
-            wrong.append(f"{name} under {plan}: {str(error).strip().splitlines()[-1][:200]}")
-        if parts in ("", "1") and plan == PLANS[-1]:
-            write_table(rows)
-    assert not wrong, "\n".join(wrong)
-
-
-def write_table(rows: dict[str, dict[str, str]]) -> None:
-    notes: dict[str, None] = {}
-    lines = ["| family | " + " | ".join(PLANS) + " |", "|---|" + "---|" * len(PLANS)]
-    for name, found in rows.items():
-        cells = []
-        for plan in PLANS:
-            cell = found.get(plan, "")
-            if cell and "e-" not in cell[:6] and cell != "differs":
-                notes.setdefault(cell)
-                cell = f"refused ({list(notes).index(cell) + 1})"
-            cells.append(cell)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    equal = sum("e-" in cell[:6] for found in rows.values() for cell in found.values())
-    head = [
-        "# Families under plans",
-        "",
-        f"Written by the soak (tests/ranks/test_families.py). {len(rows)} families, {equal} pairs equal to one device in float64, two steps of",
-        "AdamW; a cell is the largest relative difference of a first gradient. Losses are equal to 1e-10.",
-        "",
-    ]
-    refusals = ["", *(f"{index + 1}. {note}" for index, note in enumerate(notes))]
-    TABLE.write_text("\n".join([*head, *lines, *refusals]) + "\n")
+def test_every_family_under_every_plan(ranks: Any, sweep: Any) -> None:
+    sweep("families", "Families under plans", pairs(), lambda name, plan: judge(ranks, name, plan), by_plan=True)
 
 
 class Dropping(torch.nn.Module):
