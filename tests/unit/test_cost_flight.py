@@ -12,7 +12,7 @@ from meshwright.cost.flight import moments
 from meshwright.cost.pipeline import Halves, bubble, idle, messages, stall
 from meshwright.cost.stages import Kind
 from meshwright.schedules import in_flight, orders, play
-from meshwright.search.space import even
+from meshwright.search.division import even
 from meshwright.spec.plan import Schedule, rank_of
 
 SCHEDULES = [(Schedule.gpipe, 1), (Schedule.one_f_one_b, 1), *((Schedule.interleaved, turns) for turns in (2, 3, 5))]

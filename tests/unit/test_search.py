@@ -93,12 +93,19 @@ def small_jobs(draw) -> Job:
     batch = draw(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 11, 12]))
     on = cluster(nodes, devices, memory)
     host = draw(st.sampled_from([{}, {"host_bandwidth": 16e9, "host_memory": 1e7}, {"host_bandwidth": 1e12, "host_memory": 1e9}]))
+    pinned = ({"offload": ("optimizer",)}, {"offload": ("activations",)}, {"offload": ("optimizer", "activations")})
+    pins = draw(
+        st.sampled_from(
+            [{}, {}, {}, *(pinned if host else ()), {"recompute": "layer"}, {"micro_batch": 1}, {"pp": 2 - nodes * devices % 2}]
+        )
+    )
     return small_job(
         model,
         on.but(groups=(on.groups[0].but(**host),)),
         batch,
         precision=draw(st.sampled_from(["fp32", "bf16"])),
         sequence=draw(st.sampled_from([32, 45])),
+        pins=pins,
     )
 
 
@@ -135,6 +142,15 @@ def test_the_best_plan_is_the_one_that_pricing_every_plan_one_by_one_finds(job: 
 @given(small_jobs())
 def test_the_best_plan_of_500_random_jobs_is_that_of_brute_force(job: Job) -> None:
     equals_brute_force(job)
+
+
+@pytest.mark.parametrize("offload", [("optimizer",), ("activations",), ("optimizer", "activations")], ids="-".join)
+@pytest.mark.parametrize("memory", [9e5, 12e5, 2e6])
+def test_what_must_wait_on_the_host_goes_with_the_best_number_of_recomputed_blocks(offload: tuple[str, ...], memory: float) -> None:
+    on = cluster(1, 1, memory)
+    on = on.but(groups=(on.groups[0].but(host_bandwidth=1e9, host_memory=1e9),))
+    model = decoder(((6, 64),), hidden=32, heads=2, vocabulary=64, tied=True)
+    equals_brute_force(small_job(model, on, 4, sequence=256, pins={"offload": offload}))
 
 
 @settings(max_examples=10, deadline=None)

@@ -2,8 +2,8 @@
 
 [Note: least bytes] No number of recomputed blocks holds less than all of them but for what enters one block. While a block that recomputes runs
 backward, every other one holds at least what enters it, as when all recompute; while one runs that does not, it holds all of itself, as one that
-recomputes does then, but for what entered it. So states, and activations where all blocks recompute, less one such entry, is a bound below; it
-stands where a block keeps no less, without its attention core, than enters it.
+recomputes does then, but for what entered it. So states, what moves, and activations where all blocks recompute, less one such entry, is a bound
+below; it stands where a block keeps no less, without its attention core, than enters it.
 
 [Note: least seconds] Of the optimizer elsewhere nothing is hidden: the step changes by the update. Weights from the host cost at least the
 slowdown of what runs beside them, and no micro-batch goes faster than the link. Activations K seconds from the host, beside passes of P seconds,
@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwright.cost import constants, offload
 from meshwright.cost.box import Again, Array, Box, lift
-from meshwright.cost.memory import activations, kept, lasting, reserved
+from meshwright.cost.memory import activations, kept, lasting, moved, reserved, shard_elements, shard_of
 from meshwright.cost.price import Pricer, Ranks, held
 from meshwright.cost.reduction import update
 from meshwright.spec.plan import Offload, Recompute
@@ -41,11 +41,13 @@ def least(pricer: Pricer, box: Box, offloads: tuple[tuple[Offload, ...], ...]) -
     given, box = box, replace(box, recompute=(Again(Recompute.layer),), offload=offloads)
     setting, ranks = pricer.setting, pricer.ranks(box)
     states = pricer.states(box, ranks)
-    alive = activations(setting, box, box.tokens(setting.job.workload.sequence), ranks.of_order)
-    held_there = lasting(setting, box, states)
-    on_device = sum(part * (1 - gone) for part, gone in zip(held_there, offload.away(box).gone, strict=True))
-    bytes_ = (on_device + np.maximum(alive.at_head, alive.elsewhere) - _entering(pricer, box)).max(axis=0)
-    taken, safe = reserved(setting, bytes_)
+    tokens = box.tokens(setting.job.workload.sequence)
+    alive = activations(setting, box, tokens, ranks.of_order)
+    moving = moved(setting, box, states, tokens)
+    on_device = sum(part * (1 - gone) for part, gone in zip(lasting(setting, box, states), offload.away(box).gone, strict=True))
+    backward = np.maximum(alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere) - _entering(pricer, box)
+    passing_by = offload.windows(setting, box, shard_of(box, states), shard_elements(box, states))
+    taken, safe = reserved(setting, (on_device + np.maximum(backward, moving.at_end) + passing_by).max(axis=0))
     there, elsewhere = offload.update(setting, box, held(box, states), update(setting, box, states))
     updating = there.max(axis=0) + elsewhere.max(axis=0)
     more, link = updating - updating[..., :1], lift(0.0, "")[0]

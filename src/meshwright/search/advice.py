@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 from meshwright.cost.step import estimate
 from meshwright.search.answer import Answer, Family
+from meshwright.search.division import divisors
 from meshwright.search.explain import family_name
 from meshwright.search.improve import improvements
 from meshwright.search.near import fastest
-from meshwright.search.space import divisors
 from meshwright.search.survey import survey
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, Recompute

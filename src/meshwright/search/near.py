@@ -18,7 +18,7 @@ from meshwright.cost.memory import ample
 from meshwright.cost.setting import setting
 from meshwright.cost.step import estimate, estimate_of
 from meshwright.search.ranking import Candidate
-from meshwright.search.survey import TIGHT_GAIN, Survey, first, survey
+from meshwright.search.survey import TIGHT_GAIN, Survey, first, quick
 from meshwright.search.why_not import illegal
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
@@ -110,7 +110,8 @@ def fastest(job: Job, runnable: bool = False, known: Plan | None = None) -> Cand
         priced = estimate(job, known) if known is not None else None
         if priced is not None and priced.fits:
             return first(job, runnable, priced.time.step * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)))
-        return first(job, runnable) if first(lean(job), runnable) or not survey(lean(job), 1, runnable=runnable).ranking.nearest else None
+        least = quick(lean(job), runnable)
+        return first(job, runnable) if least.ranking.best or not least.legal else None
     except InputError:
         return None
 

@@ -29,7 +29,7 @@ from meshwright.cost.price import Pricer, Prices
 from meshwright.cost.setting import Setting
 from meshwright.cost.step import estimate
 from meshwright.search import portions
-from meshwright.search.space import divisors, even
+from meshwright.search.division import divisors, even
 from meshwright.search.survey import TIGHT_GAIN
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job

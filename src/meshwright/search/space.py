@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import chain, combinations
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ import numpy as np
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards, new_parts
 from meshwright.cost.collectives import fabric
+from meshwright.search.division import divisors, even, relieved
 from meshwright.search.worth import CORE_WORTH, core_share, relief
 from meshwright.spec.job import Job
 from meshwright.spec.plan import AXES, BUCKET, FILES, HELD, PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule
@@ -77,15 +78,20 @@ class Region:
     offloads: tuple[tuple[Offload, ...], ...]
 
     @property
+    def ways(self) -> tuple[tuple[Offload, ...], ...]:
+        """All that may wait elsewhere, first what `box` has: nothing, or what is pinned."""
+        return (*self.box.offload, *self.offloads)
+
+    @property
     def legal(self) -> int:
         """Legal plans of all of them."""
-        every = replace(self.box, offload=(*self.box.offload, *self.offloads))
+        every = replace(self.box, offload=self.ways)
         parts = replace(every, recompute=self.parts).legal_size if self.parts else 0
         return every.legal_size + parts + self.box.legal_size * len(self.axes)
 
     def boxes(self) -> Iterator[Box]:
         """All of them."""
-        yield replace(self.box, offload=(*self.box.offload, *self.offloads), recompute=(*self.box.recompute, *self.parts))
+        yield replace(self.box, offload=self.ways, recompute=(*self.box.recompute, *self.parts))
         for axes in self.axes:
             yield self.other(axes)
 
@@ -123,6 +129,9 @@ class Space:
         self._recompute = [Recompute.none, *([Recompute.selective] if worth else []), Recompute.layer]
         self._partly = not {"recompute", "recompute_layers"} & self.pins.keys()
         self._reliefs = range(1, relief(self.job) + 1)
+        self._offloads = self._ways_to_offload()
+        self._away = [bool(set(choice) & set(PARAMETERS)) for choice in self._offloads]
+        self._shards_of: dict[tuple[int, int], tuple[Shards, ...]] = {}
 
     @property
     def pins(self) -> Mapping[str, Any]:
@@ -138,12 +147,13 @@ class Space:
         devices = self.job.cluster.devices
         for pp in self._choices("pp", divisors(devices)):
             orders = self._orders(pp)
+            parts = int(new_parts(orders, self._parts(orders)).sum())
             for tp in self._choices("tp", divisors(devices // pp)):
                 together: dict[tuple[Any, ...], list[Cell]] = {}
                 for cp in self._choices("cp", divisors(devices // (pp * tp))):
-                    shards = tuple(self._shards(devices // (pp * tp * cp), cp))
+                    shards = self._shards(devices // (pp * tp * cp), cp)
                     for (ep, expert_tensor), part in self._experts(tp, cp, shards).items():
-                        cell = self._cell(Layout(tp, pp, ep, expert_tensor), cp, tuple(part), orders)
+                        cell = self._cell(Layout(tp, pp, ep, expert_tensor), cp, tuple(part), (orders, parts))
                         if cell is not None:
                             alone = cp if self.pins.keys() & {"dp_shard", "dp_replicate"} else 0
                             together.setdefault((cell[:3], alone), []).append(cell)
@@ -162,10 +172,16 @@ class Space:
             choices = [choice for choice in choices if choice in RUNS[name]]
         return [choice for choice in choices if choice == self.pins[name]] if name in self.pins else choices
 
-    def _shards(self, dp: int, cp: int) -> Iterator[Shards]:
+    def _shards(self, dp: int, cp: int) -> tuple[Shards, ...]:
+        if (dp, cp) not in self._shards_of:
+            self._shards_of[dp, cp] = tuple(self._cuts(dp, cp))
+        return self._shards_of[dp, cp]
+
+    def _cuts(self, dp: int, cp: int) -> Iterator[Shards]:
+        """Ways to share states out."""
         if self.pins.get("dp", dp) != dp:
             return
-        away = [bool(set(choice) & set(PARAMETERS)) for choice in self._offloads()]
+        away = self._away
         for zero in self._choices("zero", [3] if away and all(away) else [0, 1, 2, 3]):
             lone = zero == 3 and dp * cp == 1 and "zero" not in self.pins and any(away)
             smallest = 1 if self.pins.get("zero", 0) or lone else 2
@@ -224,17 +240,19 @@ class Space:
 
     # --- regions ----------------------------------------------------------------------------------------------------------------
 
-    def _cell(self, layout: Layout, cp: int, shards: tuple[Shards, ...], orders: list[Order]) -> Cell | None:
-        """What is legal of one layout and number of context ranks; what is not is counted."""
+    def _cell(self, layout: Layout, cp: int, shards: tuple[Shards, ...], order: tuple[list[Order], int]) -> Cell | None:
+        """What is legal of one layout and number of context ranks, with the orders and how many parts of their blocks recompute; what is not
+        is counted."""
+        orders, parts = order
         job, data = self.job, shards[0].replicas * shards[0].holders
         dp, batch, recompute = data // cp, job.workload.batch, self._whole()
         contexts = self._contexts(cp, layout.tp)
         parallel = self._choices("sequence_parallel", [False, True] if layout.tp > 1 else [False])
         sizes = [self.pins["micro_batch"]] if "micro_batch" in self.pins else divisors(batch)
-        axes, offloads = self._axes(layout, data), self._offloads() or [()]
-        parts = int(new_parts(orders, self._parts(orders)).sum())
+        axes = self._axes(layout, data)
         whole = len(recompute) * len(orders)
-        pairs = [sum(shard.keeps(choice) for shard in shards) for choice in offloads]
+        third, apart = (sum(table) for table in zip(*((shard.zero == 3, not shard.lone) for shard in shards), strict=True))
+        pairs = [third if away else apart for away in self._away or [False]]
         each = (whole + parts) * sum(pairs) + whole * (len(axes) - 1) * pairs[0] if axes else 0
         size = each * len(sizes) * len(parallel) * len(contexts)
         self.considered += size
@@ -247,7 +265,7 @@ class Space:
         layout = layout._replace(axes=axes[0])
         example = self._box(Cell(layout, axes, (False,), micro_batches(sizes[:1], contexts[:1]), shards[:1]), orders[:1])
         first = example.plan((0, 0, 0, 0, 0, 0))
-        fault = self._fault(first)
+        fault = first_fault(job, first)
         if fault is not None:
             self._take(fault, first, size)
             return None
@@ -281,13 +299,13 @@ class Space:
             micro_batches=tuple(each for cell in cells for each in cell.micro_batches),
             shards=tuple(sorted({each for cell in cells for each in cell.shards}, key=lambda each: (each.zero, each.holders))),
         )
-        found = Region(self._box(whole, orders), whole.axes, self._parts(orders), tuple(self._offloads()[1:]))
+        found = Region(self._box(whole, orders), whole.axes, self._parts(orders), tuple(self._offloads[1:]))
         self._interleaving(found)
         return found
 
     def _box(self, cell: Cell, orders: list[Order]) -> Box:
         bucket = self.pins.get("bucket", self.bucket)
-        first = (self._offloads() or [()])[0]
+        first = (self._offloads or [()])[0]
         given = (cell.layout, bucket, tuple(orders), cell.micro_batches, cell.parallel, self._whole(), cell.shards, (first,))
         share = self.pins.get("offload_share", 100) / 100
         return Box(*given, loss_chunks=self.pins.get("loss_chunks", 1), compile=self.pins.get("compile", False), offload_share=share)
@@ -304,7 +322,7 @@ class Space:
         most = max((max(order.stage_layers) for order in orders), default=0) if self._partly else 0
         return tuple(Again(Recompute.layer, count, fewer=True) for count in range(1, most))
 
-    def _offloads(self) -> list[tuple[Offload, ...]]:
+    def _ways_to_offload(self) -> list[tuple[Offload, ...]]:
         """What may wait on the host, nothing first."""
         if "offload" in self.pins:
             return [tuple(self.pins["offload"])]
@@ -313,19 +331,6 @@ class Space:
             for what in Offload
         }
         return self._choices("offload", [choice for choice in OFFLOADS if all(ways[what] for what in choice)])
-
-    def _fault(self, plan: Plan) -> Fault | None:
-        """The first rule that all plans of a layout break."""
-        model = self.job.model
-        found = (
-            *tensor_faults(plan, model.divisible, model.tensor_parallel),
-            *expert_faults(plan, model.experts),
-            *offload_faults(plan, self.job.cluster),
-            *compile_faults(plan),
-            *stage_faults(plan, max(model.blocks, 1)),
-            *sequence_faults(plan, self.job.workload.sequence),
-        )
-        return found[0] if found else None
 
     def _interleaving(self, region: Region) -> None:
         box = region.box
@@ -340,36 +345,23 @@ class Space:
         self.refuse(fault.reason, count, f"{plan.name}: {fault.message}")
 
 
+def first_fault(job: Job, plan: Plan) -> Fault | None:
+    """The first rule that all plans of a layout break."""
+    model = job.model
+    rules = (
+        tensor_faults(plan, model.divisible, model.tensor_parallel),
+        expert_faults(plan, model.experts),
+        offload_faults(plan, job.cluster),
+        compile_faults(plan),
+        stage_faults(plan, max(model.blocks, 1)),
+        sequence_faults(plan, job.workload.sequence),
+    )
+    return next(chain.from_iterable(rules), None)
+
+
 def against_cut(job: Job, plan: Plan) -> Fault | None:
     """Why the sequence cannot be cut as `plan` does."""
     return next(sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence), None)
-
-
-def relieved(blocks: int, stages: int, less: int) -> tuple[int, ...]:
-    """Blocks of each stage when the last one has `less` than an even share; what does not divide goes to the later of the others.
-
-    >>> relieved(32, 4, 1), relieved(4, 4, 1)
-    ((8, 8, 9, 7), ())
-    """
-    last = blocks // stages - less
-    if last < 1:
-        return ()
-    return (*reversed(even(blocks - last, stages - 1)), last)
-
-
-def divisors(number: int) -> list[int]:
-    """
-    >>> divisors(42)
-    [1, 2, 3, 6, 7, 14, 21, 42]
-    """
-    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
-    return small + [number // size for size in reversed(small) if size * size != number]
-
-
-def even(blocks: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, as `Plan.stage_layers` shares them out."""
-    each, rest = divmod(blocks, stages)
-    return tuple(each + (stage < rest) for stage in range(stages))
 
 
 def check_pins(job: Job) -> None:

@@ -64,6 +64,7 @@ class Survey:
     space: Space
     ranking: Ranking
     objective: Objective = Objective.fastest
+    legal: int = 0
     priced: int = 0
     unfit: int = 0
     fastest: Candidate | None = None
@@ -76,13 +77,14 @@ class Survey:
     def explore(self) -> None:
         """Prices what can be among what is shown."""
         regions = list(self.space.regions())
-        legal = sum(region.legal for region in regions)
+        self.legal = sum(region.legal for region in regions)
+        regions = regions if self.ranking.by_family else [region for region in regions if self._may_fit(region)]
         floors = [self._floor(region.box) for region in regions]
         for at in sorted(range(len(regions)), key=lambda at: float(floors[at].min())):
             self._usual(regions[at], floors[at])
         for region, box, priced in self._cramped:
             self._beside(region, box, priced)
-        for region, floor in zip(regions, floors, strict=True):
+        for region, floor in zip(regions, floors, strict=True) if self.ranking.best else ():  # memory knows no order of axes
             self._others(region, floor)
         limit = show_bytes(self._usable)
         if self.fastest is not None:
@@ -90,13 +92,17 @@ class Survey:
             self.space.refuse(DOES_NOT_FIT, self.unfit, needs)
         if self.ranking.best:
             shown = f"than {self.ranking.best[-1].plan.name}, by their time or a bound below it"
-            self.space.refuse(SLOWER, legal - self.priced, shown)
+            self.space.refuse(SLOWER, self.legal - self.priced, shown)
 
     def _floor(self, box: Box) -> Array:
         """Seconds that no legal plan of a region goes below, over (o, b, s); see [Note: bounds]."""
         floor = self.pricer.floor(box)
         legal = box.legal[0].any(axis=(3, 4, 5))
         return np.where(np.broadcast_to(legal, floor.shape), floor, np.inf) * (1 - ROUNDING)
+
+    def _may_fit(self, region: Region) -> bool:
+        """Whether the least bytes of any plan of a region leave room; asked where its nearest plan is not."""
+        return bool((least(self.pricer, region.box, region.ways).taken * (1 - ROUNDING) <= self._usable).any())
 
     def _usual(self, region: Region, floor: Array) -> None:
         """The usual layout, of which the families are."""
@@ -115,7 +121,10 @@ class Survey:
                 self._cramped.append((region, box, priced))
 
     def _asked(self, box: Box, priced: Priced) -> Array:
-        """Plans that leave no margin without recompute, and are fast enough to be the best with it or with offload."""
+        """Plans that leave no margin without recompute, and are fast enough to be the best with it or with offload; all where activations must
+        wait elsewhere, which recompute may make faster."""
+        if Offload.activations in box.offload[0]:
+            return np.isfinite(priced.seconds[:, :, :, :1])
         return _lone_too(box, ~priced.roomy[:, :, :, :1] & (priced.seconds[:, :, :, :1] <= self.ranking.record))
 
     def _others(self, region: Region, floor: Array) -> None:
@@ -189,9 +198,8 @@ class Survey:
         box, at = crop(box, asked)
         every = np.arange(priced.seconds.shape[3]).reshape(1, 1, 1, -1, 1, 1)
         priced = Priced(*(table[(*at[:3], every, *at[4:])] for table in priced))
-        ways = ((), *region.offloads)
-        open_ = self._open(box, asked[at], priced, ways)
-        self._partly(region, box, open_[()], priced)
+        open_ = self._open(box, asked[at], priced, region.ways)
+        self._partly(region, box, open_[region.ways[0]], priced)
         waiting = sorted(region.offloads, key=lambda choice: (Offload.activations in choice, len(choice)))
         while waiting := [choice for choice in waiting if open_[choice].any()]:
             together = gathered({choice: open_[choice] for choice in waiting}, len(box.recompute))
@@ -210,9 +218,11 @@ class Survey:
         bound = least(self.pricer, box, tuple(ways))
         stay = priced.seconds[:, :, :, :1]
         stay = np.where(_lone(box), stay.min(axis=ALONG_Z, keepdims=True), stay)
-        seconds = np.maximum(stay + bound.more, bound.link)
+        seconds = bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)  # what must wait elsewhere may gain by recompute
         seconds = np.where(bound.safe > ample(self.pricer.setting), seconds * (1.0 + TIGHT_GAIN), seconds)
-        room = self._usable if self.ranking.best else np.inf  # while nothing fits, what comes nearest is wanted
+        room = (
+            self._usable if self.ranking.best else max(self._usable, self.least.reserved if self.least else np.inf)
+        )  # else what comes nearest
         found = asked & (bound.taken * (1 - ROUNDING) <= room) & (seconds * (1 - ROUNDING) <= self.ranking.record)
         return {way: found[..., at : at + 1] for at, way in enumerate(ways)}
 
@@ -285,8 +295,13 @@ def survey(job: Job, top: int, objective: Objective = Objective.fastest, runnabl
 
 def first(job: Job, runnable: bool = False, ceiling: float = np.inf) -> Candidate | None:
     """The best plan that fits, if any below `ceiling`, and nothing else: no families."""
-    best = surveyed(job, Ranking(1, ceiling, by_family=False), Objective.fastest, runnable).ranking.best
+    best = quick(job, runnable, ceiling).ranking.best
     return best[0] if best else None
+
+
+def quick(job: Job, runnable: bool = False, ceiling: float = np.inf) -> Survey:
+    """The space of `job`, priced as far as its best plan needs."""
+    return surveyed(job, Ranking(1, ceiling, by_family=False), Objective.fastest, runnable)
 
 
 def surveyed(job: Job, ranking: Ranking, objective: Objective, runnable: bool) -> Survey:

@@ -22,8 +22,8 @@ from meshwright.cost.memory import ample, reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import model_flops
 from meshwright.search import shares
+from meshwright.search.division import divisors
 from meshwright.search.ranking import rounded
-from meshwright.search.space import divisors
 from meshwright.search.survey import TIGHT_GAIN, survey
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, Recompute, Schedule
