@@ -224,12 +224,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--source", choices=["huggingface", "own"], default=default_source())
     parser.add_argument("--fused", action="store_true", help="torch's fused AdamW in every system")
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument(
+        "--memory", action="store_true", help="peak memory alone, which other programs do not disturb; prints, writes nothing"
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model: to see that everything runs")
     parser.add_argument("--out", default="peers", help="name of the files in bench/results, or - for none")
     chosen = parser.parse_args(arguments)
     sizes = Sizes(layers=4, hidden=64, heads=4, ffn=128, vocab=512, sequence=32) if chosen.small else Sizes()
     setting = Setting(sizes, chosen.source, chosen.fused)
     tiny = Setting(Sizes(**{**asdict(sizes), "sequence": 8}), chosen.source, chosen.fused)
+    if chosen.memory:
+        for world in chosen.ranks:
+            for family in chosen.families:
+                for system in chosen_systems(family, world, sizes.batch, chosen.only):
+                    print(f"{world} ranks, {family}: {system.name}: {fresh(world, tiny, family, system.name) / 2**20:.0f} MiB", flush=True)
+        return
     report: dict[str, Any] = {
         "machine": machine(),
         "workload": {**asdict(sizes), "source": chosen.source, "fused": chosen.fused},

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.base.units import show_bytes
+from meshwright.base.units import show_bytes, show_seconds
 from meshwright.cost import constants, unlike
 from meshwright.cost.box import Box, box_of
+from meshwright.cost.compiler import first_step
 from meshwright.cost.memory import Footprint, ample, reserved, usable
 from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Seconds
 from meshwright.spec.estimate import Estimate, Fits, Memory, Time
@@ -48,6 +49,7 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
         has = show_bytes(pricer.setting.host_memory)
         notes = (*notes, f"{show_bytes(on_host)} of each rank are to wait on its host, which has {has} for each device")
         verdict = Fits.no
+    first = float(first_step(pricer.setting, box, ranks.layers).max())
     return Estimate(
         memory=busiest,
         per_stage=per_stage,
@@ -58,8 +60,16 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
         verdict=verdict,
         limit=limit,
         offloaded=on_host + in_files,
-        notes=notes,
+        first=first,
+        notes=(*notes, *_of_compiler(first, seconds.step, job.workload.steps)),
     )
+
+
+def _of_compiler(first: float, step: float, steps: int) -> tuple[str, ...]:
+    if not first:
+        return ()
+    share = f"{first / (first + steps * step):.1%}"
+    return (f"compiled blocks: the first step of each launch takes {show_seconds(first)} more, {share} of a run of {steps} steps",)
 
 
 def placed(job: Job, plan: Plan) -> Estimate:
@@ -87,6 +97,7 @@ def placed(job: Job, plan: Plan) -> Estimate:
     groups = job.cluster.groups
     devices = {group: plan.world // plan.pp * plan.placement.count(group) for group in used} if plan.placement else None
     rates = sum(on[group].setting.rate * (devices[group] if devices else groups[group].nodes * groups[group].devices) for group in used)
+    first = float(first_step(on[used[0]].setting, whole, on[used[0]].ranks(whole).layers).max())
     unused = [group.device.name for at, group in enumerate(groups) if at not in used]
     return Estimate(
         memory=ranks[least][1],
@@ -97,7 +108,9 @@ def placed(job: Job, plan: Plan) -> Estimate:
         fits=left[least] >= 0,
         verdict=Fits.no if left[least] < 0 else Fits.fits if roomy else Fits.tight,
         limit=ranks[least][0],
-        notes=(f"the devices of {' and '.join(unused)} are left out",) if unused else (),
+        first=first,
+        notes=((f"the devices of {' and '.join(unused)} are left out",) if unused else ())
+        + _of_compiler(first, seconds.step, job.workload.steps),
     )
 
 

@@ -206,7 +206,7 @@ def summarise(run: Run) -> Summary:
         tokens_per_second=Pair(
             name="tokens/s", predicted=run.estimate.tokens_per_second if run.estimate else None, measured=median(speeds) if speeds else None
         ),
-        time=_time(run.estimate.time if run.estimate else None, settled),
+        time=(*_time(run.estimate.time if run.estimate else None, settled), *_first(run)),
         memory=_memory(run.estimate, steps),
         skipped=tuple(record.step for record in steps if record.skipped),
         checkpoints=run.checkpoints,
@@ -238,6 +238,13 @@ def _time(predicted: Time | None, records: tuple[StepRecord, ...]) -> tuple[Pair
         if row.predicted or row.measured or name == "step":
             rows.append(row)
     return tuple(rows)
+
+
+def _first(run: Run) -> tuple[Pair, ...]:
+    """The first step of a run that compiles its blocks: it takes longer."""
+    if run.estimate is None or not run.estimate.first or not run.steps:
+        return ()
+    return (Pair(name="first step", predicted=run.estimate.time.step + run.estimate.first, measured=run.steps[0].seconds),)
 
 
 _WITHIN = {"recompute": "compute", "bubble": "pipeline"}

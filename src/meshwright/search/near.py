@@ -109,7 +109,7 @@ def fastest(job: Job, runnable: bool = False, known: Plan | None = None) -> Cand
     try:
         priced = estimate(job, known) if known is not None else None
         if priced is not None and priced.fits:
-            return first(job, runnable, priced.time.step * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)))
+            return first(job, runnable, priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)))
         least = quick(lean(job), runnable)
         return first(job, runnable) if least.ranking.best or not least.legal else None
     except InputError:

@@ -84,7 +84,7 @@ def plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
     for _, plan in best:
         priced = estimate(job, plan)
         if priced.verdict != Fits.no:
-            yield priced.time.step * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)), plan
+            yield priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)), plan
 
 
 def box_of_all(job: Job, tp: int, pp: int) -> Box:

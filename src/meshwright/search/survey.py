@@ -29,6 +29,7 @@ import numpy as np
 
 from meshwright.base.units import show_bytes
 from meshwright.cost.box import CHOICES, Array, Box
+from meshwright.cost.compiler import first_step
 from meshwright.cost.hiding import bucket
 from meshwright.cost.memory import Footprint, ample, reserved, usable
 from meshwright.cost.price import Pricer
@@ -166,7 +167,8 @@ class Survey:
         mask = mask & (parts.host.max(axis=0) <= setting.host_memory) if any(box.offload) else mask
         taken = np.where(mask, usual, np.inf)
         tight = np.broadcast_to(safe > ample(setting), box.shape)
-        worth = taken if self.objective == Objective.headroom else np.where(tight, step * (1.0 + TIGHT_GAIN), step)
+        each = step if not box.compile else step + first_step(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
+        worth = taken if self.objective == Objective.headroom else np.where(tight, each * (1.0 + TIGHT_GAIN), each)
         return Priced(np.where(taken <= self._usable, worth, np.inf), step, taken, tight)
 
     def _count(self, box: Box, step: Array, found: Priced) -> None:

@@ -34,6 +34,7 @@ LINES = {
     "plan {}: part {} is not understood{}; parts are such as {}": "方案 {0}：看不懂 {1} 这一部分{2}；各部分形如 {3}",
     "plan {}: {}": "方案 {0}：{1}",
     "precision {} is not one of {}{}": "精度 {0} 不在 {1} 之中{2}",
+    "compiled blocks: the first step of each launch takes {} more, {} of a run of {} steps": "编译的块：每次启动的第一步多用 {0}，占 {2} 步的运行的 {1}",
     # --- rules
     "{} = {} but the cluster has {} devices": "{0} = {1}，而集群有 {2} 个设备",
     "ep({}) does not divide dp_shard({}) * cp({}) * tp({}) = {}": "ep({0}) 除不尽 dp_shard({1}) * cp({2}) * tp({3}) = {4}",

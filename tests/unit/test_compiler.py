@@ -1,0 +1,54 @@
+"""What the compiler takes is priced once a launch: it decides between plans of a short run and of no long one."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import named_job
+
+from meshwright.cost import constants
+from meshwright.cost.step import estimate
+from meshwright.report.plans import estimate_text
+from meshwright.search.rank import search
+from meshwright.spec.job import Job
+from meshwright.spec.plan import parse_plan
+
+
+def of_two_kinds(steps: int) -> Job:
+    """Llama 7B whose later blocks are wider: ranks of a pipeline hold one kind, others both."""
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
+    layers = list(job.model.layers)
+    at = next(at for at, layer in enumerate(layers) if layer.name == "block")
+    block = layers[at]
+    wider = tuple(
+        each.but(shape=(each.shape[0], each.shape[1] + 256)) if each.name.endswith("down_proj.weight") else each
+        for each in block.parameters
+    )
+    wider = (
+        wider
+        if wider != block.parameters
+        else (block.parameters[0].but(shape=(block.parameters[0].shape[0] + 256, *block.parameters[0].shape[1:])), *block.parameters[1:])
+    )
+    layers[at : at + 1] = [block.but(repeat=16), block.but(repeat=16, parameters=wider)]
+    return job.but(model=job.model.but(layers=tuple(layers)), workload=job.workload.but(steps=steps), pins={"compile": True})
+
+
+def test_a_rank_compiles_each_kind_of_block_once() -> None:
+    job = of_two_kinds(200)
+    for plan, kinds in (("dp8.z1.compile", 2), ("dp4.pp2.z1.compile", 1), ("dp8.z1", 0)):
+        assert estimate(job, parse_plan(plan)).first == kinds * constants.COMPILER
+
+
+def test_the_compiler_changes_the_order_of_a_short_run_and_not_of_a_long_one() -> None:
+    long, short = search(of_two_kinds(1_000_000), top=1).plans[0], search(of_two_kinds(1), top=1).plans[0]
+    without = search(of_two_kinds(1_000_000).but(pins={}), top=1).plans[0]
+    assert long.plan.but(compile=False) == without.plan
+    assert short.estimate.first < long.estimate.first and short.estimate.time.step > long.estimate.time.step
+    assert short.estimate.over(1) < long.estimate.over(1)
+
+
+@pytest.mark.parametrize(
+    ("language", "words"), [("en", "the first step of each launch takes 38.8 s more"), ("zh", "每次启动的第一步多用 38.8 s")]
+)
+def test_the_first_step_of_compiled_blocks_is_said(language: str, words: str) -> None:
+    job, plan = of_two_kinds(200), parse_plan("dp8.z1.compile")
+    assert words in estimate_text(job, plan, estimate(job, plan), language).replace("\n", " ").replace("  ", " ")
