@@ -1,4 +1,5 @@
-"""How much memory a rank takes to start from weights: a model of a billion parameters or more, made on the spot, read by ranks that hold a part each.
+"""How much memory a rank takes to start: a model of a billion parameters or more from a file that is made on the spot, read by ranks that hold a
+part each, or (`--fresh`) from its configuration alone.
 
 Each rank's highest resident memory (what the system gave it, shared memory and pages of files included) is set beside its shard: the
 weights and master weights that its plan lays on it. The promise is shard + 2 GB. The file is removed afterwards.
@@ -27,8 +28,8 @@ SIZES = {
 ALLOWED = 2 * 10**9
 
 
-def make(folder: Path, layers: int) -> int:
-    """A folder with configuration and weights in bfloat16, written tensor by tensor. Returns the parameters."""
+def make(folder: Path, layers: int, fresh: bool) -> int:
+    """A folder with a configuration, and weights in bfloat16, written tensor by tensor, but where it is `fresh`. Returns the parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,7 +45,8 @@ def make(folder: Path, layers: int) -> int:
     def item(name: str, shape: torch.Size) -> Item:
         return Item(name, "bfloat16", tuple(shape), 2 * shape.numel(), lambda: torch.full(shape, 0.01, dtype=torch.bfloat16))
 
-    write_shard(folder / "model.safetensors", [item(name, tensor.shape) for name, tensor in model.named_parameters()], {"format": "pt"})
+    if not fresh:
+        write_shard(folder / "model.safetensors", [item(name, tensor.shape) for name, tensor in model.named_parameters()], {"format": "pt"})
     return sum(tensor.numel() for tensor in model.parameters())
 
 
@@ -65,7 +67,8 @@ def one_rank(folder: Path, plan: str, precision: str, out: Path) -> None:
     began = time.perf_counter()
     model = build_model(ModelSource(name="model", folder=str(folder)), seed=1)
     trainer = parallelize(model, lambda params: torch.optim.AdamW(params, lr=1e-4), plan, precision=precision)
-    trainer.load_weights(folder)
+    if trainer.engine.unfilled:
+        trainer.load_weights(folder)
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = trainer.bytes()
@@ -89,6 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--plan", default="tp2.pp2", help="of 4 ranks, or several with commas")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--layers", type=int, default=SIZES["num_hidden_layers"])
+    parser.add_argument("--fresh", action="store_true", help="from the configuration alone")
     parser.add_argument("--one-rank", type=Path)
     parser.add_argument("--out", default="weights")
     chosen = parser.parse_args(arguments)
@@ -101,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     report: dict[str, Any] = {"machine": machine(), "workload": {"precision": chosen.precision, "plans": chosen.plan}, "table": []}
     with tempfile.TemporaryDirectory() as place:
-        parameters = make(Path(place), chosen.layers)
+        parameters = make(Path(place), chosen.layers, chosen.fresh)
         size = sum(path.stat().st_size for path in Path(place).glob("*.safetensors"))
         for plan in chosen.plan.split(","):
             from meshwright.spec.plan import parse_plan
@@ -119,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.out != "-":
         write(
             chosen.out,
-            "Starting from weights",
+            "Starting from a configuration" if chosen.fresh else "Starting from weights",
             report,
             ["\n".join(lines)],
             f"In {chosen.precision}. A process without a model is counted too.",

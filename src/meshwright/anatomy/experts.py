@@ -7,7 +7,7 @@ dimension, and which computes each pair of token and expert by itself. What foll
 - tensor ranks that hold a share of each expert's inner features compute parts of the sum. A bias behind the inner features is whole on every
   rank, and each adds its part of it (`once`).
 Which dimension is the inner one, and how a fused projection is cut, is tried until the numbers agree. Models without data (on the meta
-device) are taken at their shapes. Experts in a plain list that the block itself runs through stay whole, and are said.
+device) are lent numbers where ranks are to be shared by what is found, else taken at their shapes. Experts in a plain list that the block itself runs through stay whole, and are said.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.anatomy.lent import LENT, lent
 from meshwright.anatomy.nouns import Anatomy, Experts, Split, local_slice
 
 TOLERANCE = 1e-3
@@ -44,8 +45,8 @@ class Way:
     width: int
 
 
-def find_experts(model: nn.Module, blocks: str, widths: Mapping[str, int], said: list[str]) -> tuple[Experts, ...]:
-    """All of them in forward order. `widths`: features of what each module inside the blocks is given."""
+def find_experts(model: nn.Module, blocks: str, widths: Mapping[str, int], said: list[str], lend: bool = False) -> tuple[Experts, ...]:
+    """All of them in forward order. `widths`: features of what each module inside the blocks is given. `lend`: modules without numbers are lent some."""
     found: list[Experts] = []
     known: dict[object, Experts | None] = {}
     for path, module in model.get_submodule(blocks).named_modules(prefix=blocks):
@@ -55,27 +56,28 @@ def find_experts(model: nn.Module, blocks: str, widths: Mapping[str, int], said:
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
         key = (type(module), count, shapes)
         if key not in known:
-            known[key] = _understood(module, path, count, widths[path], said)
+            with _with_numbers(module, lend):
+                known[key] = _understood(module, path, count, widths[path], said)
         like = known[key]
         if like is not None:
             found.append(replace(like, path=path))
     return tuple(found)
 
 
-def add_experts(model: nn.Module, anatomy: Anatomy, inputs: Mapping[str, torch.Tensor]) -> Anatomy:
+def add_experts(model: nn.Module, anatomy: Anatomy, inputs: Mapping[str, torch.Tensor], lend: bool = False) -> Anatomy:
     """`anatomy` with the experts of the model. `inputs`: what each module inside the blocks was given in a run."""
     said: list[str] = []
     hidden = model.get_parameter(f"{anatomy.embedding}.weight").shape[1] if anatomy.embedding else 0
     widths = {path: hidden for path, _ in model.named_modules()} if hidden else {}  # where the model cannot be run by shapes
     widths |= {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
-    found = find_experts(model, anatomy.blocks or "", widths, said) if anatomy.blocks else ()
+    found = find_experts(model, anatomy.blocks or "", widths, said, lend) if anatomy.blocks else ()
     splits = {f"{experts.path}.{name}": split for experts in found for name, split in experts.splits.items()}
     widths_shared = [experts.width for experts in found if experts.splits]
     divisible = {"moe_ffn": math.gcd(*widths_shared)} if widths_shared else {}
     names = tuple(name for name in anatomy.replicated if name not in splits)
     against = anatomy.against_sequence
     if against.endswith(WHOLE):
-        apart = tuple(f"{path}." for path in tokenwise(model, found, widths))
+        apart = tuple(f"{path}." for path in tokenwise(model, found, widths, lend))
         names_left = (name for name in names if name.startswith(f"{anatomy.blocks}.") and not name.startswith(apart or ("\n",)))
         left = next((name for name in names_left if model.get_parameter(name).ndim > 1), None)
         against = f"{left}{WHOLE}" if left else ""
@@ -91,14 +93,15 @@ def add_experts(model: nn.Module, anatomy: Anatomy, inputs: Mapping[str, torch.T
     )
 
 
-def tokenwise(model: nn.Module, found: tuple[Experts, ...], widths: Mapping[str, int]) -> list[str]:
+def tokenwise(model: nn.Module, found: tuple[Experts, ...], widths: Mapping[str, int], lend: bool = False) -> list[str]:
     """The modules around the experts (router and all) that give for a piece of the sequence that piece of what they give for all of it."""
     known: dict[type, bool] = {}
     paths = [experts.path.rpartition(".")[0] for experts in found]
     for path in paths:
         module = model.get_submodule(path)
         if type(module) not in known:
-            known[type(module)] = _is_tokenwise(module, widths.get(path, 0))
+            with _with_numbers(module, lend):
+                known[type(module)] = _is_tokenwise(module, widths.get(path, 0))
     return [path for path in paths if known[type(model.get_submodule(path))]]
 
 
@@ -115,6 +118,12 @@ def _is_tokenwise(module: nn.Module, width: int) -> bool:
             return bool((torch.cat(pieces, 1) - whole).norm() <= TOLERANCE * whole.norm())
     except Exception:
         return False
+
+
+def _with_numbers(module: nn.Module, lend: bool) -> AbstractContextManager[None]:
+    """Numbers for parameters without memory, where a module of that size may have them for a while."""
+    small = sum(parameter.numel() for parameter in module.parameters()) <= LENT
+    return lent(module, lambda path: True) if lend and small else nullcontext()
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -23,16 +23,13 @@ from torch.utils._pytree import tree_map
 from meshwright.anatomy.counts import HeadsTaken, restore, set_counts
 from meshwright.anatomy.experts import standing_in
 from meshwright.anatomy.inputs import arguments
+from meshwright.anatomy.lent import READ
 from meshwright.anatomy.nouns import Slice, local_slice
 from meshwright.anatomy.regions import Found
 from meshwright.anatomy.seen import Given
 
 TOLERANCE = 1e-3
 """Relative, in float32: rounding stays below 1e-5, a wrong layout is of the order of 1."""
-
-
-READ = 512
-"""Rows of the vocabulary that hold the proof's token ids."""
 
 
 class Caught(Exception):
@@ -169,31 +166,6 @@ class Proof:
         finally:
             handle.remove()
         raise RuntimeError("a module that the first run had called was not called")
-
-
-@contextmanager
-def lent(model: nn.Module, needed: Callable[[str], bool]) -> Iterator[None]:
-    """Parameters on the meta device, as far as they are `needed`, hold numbers for a while: the same on every rank."""
-    random = torch.Generator().manual_seed(0)
-    before: list[tuple[nn.Module, str, nn.Parameter]] = []
-    numbers: dict[int, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta and needed(f"{path}.{name}"):
-                before.append((module, name, parameter))
-    try:
-        for module, name, parameter in before:
-            if id(parameter) not in numbers:
-                width = parameter.shape[-1] if parameter.ndim else 1
-                tensor = torch.zeros(parameter.shape)  # of a large vocabulary only the rows that the proof reads ever take memory
-                rows = READ * width if isinstance(module, nn.Embedding) else None
-                tensor.view(-1)[:rows].normal_(0, width**-0.5, generator=random)
-                numbers[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-            module._parameters[name] = numbers[id(parameter)]
-        yield
-    finally:
-        for module, name, parameter in before:
-            module._parameters[name] = parameter
 
 
 def proven(proof: Proof, block: str, found: Found, guesses: Sequence[tuple[Any, ...]]) -> tuple[Found, str | None]:

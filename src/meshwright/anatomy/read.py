@@ -20,8 +20,9 @@ from torch import nn
 
 from meshwright.anatomy.adapters import unwrapped, with_adapters, wrapped_layers
 from meshwright.anatomy.experts import WHOLE, add_experts
+from meshwright.anatomy.lent import lent
 from meshwright.anatomy.nouns import Anatomy, Split
-from meshwright.anatomy.prove import Proof, lent, proven
+from meshwright.anatomy.prove import Proof, proven
 from meshwright.anatomy.published import published_regions
 from meshwright.anatomy.regions import Found, guesses, regions_of_block
 from meshwright.anatomy.seen import Trace
@@ -80,7 +81,7 @@ def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None
         if reading.seen is None:
             _published(reading)
         _prove(reading, outline, lend)
-        return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {})
+        return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, lend)
     finally:
         for module, training in modes:
             module.training = training

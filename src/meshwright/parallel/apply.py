@@ -20,6 +20,7 @@ from meshwright.parallel.experts.balance import balance_of
 from meshwright.parallel.experts.dispatch import check as check_experts
 from meshwright.parallel.experts.dispatch import lay_experts, shard_experts, still_in
 from meshwright.parallel.experts.ranks import expert_ranks
+from meshwright.parallel.later import later_of
 from meshwright.parallel.lay import lay_flat
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import LossFunction, Objective
@@ -58,9 +59,10 @@ def parallelize_model(
     _check_recipe(model, mesh, recipe)
     statistics = over_batch(model)
     check_passes(statistics, plan, 1)
-    _prepare(model, mesh.device, recipe)
+    with (later := later_of(model)):
+        _prepare(model, mesh.device, recipe)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta)
+    unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta and later.seen(parameter) is None)
     aliases = frozenset(model.state_dict().keys() - shapes.keys())
     wants = _wants(model, anatomy, plan)
     cut = anatomy.numbered() if wants else anatomy
@@ -69,9 +71,10 @@ def parallelize_model(
     _account(table, shapes)
     experts, context = expert_ranks(mesh, anatomy), context_of(model, anatomy, mesh)
     objective = Objective(model, loss, mesh.tp if anatomy.head is not None else None, context.cut_labels if context else None)
-    shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
-    mixtures = shard_experts(model, anatomy, experts, mesh)
-    give_places(model, mesh.device)
+    with later:
+        shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
+        mixtures = shard_experts(model, anatomy, experts, mesh)
+    give_places(model, mesh.device, later)
     parameters = dict(model.named_parameters())
     needs = Needs.of(rule, [(layer.name, layer.parameters) for layer in table], shapes)
     stages = plan.stages_of(mesh.place.pp)

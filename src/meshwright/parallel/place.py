@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.parallel.later import ORIGIN, Later
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.absent import Absent
 from meshwright.parallel.pipeline.carry import Wants
@@ -77,17 +78,23 @@ def drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: b
 def second_copy(model: nn.Module, anatomy: Anatomy) -> nn.Parameter:
     """Both ends of a V are on this rank: of a tied weight two copies, which are kept equal as on two ranks."""
     head: Any = model.get_submodule(anatomy.head or "")
-    head.weight = nn.Parameter(head.weight.detach().clone())
-    second: nn.Parameter = head.weight
+    first = head.weight
+    head.weight = second = nn.Parameter(first.detach().clone())
+    if hasattr(first, ORIGIN):
+        setattr(second, ORIGIN, getattr(first, ORIGIN))
     return second
 
 
-def give_places(model: nn.Module, device: torch.device) -> None:
-    """Parameters without memory become NaN of one element each, so that they can be laid flat and are never silently zero."""
+def give_places(model: nn.Module, device: torch.device, later: Later) -> None:
+    """Parameters without memory become NaN of one element each, so that they can be laid flat and are never silently zero; those that begin
+    `later` take along how."""
     places: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 nan = torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
-                places.setdefault(id(parameter), nn.Parameter(nan, requires_grad=parameter.requires_grad))
-                module._parameters[name] = places[id(parameter)]
+                place = places.setdefault(id(parameter), nn.Parameter(nan, requires_grad=parameter.requires_grad))
+                seen = later.seen(parameter)
+                if seen is not None:
+                    setattr(place, ORIGIN, seen)
+                module._parameters[name] = place

@@ -18,6 +18,7 @@ from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange import exchange
+from meshwright.parallel.later import later_of
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch
 from meshwright.spec.plan import Plan
@@ -118,7 +119,8 @@ def _digest(what: Any) -> int:
 
 def _numbers(model: nn.Module) -> list[float]:
     there = [tensor.detach() for tensor in model.parameters() if not tensor.is_meta and tensor.numel()]
-    return [float(tensor.reshape(-1)[at]) for tensor in there[:: max(1, len(there) // LOOKED_AT)] for at in (0, -1)]
+    looked = [float(tensor.reshape(-1)[at]) for tensor in there[:: max(1, len(there) // LOOKED_AT)] for at in (0, -1)]
+    return [*looked, later_of(model).number]
 
 
 def _near(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -5,24 +5,28 @@ Promise: the same seed gives the same weights on every rank and under every plan
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import os
 import re
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.anatomy.lent import LENT, lent
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.checkpoint.weights import has_weights
 from meshwright.data.dataset import Objective
 from meshwright.models.registry import build
 from meshwright.parallel.experts.bias import RATE
 from meshwright.parallel.experts.capacity import FACTOR
+from meshwright.parallel.later import built_later
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.workload import Lora
 from meshwright.train.adapters import attach
@@ -37,14 +41,20 @@ def build_model(
     capacity: float | None = None,
     bias_rate: float | None = None,
 ) -> nn.Module:
-    """The whole model, on the host, in float32. Where its folder holds weights it is built without memory, to be filled when it is cut
-    (start.py); without `weights` as it is initialized, whatever its folder holds. With `lora` all but its adapters is frozen; `capacity` and
-    `bias_rate`: of its experts."""
-    torch.manual_seed(seed)
+    """The whole model in float32, without memory: it is filled when it is cut, from its folder's weights (start.py) or as it is initialized
+    (parallel/later.py). Without `weights` on the host, as it is initialized, whatever its folder holds. With `lora` all but its adapters is
+    frozen; `capacity` and `bias_rate`: of its experts."""
+    filled = weights and bool(source.folder) and has_weights(Path(source.folder))
     if source.sizes:
-        model = build(source.sizes)
+        make: Callable[[], nn.Module] = partial(build, source.sizes)
     else:
-        model = _from_folder(Path(source.folder), weights) if source.folder else _from_module(source.module)
+        make = _in_folder(Path(source.folder), filled) if source.folder else partial(_from_module, source.module)
+    torch.manual_seed(seed)
+    if filled:
+        with without_memory():
+            model = make()
+    else:
+        model = built_later(make, seed) if weights else make()
     if lora is not None:
         attach(model, lora, seed)
     if capacity is not None:
@@ -54,7 +64,8 @@ def build_model(
     return model
 
 
-def _from_folder(folder: Path, weights: bool) -> nn.Module:
+def _in_folder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
+    """What builds the model of the folder's configuration; `filled`: its weights will be read."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
@@ -69,12 +80,11 @@ def _from_folder(folder: Path, weights: bool) -> nn.Module:
     kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
     if kind is None:
         raise InputError(f"{folder / 'config.json'}: transformers {transformers.__version__} has no architecture {names[0]!r}")
-    later = weights and has_weights(folder)
-    if later and getattr(config, "quantization_config", None):
+    if filled and getattr(config, "quantization_config", None):
         raise InputError(f"{folder / 'config.json'}: its weights are quantized and cannot be trained: undo the quantization first")
-    with without_memory() if later else nullcontext():
-        model: nn.Module = kind.from_config(config, dtype=torch.float32) if kind is transformers.AutoModelForCausalLM else kind(config)
-    return model
+    if kind is transformers.AutoModelForCausalLM:
+        return lambda: kind.from_config(copy.deepcopy(config), dtype=torch.float32)
+    return lambda: kind(copy.deepcopy(config))
 
 
 def _from_module(name: str) -> nn.Module:
@@ -107,18 +117,29 @@ def objective_of(source: ModelSource, model: nn.Module) -> Objective:
 def takes_positions(model: nn.Module) -> bool:
     """Whether rows may hold several documents: positions that begin anew tell the model not to look across.
 
-    Rule: its forward takes them, and what stands before such a place changes nothing behind it. A model without memory cannot be asked so: its
-    own code must hand positions to transformers' maker of masks. Any other model gets one conversation a row.
+    Rule: its forward takes them, and what stands before such a place changes nothing behind it. Of a model without memory its own code says so,
+    where it hands positions to a maker of masks; else it is asked with numbers that are lent, where it is not too large for that. Any other
+    model gets one conversation a row.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     if not any(parameter.is_meta for parameter in model.parameters()):
         return _looks_not_across(model)
+    if _masks_by_positions(type(model)):
+        return True
+    if sum(parameter.numel() for parameter in model.parameters()) > LENT:
+        return False
+    with lent(model, lambda path: True):
+        return _looks_not_across(model)
+
+
+def _masks_by_positions(kind: type) -> bool:
     try:
-        code = inspect.getsource(sys.modules[type(model).__module__])
+        ours = (parent.__module__ for parent in kind.__mro__ if parent.__module__.startswith("meshwright.models."))
+        code = "".join(inspect.getsource(sys.modules[name]) for name in (kind.__module__, *ours))
     except (OSError, TypeError, KeyError):
         return False
-    return re.search(r"create_causal_mask\([^)]*position_ids=position_ids|\"position_ids\": position_ids", code) is not None
+    return re.search(r"(create_causal_mask\([^)]*position_ids=|\"position_ids\": |document_mask\()position_ids", code) is not None
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
-from meshwright.anatomy.prove import lent
+from meshwright.anatomy.lent import lent
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import SEQUENCE, Context, Path, Places, Way, is_mask, tensors_of
 from meshwright.parallel.context.call import Attending, Call, attend_plainly

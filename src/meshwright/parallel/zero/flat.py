@@ -25,6 +25,7 @@ from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.compression import Vector, Ways, coded
 from meshwright.parallel.exchange.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
 from meshwright.parallel.exchange.group import Sharing, alone
+from meshwright.parallel.later import begun
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.shards import FileShard, Shard, shard_away
 from meshwright.parallel.offload.windows import AwayMaster
@@ -79,7 +80,7 @@ class FlatUnit:
         self.weights = _zeros(self, self.unit.numel, self.zero in (1, 2), self.dtype)
         for name, parameter in self.parameters.items():
             view = self.view(self.weights, name)
-            view.copy_(parameter.detach())
+            view.copy_(begun(parameter))
             parameter.data = view
         self.elsewhere: Shard | None = None
         """The shard, where weights wait outside of the device's memory."""
