@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshwright.parallel.later import initialized_later
     from meshwright.search.answer import Entry
     from meshwright.simulate.run import simulate
     from meshwright.spec.estimate import Estimate
@@ -24,11 +25,26 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import parallelize
 
 __version__ = "0.1.0"
-__all__ = ["Faults", "Job", "Plan", "__version__", "estimate", "load", "parallelize", "parse_plan", "plan", "recipe", "simulate", "verify"]
+__all__ = [
+    "Faults",
+    "Job",
+    "Plan",
+    "__version__",
+    "estimate",
+    "initialized_later",
+    "load",
+    "parallelize",
+    "parse_plan",
+    "plan",
+    "recipe",
+    "simulate",
+    "verify",
+]
 
 _HOMES = {
     "Faults": "meshwright.spec.faults",
     "Job": "meshwright.spec.job",
+    "initialized_later": "meshwright.parallel.later",
     "Plan": "meshwright.spec.plan",
     "parallelize": "meshwright.train.trainer",
     "parse_plan": "meshwright.spec.plan",

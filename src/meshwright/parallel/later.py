@@ -18,6 +18,7 @@ Idea: torchdistx, `deferred_init` (2022); here for any model, with generators, a
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ OVERWRITES = {
 }
 """What leaves nothing of what was there."""
 SMALL = 1 << 16
-"""Elements of a tensor that is kept as it is; of a larger one that holds one number, only that."""
+"""Elements of a tensor that is kept as it is; of a larger one that holds one number, only that. Bytes of memory that may come from the heap."""
 MARK, ORIGIN = "_meshwright_later", "_meshwright_origin"
 """Attributes: of modules, the notes that were taken while they were built; of parameters, how what a rank holds of one begins."""
 
@@ -71,7 +72,7 @@ class Origin:
         """The whole storage, flat."""
         if id(self) in memo:
             return memo[id(self)]
-        flat = torch.empty(self.numel, dtype=self.dtype)
+        flat = _passing(self.numel, self.dtype)
         if self.kept is not None:
             flat.as_strided(*self.form).copy_(self.kept)
         elif self.made is not None:
@@ -262,7 +263,7 @@ class Later(TorchDispatchMode):
         def scratch(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or self.notes.origin(value) is None:
                 return value
-            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+            return _passing(_spread(value), value.dtype).as_strided(value.size(), value.stride())
 
         real_args, real_kwargs = tree_map(scratch, (args, kwargs))
         func(*real_args, **real_kwargs)
@@ -357,6 +358,19 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+
+
+def _spread(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) if tensor.numel() else 0
+
+
+def _passing(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a moment. A large piece is no part of the heap, where it would leave a hole: 2.4 GB of them while 1.1 B parameters were drawn."""
+    size = numel * dtype.itemsize
+    if size < SMALL:
+        return torch.empty(numel, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype, count=numel)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
