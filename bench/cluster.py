@@ -11,12 +11,10 @@ are run for STEPS steps each. A case ends after MINUTES with the plans it has. R
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from math import log
 from pathlib import Path
@@ -27,6 +25,7 @@ import torch._dynamo
 
 from bench.slowed import slowed
 from bench.slowed import table as slowed_table
+from meshwright.base.errors import InputError, MeshwrightError
 from meshwright.base.units import show_rate, show_seconds
 from meshwright.cost.calibration import calibrated
 from meshwright.cost.step import estimate
@@ -94,34 +93,13 @@ CASES = (
 
 def on_ranks(there: Emulated, case: Case, plans: int) -> dict[str, Any]:
     """`measured(case)` on every rank, forked from this process; what rank 0 found."""
-    ours, theirs = os.pipe()
-    pids = []
-    for rank in range(there.world):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                there.enter(rank)
-                os.environ.update(there.environment(rank))
-                torch.set_num_threads(1)
-                found = measured(there, case, rank, plans)
-                if rank == 0:
-                    with os.fdopen(theirs, "w") as said:
-                        json.dump(found, said)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    os.close(theirs)
-    with os.fdopen(ours) as said:
-        text = said.read()
-    for pid in pids:
-        os.waitpid(pid, 0)
-    if not text:
-        raise RuntimeError(f"{case.name}: the ranks failed")
-    return dict(json.loads(text))
+
+    def here(rank: int) -> dict[str, Any] | None:
+        torch.set_num_threads(1)
+        found = measured(there, case, rank, plans)
+        return dict(json.loads(json.dumps(found))) if rank == 0 else None
+
+    return there.fork(here)[0]
 
 
 def measured(there: Emulated, case: Case, rank: int, plans: int) -> dict[str, Any]:
@@ -321,8 +299,10 @@ def main(words: Sequence[str] = ()) -> None:
         try:
             with emulated(scaled(case.described, cores(), CORE)) as there:
                 found[case.name] = {**on_ranks(there, case, plans), "asked": plans}
-        except RuntimeError as error:
-            print(error, file=sys.stderr)
+        except InputError:
+            raise
+        except MeshwrightError as error:
+            print(f"{case.name}: {error}", file=sys.stderr)
             continue
         kept.write_text(json.dumps(found))
         print(judged(case, found[case.name]), f"{time.monotonic() - began:.0f} s", *gain(case, found[case.name]), file=sys.stderr, sep="\n")

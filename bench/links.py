@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import statistics
 import time
 from collections.abc import Callable
@@ -167,33 +166,15 @@ def hidden(rounds: int) -> dict[str, float]:
 
 def on_ranks(cluster: Emulated, function: Callable[[], Any]) -> Any:
     """Rank 0's `function()`, which every rank calls."""
-    ours, theirs = os.pipe()
-    pids = []
-    for rank in range(cluster.world):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                cluster.enter(rank)
-                os.environ.update(cluster.environment(rank))
-                torch.set_num_threads(1)
-                dist.init_process_group("gloo", rank=rank, world_size=cluster.world, timeout=timedelta(seconds=600))
-                found = function()
-                if rank == 0:
-                    with os.fdopen(theirs, "wb") as pipe:
-                        pipe.write(pickle.dumps(found))
-                dist.barrier()
-                code = 0
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as said:
-        data = said.read()
-    codes = [os.waitpid(pid, 0)[1] for pid in pids]
-    if any(codes):
-        raise SystemExit("links: a rank failed")
-    return pickle.loads(data)
+
+    def here(rank: int) -> Any:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=cluster.world, timeout=timedelta(seconds=600))
+        found = function()
+        dist.barrier()
+        return found if rank == 0 else None
+
+    return cluster.fork(here)[0]
 
 
 def main(arguments: list[str]) -> None:

@@ -9,12 +9,15 @@ import functools
 from typing import Any
 
 import torch
+from everyone import between_hosts
 from mixtures import MIXTURES, build_mixture
 from torch import nn
 from torch.nn import functional as F
 
 from meshwright.anatomy import Anatomy, read
 from meshwright.models.registry import build
+from meshwright.spec.workload import Lora
+from meshwright.train.adapters import attach
 from meshwright.train.trainer import Trainer, parallelize
 
 ROWS, SEQUENCE, VOCABULARY = 8, 16, 96
@@ -75,6 +78,17 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
 
 
+def adapted(model: nn.Module, lora: Lora) -> nn.Module:
+    """With adapters whose B is not zero, so that every gradient says something."""
+    attach(model, lora, seed=5)
+    random = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=random) / 10)
+    return model
+
+
 @functools.cache
 def anatomy_of(name: str) -> Anatomy:
     """Read once on each rank: it takes longer than the steps."""
@@ -86,6 +100,12 @@ def train(name: str, plan: str, precision: str, steps: int, clip: float | None =
     return measured(
         parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=clip, anatomy=anatomy_of(name)), name, steps
     )
+
+
+def train_between_hosts(name: str, plan: str, precision: str, steps: int) -> dict[str, Any]:
+    """The same where no memory is shared."""
+    with between_hosts():
+        return train(name, plan, precision, steps)
 
 
 def measured(trainer: Trainer, name: str, steps: int, save: str = "") -> dict[str, Any]:
@@ -115,8 +135,9 @@ def loss_of(model: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> tupl
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100), int((labels != -100).sum())
 
 
+@functools.cache
 def alone(name: str, precision: str, steps: int, clip: float | None = 1.0) -> dict[str, Any]:
-    """What one device computes, with nothing of ours but the model."""
+    """What one device computes, with nothing of ours but the model. Of equal arguments once."""
     kind = {"fp64": torch.float64, "fp32": torch.float32}[precision]
     model = make_model(name).to(kind)
     optimizer = make_optimizer(model.parameters())

@@ -4,6 +4,8 @@ collectives there."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -15,17 +17,24 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.spec.plan import Plan
 
 
-def everyone(shared: bool = True) -> Group:
-    """All ranks call it, equally often."""
+@contextmanager
+def between_hosts(apart: bool = True) -> Iterator[None]:
+    """As on ranks of different hosts: no memory is shared."""
     before = os.environ.get(SWITCH)
     try:
-        if not shared:
+        if apart:
             os.environ[SWITCH] = "0"
-        group = make_mesh(Plan(tp=dist.get_world_size())).world
+        yield
     finally:
         os.environ.pop(SWITCH, None)
         if before is not None:
             os.environ[SWITCH] = before
+
+
+def everyone(shared: bool = True) -> Group:
+    """All ranks call it, equally often."""
+    with between_hosts(not shared):
+        group = make_mesh(Plan(tp=dist.get_world_size())).world
     assert group is not None
     return group
 

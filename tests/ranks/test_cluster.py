@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from equality import alone, check, train
+from equality import alone, check, train_between_hosts
 
 from meshwright.base.errors import InputError
 from meshwright.emulate.run import Emulated, emulated
@@ -50,33 +49,15 @@ def permitted() -> bool:
 
 def on_ranks(cluster: Emulated, function: Callable[[], Any]) -> list[Any]:
     """`function()` on every rank, forked from this process; their results in order."""
-    pipes, pids = [], []
-    for rank in range(cluster.world):
-        ours, theirs = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                cluster.enter(rank)
-                os.environ.update(cluster.environment(rank))
-                torch.set_num_threads(1)
-                dist.init_process_group("gloo", rank=rank, world_size=cluster.world, timeout=timedelta(seconds=60))
-                with os.fdopen(theirs, "wb") as pipe:
-                    pipe.write(pickle.dumps(function()))
-                dist.barrier()
-                code = 0
-            finally:
-                os._exit(code)
-        os.close(theirs)
-        pipes.append(ours)
-        pids.append(pid)
-    results = []
-    for pipe, pid in zip(pipes, pids, strict=True):
-        with os.fdopen(pipe, "rb") as said:
-            data = said.read()
-        assert os.waitpid(pid, 0)[1] == 0
-        results.append(pickle.loads(data))
-    return results
+
+    def here(rank: int) -> Any:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=cluster.world, timeout=timedelta(seconds=60))
+        found = function()
+        dist.barrier()
+        return found
+
+    return cluster.fork(here)
 
 
 def look() -> tuple[str, float, list[Pair]]:
@@ -101,18 +82,9 @@ def test_nodes_have_networks_of_their_own_whose_wires_carry_what_was_asked_and_r
     assert 0.5 * WIRE < min(pair.bandwidth for pair in pairs) < 1.2 * WIRE
 
 
-def between_hosts(plan: str) -> dict[str, Any]:
-    """As on ranks of different hosts: no memory is shared."""
-    os.environ["MESHWRIGHT_SHARED"] = "0"
-    try:
-        return train("llama", plan, "fp64", 2)
-    finally:
-        del os.environ["MESHWRIGHT_SHARED"]
-
-
 @pytest.mark.parametrize("plan", ["dp2.pp2.z1.zb1", "dp2.z1.mb2.sh3-1"])
 def test_ranks_of_different_hosts_train_to_the_loss_of_one_device(ranks: Any, plan: str) -> None:
-    check(alone("llama", "fp64", 2), ranks.run(parse_plan(plan).world, between_hosts, plan), "fp64")
+    check(alone("llama", "fp64", 2), ranks.run(parse_plan(plan).world, train_between_hosts, "llama", plan, "fp64", 2), "fp64")
 
 
 SLEEPERS = """

@@ -3,13 +3,11 @@ of one device, also where process groups of torch carry everything."""
 
 from __future__ import annotations
 
-import functools
-import os
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from equality import alone, check, train
+from equality import alone, check, train, train_between_hosts
 
 from meshwright.base.errors import InputError
 from meshwright.spec.grid import Grid
@@ -24,35 +22,21 @@ MORE = [(model, plan) for model in ("llama", "llama-tied", "gpt2", "bert") for p
     "dp2.pp2.z3.gpipe.on1-0", "dp2.pp4.z1.ls1-1-1-1.on0-1-1-0", "pp2.tp2.mb2.zbv.ax-dp-tp-pp")]  # fmt: skip
 
 
-@functools.cache
-def single(model: str, precision: str) -> dict[str, Any]:
-    return alone(model, precision, 2)
-
-
-def between_hosts(model: str, plan: str) -> dict[str, Any]:
-    """As on ranks of different hosts: no memory is shared."""
-    os.environ["MESHWRIGHT_SHARED"] = "0"
-    try:
-        return train(model, plan, "fp64", 2)
-    finally:
-        del os.environ["MESHWRIGHT_SHARED"]
-
-
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
 def test_ranks_in_another_order_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
-    check(single(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+    check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE[:2])
 def test_ranks_in_another_order_between_hosts_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
-    check(single(model, "fp64"), ranks.run(parse_plan(plan).world, between_hosts, model, plan), "fp64")
+    check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train_between_hosts, model, plan, "fp64", 2), "fp64")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("model", "plan"), MORE)
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_ranks_in_every_order_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str, precision: str) -> None:
-    check(single(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+    check(alone(model, precision, 2), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
 
 
 @pytest.mark.parametrize("name", ["dp2x3.tp2.pp4.z1.ax-tp-pp-dp", "dp2.cp2.pp3.z3.ax-dp-pp-tp", "dp3.pp4.z1.on1-0-1-0"])

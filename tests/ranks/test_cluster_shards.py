@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from equality import alone, check, make_batch, make_model, make_optimizer, train
+from equality import alone, check, make_batch, make_model, make_optimizer, train, train_between_hosts
+from everyone import between_hosts
 
 from meshwright.base.errors import InputError
 from meshwright.spec.plan import parse_plan
@@ -23,35 +22,32 @@ MORE = [(model, plan) for model in ("llama", "llama-tied", "gpt2", "bert") for p
     if not (model == "bert" and "cp" in plan)]  # fmt: skip
 
 
-@functools.cache
-def single(model: str, precision: str) -> dict[str, Any]:
-    return alone(model, precision, 2)
-
-
-def between_hosts(model: str, plan: str) -> dict[str, Any]:
-    """As on ranks of different hosts: no memory is shared."""
-    os.environ["MESHWRIGHT_SHARED"] = "0"
-    try:
-        return train(model, plan, "fp64", 2)
-    finally:
-        del os.environ["MESHWRIGHT_SHARED"]
-
-
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
 def test_unlike_shards_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
-    check(single(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+    check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE[:2])
 def test_unlike_shards_between_hosts_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
-    check(single(model, "fp64"), ranks.run(parse_plan(plan).world, between_hosts, model, plan), "fp64")
+    check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train_between_hosts, model, plan, "fp64", 2), "fp64")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("model", "plan"), MORE)
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_unlike_shards_of_every_kind_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str, precision: str) -> None:
-    check(single(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+    check(alone(model, precision, 2), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+
+
+def sent(plan: str) -> float:
+    """On every rank: bytes of a step, as its record says, where no memory is shared."""
+    with between_hosts():
+        return parallelize(make_model("llama"), make_optimizer, plan, precision="fp64").step(make_batch("llama", 0)).sent["data"]
+
+
+def test_unlike_shards_send_what_like_ones_send_and_records_say_it(ranks: Any) -> None:
+    for like, unlike in zip(ranks.run(2, sent, "dp2.z1"), ranks.run(2, sent, "dp2.z1.shards1-3"), strict=True):
+        assert like > 0 and unlike == pytest.approx(like, rel=0.02)  # of two ranks each sends its slice's rest, then its slice
 
 
 def held(plan: str, folder: str, load: bool) -> tuple[int, float]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from pathlib import Path
 from typing import Any
 
 import equality
 import pytest
 import torch
+from everyone import between_hosts
 from torch import nn
 from torch.nn import functional as F
 
 from meshwright.base.errors import InputError
 from meshwright.models.registry import build
-from meshwright.parallel.exchange.shared import SWITCH
 from meshwright.spec.plan import parse_plan
 from meshwright.train.precise import precise
 from meshwright.train.trainer import parallelize
@@ -38,19 +36,14 @@ WIDE = [
 ]  # fmt: skip
 
 
-@functools.cache
-def alone(model: str, precision: str) -> dict[str, Any]:
-    return equality.alone(model, precision, steps=2)
-
-
 @pytest.mark.parametrize(("model", "plan"), [*SAMPLE, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
 def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float64(ranks: Any, model: str, plan: str) -> None:
-    equality.check(alone(model, "fp64"), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp64", 2), "fp64")
+    equality.check(equality.alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp64", 2), "fp64")
 
 
 @pytest.mark.parametrize(("model", "plan"), [*SAMPLE[:1], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
 def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float32(ranks: Any, model: str, plan: str) -> None:
-    equality.check(alone(model, "fp32"), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp32", 2), "fp32")
+    equality.check(equality.alone(model, "fp32", 2), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp32", 2), "fp32")
 
 
 # --- models and batches of this file ------------------------------------------------------------------------------------------------
@@ -142,16 +135,13 @@ def batch_of(name: str, length: int) -> dict[str, torch.Tensor]:
 
 def first_gradients(name: str, plan: str, length: int, shared: bool = True) -> Any:
     """On every rank: the loss and, on rank 0, the gradients of one batch; or why the plan is refused."""
-    if not shared:
-        os.environ[SWITCH] = "0"
     try:
-        trainer = parallelize(made(name), equality.make_optimizer, plan, precision="fp64")
-        loss, _, gradients = trainer.gradients(batch_of(name, length))
-        trainer.close()
+        with between_hosts(not shared):
+            trainer = parallelize(made(name), equality.make_optimizer, plan, precision="fp64")
+            loss, _, gradients = trainer.gradients(batch_of(name, length))
+            trainer.close()
     except InputError as error:
         return str(error)
-    finally:
-        os.environ.pop(SWITCH, None)
     return loss, gradients
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import ROWS, alone, anatomy_of, check, difference, loss_of, make_batch, make_model, make_optimizer, train
+from equality import ROWS, adapted, alone, anatomy_of, check, difference, loss_of, make_batch, make_model, make_optimizer, train
 from mixtures import MIXTURES
 from sweep import covering
 from test_cost_states import held
@@ -20,6 +19,7 @@ from meshwright.models.registry import build
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.rules import world_faults
 from meshwright.spec.runs import missing
+from meshwright.spec.workload import Lora
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
@@ -41,25 +41,20 @@ RATHER = [("deepseek-v3", "dp2.ep2.z3"), ("deepseek-v3", "tp2.ep2"), ("deepseek-
 SOAKED = [*((model, plan, "fp64") for model, plan in WIDER), *((model, plan, "fp32") for model, plan in [*SAMPLE, *RATHER[1:]])]
 
 
-@functools.cache
-def expected(model: str, precision: str) -> dict[str, Any]:
-    return alone(model, precision, steps=2)
-
-
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
 def test_a_mixture_computes_what_one_device_computes_in_float64(ranks: Any, model: str, plan: str) -> None:
-    check(expected(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+    check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 
 
 def test_latent_attention_and_routing_by_sigmoids_compute_what_one_device_computes_in_float32(ranks: Any) -> None:
     model, plan = RATHER[0]
-    check(expected(model, "fp32"), ranks.run(parse_plan(plan).world, train, model, plan, "fp32", 2), "fp32")
+    check(alone(model, "fp32", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp32", 2), "fp32")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("model", "plan", "precision"), SOAKED)
 def test_a_mixture_computes_what_one_device_computes_under_more_plans(ranks: Any, model: str, plan: str, precision: str) -> None:
-    check(expected(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+    check(alone(model, precision, 2), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +180,7 @@ def test_every_two_choices_with_experts_compute_what_one_device_computes(ranks: 
     def judge(model: str, plan: str) -> tuple[float, float] | str:
         precision = "fp32" if model in {name for name, _ in RATHER} else "fp64"
         try:
-            return check(expected(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+            return check(alone(model, precision, 2), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
         except AssertionError as error:
             said = str(error).strip().splitlines()[-1]
             if "InputError: " not in said:
@@ -262,18 +257,7 @@ def six_gradients(plan: str) -> dict[str, torch.Tensor] | None:
 
 
 def adapted_mixture() -> Any:
-    """Frozen experts, adapters whose B is not zero."""
-    from meshwright.spec.workload import Lora
-    from meshwright.train.adapters import attach
-
-    model = make_model("mixtral")
-    attach(model, Lora(rank=2, alpha=4.0), seed=5)
-    random = torch.Generator().manual_seed(6)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=random) / 10)
-    return model
+    return adapted(make_model("mixtral"), Lora(rank=2, alpha=4.0))
 
 
 @pytest.mark.parametrize(

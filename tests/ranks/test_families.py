@@ -105,6 +105,7 @@ REFUSED = {
     ("vit", "sp"): "sequence (17) is not a multiple of tp(",
     ("t5", "sp"): "blocks stand in several lists",
     ("falcon", "tp8"): "must divide",
+    ("cohere", "tp8"): "too few key-value heads",
     ("deepseek-v3", "sp"): "reads batch and sequence as one",
     ("blenderbot", "sp"): "stays whole",
     ("albert", "sp"): "runs more than once",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import check, make_batch, make_optimizer, measured
+from equality import adapted, check, make_batch, make_optimizer, measured
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
@@ -269,19 +269,8 @@ ADAPTED = [
 LORA = Lora(rank=4, alpha=8.0)
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    """With adapters whose B is not zero, so that every gradient says something."""
-    attach(model, LORA, seed=5)
-    random = torch.Generator().manual_seed(6)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=random) / 10)
-    return model
-
-
 def train_adapters(folder: str, plan: str, steps: int, save: str = "") -> dict[str, Any]:
-    trainer = parallelize(adapted(start(folder)), make_optimizer, plan, precision="fp64", clip=1.0)
+    trainer = parallelize(adapted(start(folder), LORA), make_optimizer, plan, precision="fp64", clip=1.0)
     trainer.load_weights(folder)
     result = measured(trainer, "model", steps, save)
     return {**result, "bytes": trainer.bytes()}
@@ -289,7 +278,7 @@ def train_adapters(folder: str, plan: str, steps: int, save: str = "") -> dict[s
 
 @functools.cache
 def expected_adapters(name: str, folder: str) -> dict[str, Any]:
-    return by_itself(adapted(type(FAMILIES[name]()).from_pretrained(folder, dtype=torch.float64)).train(), 2)
+    return by_itself(adapted(type(FAMILIES[name]()).from_pretrained(folder, dtype=torch.float64), LORA).train(), 2)
 
 
 @pytest.mark.parametrize(("name", "plan"), sample(ADAPTED))
@@ -354,7 +343,7 @@ def test_adapters_are_exported_for_peft_and_added_to_the_weights(ranks: Any, fol
 
 
 def resumed(folder: str, plan: str, path: str) -> float:
-    trainer = parallelize(adapted(start(folder)), make_optimizer, plan, precision="fp64", clip=1.0)
+    trainer = parallelize(adapted(start(folder), LORA), make_optimizer, plan, precision="fp64", clip=1.0)
     trainer.load(path)
     return trainer.step(make_batch("model", 1)).loss
 

@@ -13,17 +13,14 @@ from statistics import median
 
 import psutil
 import pytest
-from test_train_run import JOB, weights
+from test_train_run import JOB, environment, furnished, weights
 
 JOB = JOB.replace("steps: 40", "steps: 120").replace("dp2.z1", "dp4.z1").replace("checkpoint_every: 4", "checkpoint_every: 20, rejoin: 1.0")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("nodes")
-    (folder / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n\n" for n in range(400)))
-    (folder / "job.yaml").write_text(JOB)
-    return folder
+def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    return furnished(tmp_path_factory.mktemp("nodes"), text, JOB)
 
 
 class Nodes:
@@ -38,13 +35,13 @@ class Nodes:
         self.processes = [self.start(0), self.start(1)]
 
     def start(self, number: int, behind: Sequence[str] = (), **more: str) -> subprocess.Popen:
-        environment = {
-            **os.environ, "MESHWRIGHT_CACHE": str(self.place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+        there = {
+            **environment(self.place),
             "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), **more,
         }  # fmt: skip
         err = subprocess.DEVNULL if number else subprocess.PIPE
         command = [*behind, sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{self.run}"]
-        return subprocess.Popen(command, cwd=self.place, env=environment, stdout=subprocess.DEVNULL, stderr=err, text=True)
+        return subprocess.Popen(command, cwd=self.place, env=there, stdout=subprocess.DEVNULL, stderr=err, text=True)
 
     @property
     def folder(self) -> Path:
@@ -193,7 +190,7 @@ def test_the_script_for_slurm_trains_on_two_nodes(place: Path, whole: Nodes) -> 
         (bin_ / name).write_text(text)
         (bin_ / name).chmod(0o700)
     path = f"{bin_}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "MESHWRIGHT_CACHE": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    there = {**environment(place), "PATH": path}
     command = [
         sys.executable,
         "-m",
@@ -208,10 +205,10 @@ def test_the_script_for_slurm_trains_on_two_nodes(place: Path, whole: Nodes) -> 
         "slurm",
     ]
     command += ["--set", "run.folder=runs/slurm"]
-    assert subprocess.run(command, cwd=place, env=environment, check=False, capture_output=True).returncode == 0
+    assert subprocess.run(command, cwd=place, env=there, check=False, capture_output=True).returncode == 0
     with socket.create_server(("127.0.0.1", 0)) as free:
         job = str(free.getsockname()[1] - 20000)
-    there = {**environment, "SLURM_JOB_ID": job if int(job) >= 0 else "4711", "SLURM_JOB_NODELIST": "here[0-1]"}
+    there = {**there, "SLURM_JOB_ID": job if int(job) >= 0 else "4711", "SLURM_JOB_NODELIST": "here[0-1]"}
     done = subprocess.run(["bash", "slurm/slurm.sbatch"], cwd=place, env=there, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "node 1 of 2 at 127.0.0.1" in done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_nodes import JOB, Nodes
+from test_train_run import furnished
 
 FIRST, SECOND = "10.231.7.1", "10.231.7.2"
 PORT = 29471
@@ -19,11 +20,8 @@ def ip(*words: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("links")
-    (folder / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n\n" for n in range(400)))
-    (folder / "job.yaml").write_text(JOB.replace("batch: 8, steps: 120", "batch: 64, steps: 200"))
-    return folder
+def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    return furnished(tmp_path_factory.mktemp("links"), text, JOB.replace("batch: 8, steps: 120", "batch: 64, steps: 200"))
 
 
 class Apart(Nodes):

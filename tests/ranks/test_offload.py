@@ -31,6 +31,18 @@ def made(name: str, plan: str, precision: str, folder: str) -> Trainer:
     return parallelize(make_model(name), make_optimizer, small, precision=precision, clip=1.0, anatomy=anatomy_of(name), offload_to=folder)
 
 
+def bit_for_bit(ranks: Any, folder: Any, name: str, plan: str, precision: str, way: str) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """What each rank holds without and with `way`, of runs that are the same to the bit and leave no files."""
+    world = parse_plan(plan).world
+    here = ranks.run(world, trained, name, plan, precision, str(folder))
+    away = ranks.run(world, trained, name, f"{plan}.off-{way}", precision, str(folder))
+    for (losses, weights, _), (others, theirs, _) in zip(here, away, strict=True):
+        assert losses == others
+        assert weights is None or all(torch.equal(weights[key], theirs[key]) for key in weights)
+    assert not list(folder.iterdir())
+    return [(held, elsewhere) for (_, _, held), (_, _, elsewhere) in zip(here, away, strict=True)]
+
+
 CASES = [
     ("llama", "dp1", "fp32", "optimizer-files"), ("llama", "dp2", "fp64", "optimizer-files"), ("llama", "dp2.z1", "bf16", "optimizer-files"),
     ("llama", "dp2.z1", "fp32", "optimizer"), ("llama", "dp2.z2", "fp32", "optimizer-files"), ("llama", "dp2.z3", "bf16", "optimizer"),
@@ -43,14 +55,8 @@ CASES = [
 def test_a_run_with_its_optimizer_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
-    world = parse_plan(plan).world
-    here = ranks.run(world, trained, name, plan, precision, str(tmp_path))
-    away = ranks.run(world, trained, name, f"{plan}.off-{way}", precision, str(tmp_path))
-    for (losses, weights, held), (others, theirs, elsewhere) in zip(here, away, strict=True):
-        assert losses == others
-        assert weights is None or all(torch.equal(weights[key], theirs[key]) for key in weights)
+    for held, elsewhere in bit_for_bit(ranks, tmp_path, name, plan, precision, way):
         assert elsewhere["offloaded"] == held["optimizer"] and elsewhere["optimizer"] == 0
-    assert not list(tmp_path.iterdir())
 
 
 SHARES = [
@@ -63,12 +69,7 @@ SHARES = [
 def test_a_run_with_a_share_of_its_optimizer_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
-    world = parse_plan(plan).world
-    here = ranks.run(world, trained, name, plan, precision, str(tmp_path))
-    away = ranks.run(world, trained, name, f"{plan}.off-{way}", precision, str(tmp_path))
-    for (losses, weights, held), (others, theirs, elsewhere) in zip(here, away, strict=True):
-        assert losses == others
-        assert weights is None or all(torch.equal(weights[key], theirs[key]) for key in weights)
+    for held, elsewhere in bit_for_bit(ranks, tmp_path, name, plan, precision, way):
         assert elsewhere["offloaded"] + elsewhere["optimizer"] == held["optimizer"]
         assert int(way[-2:]) / 100 * held["optimizer"] <= elsewhere["offloaded"] < held["optimizer"]
 
@@ -85,15 +86,9 @@ PARAMETERS = [
 def test_a_run_with_its_weights_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
-    world = parse_plan(plan).world
-    here = ranks.run(world, trained, name, plan, precision, str(tmp_path))
-    away = ranks.run(world, trained, name, f"{plan}.off-{way}", precision, str(tmp_path))
-    for (losses, weights, held), (others, theirs, elsewhere) in zip(here, away, strict=True):
-        assert losses == others
-        assert weights is None or all(torch.equal(weights[key], theirs[key]) for key in weights)
+    for held, elsewhere in bit_for_bit(ranks, tmp_path, name, plan, precision, way):
         gone = held["parameters"] * ("files" in way.rpartition("parameters")[2]) + held["optimizer"] * ("optimizer" in way)
         assert elsewhere["offloaded"] == gone and sum(elsewhere.values()) == sum(held.values())
-    assert not list(tmp_path.iterdir())
 
 
 def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[float], list[float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
@@ -26,21 +25,16 @@ MORE = [(model, plan) for model in ("llama", "bert", "gpt2") for plan in ("dp2.p
     if not (model == "bert" and "cp" in plan)]  # fmt: skip
 
 
-@functools.cache
-def single(model: str, precision: str) -> dict[str, Any]:
-    return alone(model, precision, 2)
-
-
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
 def test_unlike_shares_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
-    check(single(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+    check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("model", "plan"), MORE)
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_unlike_shares_of_every_schedule_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str, precision: str) -> None:
-    check(single(model, precision), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
+    check(alone(model, precision, 2), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
 
 
 @pytest.mark.parametrize(

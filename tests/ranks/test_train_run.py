@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,10 +28,14 @@ run: {checkpoint_every: 4, evaluate_every: 20, tensorboard: false}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("train")
-    (folder / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n\n" for n in range(400)))
-    (folder / "job.yaml").write_text(JOB)
+def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    return furnished(tmp_path_factory.mktemp("train"), text, JOB)
+
+
+def furnished(folder: Path, text: Path, job: str) -> Path:
+    """With a job and the text that it reads."""
+    shutil.copy(text, folder)
+    (folder / "job.yaml").write_text(job)
     return folder
 
 

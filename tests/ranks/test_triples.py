@@ -77,14 +77,9 @@ def choices(model: str) -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:
             yield (model, f"world {ranks_of(name)}", *parts), (model, plan)
 
 
-@functools.cache
-def expected(model: str, precision: str) -> dict[str, Any]:
-    return alone(model, precision, steps=2)
-
-
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
 def test_strategies_together_compute_what_one_device_computes(ranks: Any, model: str, plan: str) -> None:
-    check(expected(model, "fp64"), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+    check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 
 
 @pytest.mark.soak
@@ -95,6 +90,6 @@ def test_every_three_choices_together_compute_what_one_device_computes(ranks: An
     def judge(model: str, plan: str) -> tuple[float, float]:
         name, _, precision = model.partition(" ")
         precision = precision or "fp64"
-        return check(expected(name, precision), ranks.run(parse_plan(plan).world, train, name, plan, precision, 2), precision)
+        return check(alone(name, precision, 2), ranks.run(parse_plan(plan).world, train, name, plan, precision, 2), precision)
 
     sweep("triples", "Every three choices together", covering(three, 3) + covering(two, 2), judge)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
 
 from meshwright.base.errors import InputError, MeshwrightError
 from meshwright.base.signals import hearing
@@ -21,7 +24,7 @@ GRACE, TICK = 10.0, 0.05
 
 
 class Emulated:
-    """A cluster that is there: `environment` and `enter` make a process one of its ranks."""
+    """A cluster that is there: `environment` and `enter` make a process one of its ranks, `fork` makes all of them."""
 
     def __init__(self, scaled: Scaled, wires: Wires, shares: Shares) -> None:
         self.scaled, self.wires, self.shares = scaled, wires, shares
@@ -51,6 +54,40 @@ class Emulated:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         self.wires.enter(self.scaled.nodes[rank])
         self.shares.enter(rank)
+
+    def fork(self, function: Callable[[int], Any]) -> list[Any]:
+        """`function(rank)` on every rank, each forked from this process; what they return, in order. MeshwrightError names those that failed."""
+        pipes, processes = [], []
+        for rank in range(self.world):
+            ours, theirs = os.pipe()
+            process = os.fork()
+            if process == 0:
+                self._be(rank, function, theirs)
+            os.close(theirs)
+            pipes.append(ours)
+            processes.append(process)
+        said = []
+        for pipe in pipes:
+            with os.fdopen(pipe, "rb") as answer:
+                said.append(answer.read())
+        failed = [rank for rank, process in enumerate(processes) if os.waitpid(process, 0)[1]]
+        if failed:
+            raise MeshwrightError(f"emulate: ranks {', '.join(map(str, failed))} of {self.world} failed; what they said stands above")
+        return [pickle.loads(each) for each in said]
+
+    def _be(self, rank: int, function: Callable[[int], Any], answer: int) -> NoReturn:
+        """The life of a forked rank."""
+        code = 1
+        try:
+            self.enter(rank)
+            os.environ.update(self.environment(rank))
+            with os.fdopen(answer, "wb") as pipe:
+                pipe.write(pickle.dumps(function(rank)))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
 
 
 @contextmanager

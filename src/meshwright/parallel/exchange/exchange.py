@@ -41,7 +41,7 @@ class Pending:
 
     def before(self, then: Callable[[], None]) -> Pending:
         """The same with something done behind it, which must wait for this one."""
-        return Pending(self._work, then)
+        return Pending(self._work, then, self._meter)
 
 
 DONE = Pending(None)
@@ -55,7 +55,7 @@ def all_reduce(flat: torch.Tensor, group: Group | None, largest: bool = False, a
         return Pending(None, group.lanes.all_reduce(flat.view(-1), largest, across), group.meter)
     if across is not None:
         return Pending(None, across.all_reduce(flat.view(-1), group, group).wait)
-    _count(group, flat, 2.0)
+    group.meter.sent += 2 * (group.size - 1) / group.size * flat.numel() * flat.element_size()  # around a ring
     operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     return Pending(dist.all_reduce(flat, operation, group=group.process, async_op=True), None, group.meter)
 
@@ -67,36 +67,26 @@ def reduce_scatter(
     `sizes`: elements of the slice of each rank, where they are unequal."""
     if group is None:
         return Pending(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
-    if sizes is not None:
-        return _reduce_scatter_unequal(full, out, group, sizes)
-    if group.lanes is not None:
-        return Pending(None, group.lanes.reduce_scatter(full, out, across), group.meter)
+    if _in_memory(group, sizes):
+        assert group.lanes is not None
+        return Pending(None, group.lanes.reduce_scatter(full, out, across, sizes), group.meter)
     if across is not None:
         return Pending(None, across.reduce_scatter(full, out, group, group).wait)
-    _count(group, full)
+    group.meter.sent += (full.numel() - out.numel()) * full.element_size()
+    if group.native and sizes is not None:
+        return Pending(dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True), None, group.meter)
     if group.native:
-        return Pending(
-            _native("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group.process, async_op=True), None, group.meter
-        )
-    received = torch.empty_like(full)
-    work = dist.all_to_all_single(received, full, group=group.process, async_op=True)
+        work = _native("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group.process, async_op=True)
+        return Pending(work, None, group.meter)
+    received = full.new_empty(out.numel() * group.size)
+    each, mine = (None, None) if sizes is None else (list(sizes), [out.numel()] * group.size)
+    work = dist.all_to_all_single(received, full, mine, each, group=group.process, async_op=True)
     return Pending(work, lambda: _sum_into(out, received), group.meter)
 
 
-def _count(group: Group, whole: torch.Tensor, times: float = 1.0) -> None:
-    """What a ring, or an all-to-all, of `whole` makes this rank send."""
-    group.meter.sent += times * (group.size - 1) / group.size * whole.numel() * whole.element_size()
-
-
-def _reduce_scatter_unequal(full: torch.Tensor, out: torch.Tensor, group: Group, sizes: Sequence[int]) -> Pending:
-    """Tiers keep a process group of all ranks, which this goes through: their slices are equal."""
-    if group.process is None and group.lanes is not None:
-        return Pending(None, group.lanes.reduce_scatter(full, out, None, sizes))
-    if group.native:
-        return Pending(dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True))
-    received = full.new_empty(out.numel() * group.size)
-    work = dist.all_to_all_single(received, full, [out.numel()] * group.size, list(sizes), group=group.process, async_op=True)
-    return Pending(work, lambda: _sum_into(out, received))
+def _in_memory(group: Group, sizes: Sequence[int] | None) -> bool:
+    """Whether slices go through lanes. Those of tiers are equal: unequal ones go through the process group of all ranks that tiers keep."""
+    return group.lanes is not None and (sizes is None or group.process is None)
 
 
 def _copy(out: torch.Tensor, full: torch.Tensor) -> None:
@@ -111,28 +101,19 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None, siz
     """`full` becomes the shards of all ranks of `group` in order; `shard` may be this rank's slice of `full`. `sizes` as above."""
     if group is None:
         return Pending(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
-    if sizes is not None:
-        return _all_gather_unequal(full, shard, group, sizes)
-    if group.lanes is not None:
-        return Pending(None, group.lanes.all_gather(full, shard), group.meter)
-    _count(group, full)
+    if _in_memory(group, sizes):
+        assert group.lanes is not None
+        return Pending(None, group.lanes.all_gather(full, shard, sizes), group.meter)
+    group.meter.sent += (group.size - 1) * shard.numel() * shard.element_size()
+    if group.native and sizes is not None:
+        return Pending(dist.all_gather(list(full.split(list(sizes))), shard, group=group.process, async_op=True), None, group.meter)
     if group.native:
-        return Pending(
-            _native("all_gather_single", "all_gather_into_tensor")(full, shard, group=group.process, async_op=True), None, group.meter
-        )
+        work = _native("all_gather_single", "all_gather_into_tensor")(full, shard, group=group.process, async_op=True)
+        return Pending(work, None, group.meter)
     repeated = shard.repeat(group.size)
-    work = dist.all_to_all_single(full, repeated, group=group.process, async_op=True)
+    each, mine = (None, None) if sizes is None else (list(sizes), [shard.numel()] * group.size)
+    work = dist.all_to_all_single(full, repeated, each, mine, group=group.process, async_op=True)
     return Pending(work, lambda: _keep(repeated), group.meter)
-
-
-def _all_gather_unequal(full: torch.Tensor, shard: torch.Tensor, group: Group, sizes: Sequence[int]) -> Pending:
-    if group.process is None and group.lanes is not None:
-        return Pending(None, group.lanes.all_gather(full, shard, sizes))
-    if group.native:
-        return Pending(dist.all_gather(list(full.split(list(sizes))), shard, group=group.process, async_op=True))
-    repeated = shard.repeat(group.size)
-    work = dist.all_to_all_single(full, repeated, list(sizes), [shard.numel()] * group.size, group=group.process, async_op=True)
-    return Pending(work, lambda: _keep(repeated))
 
 
 def all_to_all(out: torch.Tensor, full: torch.Tensor, group: Group | None) -> Pending:

@@ -92,24 +92,19 @@ class Lanes:
     def all_reduce(self, flat: torch.Tensor, largest: bool = False, across: Across | None = None) -> Callable[[], None]:
         small = flat.numel() * flat.element_size() <= SMALL
         number, memory = self.begin(flat, copy=small)
-        slices = [slice_of(flat, rank, len(self.ranks)) for rank in range(len(self.ranks))]
 
         def sum_all() -> None:
             reduce_parts(self.parts(number, memory), slice(None), flat, largest)
             self.read(number)
 
         def sum_own() -> None:
-            own = slices[self.index]
+            own = slice_of(flat, self.index, len(self.ranks))
             reduce_parts(self.parts(number, memory), own, memory[own], largest)
             self.host.say(self.at(number, HALFWAY), number)
 
-        def copy() -> None:
-            for rank, (part, taken) in enumerate(zip(self.parts(number, memory), slices, strict=True)):
-                if rank != self.index or memory.data_ptr() != flat.data_ptr():
-                    flat[taken].copy_(part[taken])
-            self.read(number)
-
-        return self.under_way.add(number, (POSTED, sum_all)) if small else self.under_way.add(number, (POSTED, sum_own), (HALFWAY, copy))
+        if small:
+            return self.under_way.add(number, (POSTED, sum_all))
+        return self.under_way.add(number, (POSTED, sum_own), (HALFWAY, lambda: take_slices(self, number, memory, flat)))
 
     def reduce_scatter(
         self, full: torch.Tensor, out: torch.Tensor, across: Across | None = None, sizes: Sequence[int] | None = None
@@ -274,6 +269,15 @@ class Lanes:
 
     def at(self, number: int, word: int) -> int:
         return _word(self.first, number, word)
+
+
+def take_slices(lanes: Lanes, number: int, memory: torch.Tensor, flat: torch.Tensor) -> None:
+    """All slices that were summed, this rank's in `memory`, come to `flat`."""
+    for rank, part in enumerate(lanes.parts(number, memory)):
+        if rank != lanes.index or memory.data_ptr() != flat.data_ptr():
+            taken = slice_of(flat, rank, len(lanes.ranks))
+            flat[taken].copy_(part[taken])
+    lanes.read(number)
 
 
 def _alive(lanes: weakref.ref[Lanes]) -> Lanes:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.parallel.exchange import exchange
-from meshwright.parallel.exchange.lanes import HALFWAY, POSTED, Across, Lanes, reduce_parts, slice_of
+from meshwright.parallel.exchange.lanes import HALFWAY, POSTED, Across, Lanes, reduce_parts, slice_of, take_slices
 from meshwright.parallel.exchange.underway import CROSSED, Crossing
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ class Tiers(Lanes):
 
     def all_reduce(self, flat: torch.Tensor, largest: bool = False, across: Across | None = None) -> Callable[[], None]:
         number, memory = self.begin(flat)
-        slices = [slice_of(flat, rank, len(self.ranks)) for rank in range(len(self.ranks))]
 
         def sum_own() -> Crossing | None:
-            own = memory[slices[self.index]]
-            reduce_parts(self.parts(number, memory), slices[self.index], own, largest)
+            taken = slice_of(flat, self.index, len(self.ranks))
+            own = memory[taken]
+            reduce_parts(self.parts(number, memory), taken, own, largest)
             if not own.numel():
                 return None
             return across.all_reduce(own, self.sums, self.laters) if across is not None else exchange.all_reduce(own, self.sums, largest)
@@ -72,13 +72,8 @@ class Tiers(Lanes):
         def show() -> None:
             self.host.say(self.at(number, HALFWAY), number)
 
-        def copy() -> None:
-            for rank, (part, taken) in enumerate(zip(self.parts(number, memory), slices, strict=True)):
-                if rank != self.index or memory.data_ptr() != flat.data_ptr():
-                    flat[taken].copy_(part[taken])
-            self.read(number)
-
-        return self.under_way.add(number, (POSTED, sum_own), (CROSSED, show), (HALFWAY, copy))
+        last = (HALFWAY, lambda: take_slices(self, number, memory, flat))
+        return self.under_way.add(number, (POSTED, sum_own), (CROSSED, show), last)
 
     def reduce_scatter(
         self, full: torch.Tensor, out: torch.Tensor, across: Across | None = None, sizes: Sequence[int] | None = None

@@ -302,8 +302,8 @@ def _gather(unit: FlatUnit, shard: torch.Tensor) -> None:
 
 def _sizes(flat: FlatUnit) -> list[int] | None:
     """Elements of all shards, where they are unequal."""
-    bounds = shard_bounds(flat.unit.numel, flat.sharing.shards, flat.sharing.weights)
-    return [stop - start for start, stop in pairwise(bounds)] if flat.sharing.weights else None
+    weights = flat.sharing.weights
+    return [stop - start for start, stop in pairwise(shard_bounds(flat.unit.numel, flat.sharing.shards, weights))] if weights else None
 
 
 def vector(unit: FlatUnit, run: slice, like: torch.Tensor) -> Vector:
