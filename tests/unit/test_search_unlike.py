@@ -13,6 +13,7 @@ from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
 from meshwright.search import shares
 from meshwright.search.rank import search
+from meshwright.search.ranking import family_of
 from meshwright.search.shares import whole
 from meshwright.search.survey import TIGHT_GAIN
 from meshwright.search.unlike import plans
@@ -135,3 +136,13 @@ def test_a_search_of_what_runs_offers_shares_on_unlike_groups() -> None:
     job = heavy_job(slower=3.0, batch=64)
     chosen = search(job, 1, runnable=True).chosen
     assert chosen.runs and chosen.plan.shares
+
+
+@pytest.mark.parametrize(("less", "batch"), [(1.0, 16), (2.0, 8), (0.25, 16)])
+def test_no_ranked_plan_is_better_than_what_is_said_to_be_the_best_of_its_family(less: float, batch: int) -> None:
+    """Plans over unlike groups and plans that recompute some of their blocks stand among the families too."""
+    answer = search(unlike_job(3.0, less, batch))
+    best = {family.name: family.seconds for family in answer.families if family.fits}
+    for entry in answer.plans:
+        assert best[family_of(entry.plan)] <= entry.estimate.time.step * (1 + TIGHT_GAIN)
+    assert answer.chosen.plan in [family.plan for family in answer.families]

@@ -119,6 +119,8 @@ def _hybrid(job: Job, answer: Answer) -> Sentence:
             single=best.plan.name,
             share=best.seconds / step - 1.0,
         )
+    if not single:
+        return tell("advice.hybrid.indivisible", plan=answer.chosen.name, devices=job.cluster.devices)
     return tell("advice.hybrid.needed", plan=answer.chosen.name, families=tuple(map(_lack, single[:NEIGHBOURS])))
 
 

@@ -7,7 +7,7 @@ last ones left out; of a single node so many devices.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.base.errors import InputError
 from meshwright.cost.price import Pricer
@@ -16,7 +16,7 @@ from meshwright.search import unlike
 from meshwright.search.answer import Answer, Entry, Family, Objective, Rejection
 from meshwright.search.eased import eased
 from meshwright.search.near import nothing_fits
-from meshwright.search.ranking import Candidate, Ranking, rounded
+from meshwright.search.ranking import Candidate, Ranking, family_of, rounded
 from meshwright.search.survey import Survey, survey
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -39,7 +39,7 @@ def search(job: Job, top: int = 10, objective: Objective = Objective.fastest, ru
     entries = (entry.but(runs=runs(entry.plan)) for _, entry in scored)
     return Answer(
         plans=tuple(entries),
-        families=families(found.ranking),
+        families=families(found.ranking, scored if objective == Objective.fastest else ()),
         considered=found.space.considered,
         rejected=tuple(Rejection(reason=reason, count=it.count, example=it.example) for reason, it in found.space.refused.items()),
         seconds=time.perf_counter() - began,
@@ -98,10 +98,17 @@ def smaller(cluster: Cluster) -> Iterator[Cluster]:
         yield cluster.but(groups=tuple(groups))
 
 
-def families(ranking: Ranking) -> tuple[Family, ...]:
-    """The best of each family, those that fit first and fastest first, then the nearest of the others."""
-    found = [
-        Family(name=name, plan=it.plan, fits=name in ranking.families, seconds=it.seconds, reserved=it.reserved)
+def families(ranking: Ranking, ranked: Sequence[tuple[float, Entry]] = ()) -> tuple[Family, ...]:
+    """The best of each family, those that fit first and fastest first, then the nearest of the others. The survey's families are of even plans
+    that treat all blocks alike; a ranked plan, with its score, may be better than the best of these."""
+    scores = {name: it.score for name, it in ranking.families.items()}
+    found = {
+        name: Family(name=name, plan=it.plan, fits=name in scores, seconds=it.seconds, reserved=it.reserved)
         for name, it in {**ranking.nearest, **ranking.families}.items()
-    ]
-    return tuple(sorted(found, key=lambda family: (not family.fits, family.seconds if family.fits else family.reserved)))
+    }
+    for score, entry in ranked:
+        name = family_of(entry.plan)
+        if rounded(score) < rounded(scores.get(name, float("inf"))):
+            scores[name], price = score, entry.estimate
+            found[name] = Family(name=name, plan=entry.plan, fits=True, seconds=price.time.step, reserved=price.memory.reserved)
+    return tuple(sorted(found.values(), key=lambda family: (not family.fits, family.seconds if family.fits else family.reserved)))

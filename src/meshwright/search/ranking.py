@@ -165,6 +165,22 @@ def family_parts(box: Box) -> list[tuple[str, Array, Array]]:
     axes = [name for name, degree in (("tensor", box.tp), ("pipeline", box.pp)) if degree > 1]
     zero = box.zero.reshape(-1)
     for stage in sorted(set(zero.tolist())) if alone.any() else ():
-        data = [f"ZeRO-{stage}" if stage else "data"] if box.data > 1 or stage else []
-        found.append((" + ".join([*axes, *data]) or "one device", np.flatnonzero(alone), np.flatnonzero(zero == stage)))
+        found.append((_family(axes, stage, box.data), np.flatnonzero(alone), np.flatnonzero(zero == stage)))
     return found
+
+
+def family_of(plan: Plan) -> str:
+    """The family of one plan.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> family_of(parse_plan("dp4.tp2.z1")), family_of(parse_plan("dp2.cp2"))
+    ('tensor + ZeRO-1', 'context')
+    """
+    if plan.ep > 1 or plan.cp > 1:
+        return "expert" if plan.ep > 1 else "context"
+    return _family([name for name, degree in (("tensor", plan.tp), ("pipeline", plan.pp)) if degree > 1], plan.zero, plan.dp)
+
+
+def _family(axes: list[str], zero: int, data: int) -> str:
+    parts = [f"ZeRO-{zero}" if zero else "data"] if data > 1 or zero else []
+    return " + ".join([*axes, *parts]) or "one device"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 LINES = {
+    # --- links
+    "{} Gbit/s a device": "每设备 {0} Gbit/s",
+    "assumed {} Gbit/s a device": "假定每设备 {0} Gbit/s",
     # --- plans
     "workload.local does not go with {}; leave it out": "workload.local 不能与 {0} 同用；请去掉它",
     "dp_replicate({}) is not workload.local.replicas({}); use dp{}, or dp{}xN.z1": "dp_replicate({0}) 不等于 workload.local.replicas({1})；请用 dp{2}，或 dp{3}xN.z1",

@@ -12,6 +12,7 @@ s), parameters, rate; `line` is what a rule said by itself (`lines.py`). A value
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Mapping
 from importlib import import_module
@@ -22,6 +23,8 @@ from meshwright.base.units import show_bytes, show_count, show_rate, show_second
 from meshwright.words.lines import translated
 
 TABLES = {"en": "meshwright.words.english", "zh": "meshwright.words.chinese"}
+NEEDLESS = re.compile(r"(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])")
+"""A blank between two Chinese words: a text has one where a value may be Latin."""
 LISTED = "list"
 """The key of what stands between the parts of a list."""
 
@@ -54,7 +57,8 @@ def say(sentence: Sentence, language: str = "en") -> str:
     text = texts.get(sentence.key)
     if text is None:
         return str(sentence.values["otherwise"])
-    return _Shown(texts, language).format(text, **sentence.values)
+    said = _Shown(texts, language).format(text, **sentence.values)
+    return NEEDLESS.sub("", said) if language == "zh" else said
 
 
 class _Shown(string.Formatter):
