@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from bench import labels, links, peers, pipeline, recovery, search, simulate, start, tensor
+from bench import copies, labels, links, peers, pipeline, recovery, resize, search, simulate, start, tensor
 
 KNOWN = {
     "start": start,
@@ -18,6 +18,8 @@ KNOWN = {
     "peers": peers,
     "pipeline": pipeline,
     "recovery": recovery,
+    "resize": resize,
+    "copies": copies,
     "tensor": tensor,
 }
 

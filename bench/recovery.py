@@ -2,7 +2,8 @@
 
 Each round kills one rank of each at a random step, one after the other, on the same model, batch and number of ranks. The clock runs from kill -9 until a step
 behind the last one recorded before is recorded; steps are lost that were recorded and are run again. torchrun restarts with a store of its own for each attempt
-(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with its default most restarts fail on gloo) and saves every 10 steps. torchft was not installed and is not measured.
+(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with its default most restarts fail on gloo) and saves every 10 steps. torchft keeps replica groups of one rank (bench/tolerant.py; a group that died
+is started anew at once): those that are left go on with fewer rows a step, so that its steps after a kill are not those of the undisturbed run; `--torchft PYTHON` names a Python that has it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,9 +57,15 @@ def torchrun(folder: Path, ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=9", *what]
 
 
+def torchft(folder: Path, ranks: int, python: str) -> list[str]:
+    return [python, str(HERE / "tolerant.py"), str(folder), json.dumps(SIZES), *map(str, (STEPS, ROWS, SEQUENCE, ranks))]
+
+
 def is_rank(process: psutil.Process) -> bool:
     try:
-        return process.name().startswith("mesh-rank") or any("restarted.py" in word for word in process.cmdline()[1:3])
+        words = process.cmdline()
+        torch = any("restarted.py" in word for word in words[1:3]) or ("tolerant.py" in " ".join(words[1:2]) and len(words) == 9)
+        return torch or process.name().startswith("mesh-rank")
     except psutil.Error:
         return False
 
@@ -107,11 +116,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--results", default="recovery")
+    parser.add_argument("--torchft", default="", help="a Python that has torchft beside torch")
     given = parser.parse_args(arguments)
     chance = random.Random(0)
-    found: dict[str, list[dict[str, float]]] = {"meshwright": [], "torchrun": []}
+    systems: dict[str, Callable[[Path, int], list[str]]] = {"meshwright": ours, "torchrun": torchrun}
+    if given.torchft:
+        systems["torchft"] = partial(torchft, python=given.torchft)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
     for _ in range(given.rounds):
-        for name, command in (("meshwright", ours), ("torchrun", torchrun)):
+        for name, command in systems.items():
             with tempfile.TemporaryDirectory() as place:
                 found[name] += once(command(Path(place), given.ranks), Path(place), given.kills, chance)
     lines = ["| system | kills | to the next new step, median | largest | steps run again, median | largest |", "|---|---|---|---|---|---|"]
@@ -119,7 +132,7 @@ def main(arguments: list[str]) -> None:
         seconds, lost = [kill["seconds"] for kill in kills], [kill["lost"] for kill in kills]
         lines.append(f"| {name} | {len(kills)} | {median(seconds):.2f} s | {max(seconds):.2f} s | {median(lost):.0f} | {max(lost):.0f} |")
     load = f"{os.getloadavg()[0]:.0f}"
-    about = f"# A killed rank, beside torchrun\n\n{(__doc__ or '').strip()}\n\n{given.ranks} ranks, plan dp{given.ranks}; load of the machine at the end: {load}.\n"
+    about = f"# A killed rank, beside torchrun and torchft\n\n{(__doc__ or '').strip()}\n\n{given.ranks} ranks, plan dp{given.ranks}; load of the machine at the end: {load}.\n"
     text = about + "\n" + "\n".join(lines) + "\n"
     results = HERE / "results" / given.results
     results.with_suffix(".md").write_text(text)

@@ -27,6 +27,7 @@ from meshwright.checkpoint import disk
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.sampler import batch_of
 from meshwright.parallel.exchange.exchange import all_reduce
+from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.train.rank import Channel
 from meshwright.train.spikes import Guard
 from meshwright.train.trainer import Trainer
@@ -35,6 +36,8 @@ FAULTS: list[dict[str, Any]] = []
 PAUSE: list[float] = []
 POISON: list[int] = []
 LEFT_OUT: list[list[int]] = []
+STEP = [0]
+TAKE = FlatUnit.take
 
 
 class Doomed(Pulse):
@@ -42,6 +45,7 @@ class Doomed(Pulse):
 
     def at(self, phase: Phase, step: int | None = None) -> None:
         super().at(phase, step)
+        STEP[0] = self.read(Word.step)
         if phase is Phase.data and PAUSE:
             time.sleep(PAUSE[0])
         for fault in FAULTS:
@@ -106,6 +110,16 @@ def flip() -> None:
     data[data.numel() // 3] ^= 1 << 20
 
 
+def take(unit: FlatUnit, name: str, gradient: torch.Tensor) -> None:
+    """One bit of one number of one gradient of this rank, before it is added to those of others."""
+    for fault in FAULTS:
+        place = (fault["rank"], fault["step"], fault["phase"])
+        if gradient.ndim == 2 and place == (unit.mesh.rank, STEP[0], "gradient") and is_now(fault):
+            gradient = gradient.clone()
+            gradient.view(-1).view(torch.int32)[gradient.numel() // 3] ^= (1 << fault["bit"]) - (1 << 32 if fault["bit"] == 31 else 0)
+    TAKE(unit, name, gradient)
+
+
 class Poisoned(Loader):
     """Batches of the data's order whose labels are noise, and batches that are left out from the beginning."""
 
@@ -136,6 +150,7 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
     ]
     PAUSE[:] = [payload["pause"]] if payload["pause"] else []
     loop.Pulse = Doomed  # type: ignore[misc]
+    FlatUnit.take = take if any(fault["phase"] == "gradient" for fault in FAULTS) else TAKE  # type: ignore[method-assign]
     return loop.train(channel, payload["launch"])
 
 

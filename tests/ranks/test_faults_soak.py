@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -14,6 +18,7 @@ import psutil
 import pytest
 from faulty import events, launch, losses, random_faults, state, train
 
+from meshwright.base.errors import Interrupted
 from meshwright.elastic.nursery import Nursery
 from meshwright.report.run import read_run, summarise
 from meshwright.spec.event import Event
@@ -36,7 +41,7 @@ HEAD = """# Faults in real runs
 Each row is one run of 80 steps (450 of row 33) with 20 faults (200) where chance says (rank, step, phase, up to 10 ms later), on ranks of this machine, compared with the same run undisturbed. Passed: the culprit is
 named, no step is run again, and losses, weights, optimizer and random states at the end are equal to the bit. In time: of what is frozen or hung, noticed within max(1 s, 5 steps) or max(2 s, 10 steps) of silence; of
 the others, the next new step within 1 s. Seconds: silence before a hang was noticed, and from the decision to the end of the next new step; the machine has two cores, its load while the row was measured and the
-undisturbed step stand beside them. Written by `make soak` (tests/ranks/test_faults_soak.py).
+median step stand beside them. Written by `make soak` (tests/ranks/test_faults_soak.py).
 
 | fault (row of the table) | plan | injected | passed | in time | steps lost | final state | silence, median | recovery, median | largest | step | load |
 |---|---|---|---|---|---|---|---|---|---|---|---|
@@ -62,16 +67,17 @@ LIMITS = {3: (1.0, 5), 4: (2.0, 10)}
 """Seconds, or steps if those are more, in which what hangs is to be noticed."""
 
 
-def measured(row: int, folder: Path, whole: Path) -> dict[str, Any]:
-    """Of the recoveries in `folder`, whose row of the table says what is in time."""
+def measured(row: int, folder: Path) -> dict[str, Any]:
+    """Of the recoveries in `folder`, whose row of the table says what is in time; a step is the median one of the same run, on the machine as it was."""
     found = events(folder)
-    step = median(record.seconds for record in read_run(whole).steps if record.seconds)
+    step = median(record.seconds for record in read_run(folder).steps if record.seconds)
     silence = [event.detection for event in found if event.kind == "fault"]
     seconds = [event.seconds for event in found if event.kind == "recovery"]
     least, steps = LIMITS.get(row, (1.0, 0))
-    in_time = sum(each <= max(least, steps * step) for each in (silence if row in LIMITS else seconds))
+    judged = silence if row in LIMITS else seconds
+    in_time = sum(each <= max(least, steps * step) for each in judged)
     times = {"silence": median(silence), "recovery": median(seconds), "largest": max(seconds), "step": step}
-    return {"in_time": f"{in_time} of {len(seconds)}", "load": os.getloadavg()[0], **times}
+    return {"in_time": f"{in_time} of {len(judged)}", "load": os.getloadavg()[0], **times}
 
 
 def write(row: dict[str, Any]) -> None:
@@ -108,9 +114,52 @@ def test_twenty_faults_of_a_kind_under_a_kind_of_plan_lose_nothing(
         tmp_path / "whole"
     )
     passed = {"injected": len(steps), "passed": named if same and not lost else 0, "lost": lost, "state": "equal" if same else "DIFFERENT"}
-    write({"fault": kind, "plan": plan, **passed, **measured(row, tmp_path / "hurt", tmp_path / "whole")})
+    write({"fault": kind, "plan": plan, **passed, **measured(row, tmp_path / "hurt")})
     assert same and healed and not lost
     assert named >= FAULTS - 1, f"{named} of {FAULTS} named"
+
+
+BUSY, MINUTES = 40, 10
+LOOP = "import os\nwhile os.getppid() == {0}: pass"
+
+
+def test_nobody_is_blamed_in_ten_minutes_at_twenty_times_overload(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    """Row 28: so many processes that compute for each core, with the same claim to it as the ranks."""
+    plan = "dp2x2.z2.mb2"
+    work = launch(text, tmp_path / "run", plan, steps=10**6)
+    busy = [subprocess.Popen([sys.executable, "-c", LOOP.format(os.getpid())]) for _ in range(BUSY)]
+    end = time.monotonic() + 60 * MINUTES
+    loads: list[float] = []
+
+    def hear(rank: int, message: dict[str, Any]) -> None:
+        if rank == 0 and message["kind"] == "record":
+            loads.append(os.getloadavg()[0])
+            if time.monotonic() > end:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(Interrupted):
+            train(nursery, work, [], hear=hear)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    seen = (
+        [event for event in events(tmp_path / "run") if event.kind in ("fault", "verdict")]
+        if (tmp_path / "run/events.jsonl").exists()
+        else []
+    )
+    steps = [record.seconds for record in read_run(tmp_path / "run").steps if record.seconds]
+    row = {
+        "fault": f"28 none in {MINUTES} minutes, {BUSY} busy processes",
+        "plan": plan,
+        "injected": 0,
+        "passed": f"{len(seen)} blamed",
+        "lost": 0,
+    }
+    nothing = {"state": "", "in_time": "", "silence": 0.0, "recovery": 0.0, "largest": max(steps)}
+    write({**row, **nothing, "step": median(steps), "load": max(loads)})
+    assert seen == [] and len(steps) > 10
 
 
 MIXED, LONGEST = 200, 450
@@ -139,4 +188,4 @@ def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(nurse
     assert ledger is not None and ledger.problems == ()
     assert files <= before[0] + 2 and memory <= before[1] + 64, f"{before} files and MiB before, {(files, memory)} after"
     passed = {"injected": MIXED, "passed": MIXED, "lost": 0, "state": "equal"}
-    write({"fault": "33 mixed, in one run", "plan": plan, **passed, **measured(33, tmp_path / "hurt", tmp_path / "whole")})
+    write({"fault": "33 mixed, in one run", "plan": plan, **passed, **measured(33, tmp_path / "hurt")})

@@ -88,6 +88,14 @@ def goodput_text(found: Goodput) -> str:
     return f"{found.share:.1%} useful" + (f"; {', '.join(terms)}" if terms else "")
 
 
+def _short(event: Event) -> str:
+    """
+    >>> _short(Event(kind="divergence", at=0.0, step=8, cause="step 8: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones"))
+    'the states of ranks 0, 1, 2 differed'
+    """
+    return event.cause.removeprefix(f"step {event.step}: ").partition(":")[0] or event.kind
+
+
 def faults_text(events: Sequence[Event]) -> str:
     """A table of what broke and how the run went on; empty when nothing did."""
     rows: list[tuple[str, ...]] = []
@@ -95,7 +103,7 @@ def faults_text(events: Sequence[Event]) -> str:
         if event.kind in ("fault", "verdict", "spike", "divergence", "quarantine"):
             noticed = show_seconds(event.detection) if event.detection else ""
             who = "" if event.rank is None else str(event.rank)
-            rows.append((str(event.step), who, event.phase, event.cause.partition(":")[0] or event.kind, noticed, "", ""))
+            rows.append((str(event.step), who, event.phase, _short(event), noticed, "", ""))
         elif event.kind in ("slow", "returned"):
             who = ", ".join(map(str, event.ranks))
             rows.append((str(event.step), who, "", f"{event.cause}: {event.decision}" if event.decision else event.cause, "", "", ""))

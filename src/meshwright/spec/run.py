@@ -42,6 +42,9 @@ class Run(Noun):
         default=5, ge=0, description="failures in a row, without a step between them, after which the run gives up; 0: the first"
     )
     compare_every: int = Field(default=50, ge=0, description="steps between comparisons of what several ranks hold alike; 0: never")
+    recount_every: int = Field(
+        default=0, ge=0, description="steps between gradients that are computed twice and compared; 0: only those that look wrong"
+    )
     least: int = Field(
         default=0, ge=0, description="ranks to go on with, at the least, when one fails again and again; 0: as many as it began with"
     )

@@ -31,6 +31,7 @@ from meshwright.train.metrics import Records, agree
 from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
 from meshwright.train.optimizer import learning_rate, optimizer_of, recipe_of
 from meshwright.train.rank import Channel, Connection, connect
+from meshwright.train.recount import Recount, why_not
 from meshwright.train.recovery import Recovery
 from meshwright.train.replicas import compare
 from meshwright.train.sample import why_no_sample, write_text
@@ -88,6 +89,9 @@ class Loop:
         self.control = self.trainer.mesh.world if self.device.type == "cpu" else of_process(self.connection.control)
         self.stopping = False
         identity = {"data": dataset.digest, "parameters": self.parameters}
+        self.trainer.recount = Recount(
+            launch.run.recount_every, lambda step, line: self._say("divergence", line=line, rank=None, step=step)
+        )
         self.recovery = Recovery(launch, channel, self.trainer, self.pulse, identity)
         self.trainer.on_phase = self._phase
         if self.trainer.mesh.host is not None:
@@ -222,6 +226,8 @@ class Loop:
         expected = self.launch.parameters
         if expected and expected != self.parameters:
             self._say("note", line=f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates are off")
+        if self.launch.run.recount_every and (why := why_not(self.trainer)):
+            self._say("note", line=f"run.recount_every: gradients are not computed twice: {why}")
         asked, units = self.launch.workload.compression, self.trainer.engine.zero.trained
         if asked is not None and not any(way is not None for unit in units for way in unit.across):
             self._say("note", line=f"compression {asked.kind}: no gradients leave this machine, so that nothing is compressed")

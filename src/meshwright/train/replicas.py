@@ -57,7 +57,7 @@ def compare(trainer: Trainer) -> list[Mended]:
     trainer.engine.zero.settle()
     held = list(_held(trainer))
     ranks = ranks_of(trainer.mesh)
-    answers = [json.loads(text) for text in ranks.share(json.dumps({each.key: _digest(each.tensors) for each in held}))]
+    answers = [json.loads(text) for text in ranks.share(json.dumps({each.key: digest_of(each.tensors) for each in held}))]
     votes: dict[str, dict[int, str]] = defaultdict(dict)
     for rank, answer in enumerate(answers):
         for key, digest in answer.items():
@@ -97,7 +97,7 @@ def _held(trainer: Trainer) -> Iterator[_Held]:
             yield _Held("weights", sharing.shard_group, [unit.weights for unit in own])
 
 
-def _digest(tensors: list[torch.Tensor]) -> str:
+def digest_of(tensors: list[torch.Tensor]) -> str:
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         digest.update(raw(tensor))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -42,6 +43,7 @@ from meshwright.train.uneven import filled
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.memory import Kept
+    from meshwright.train.recount import Recount
 
 
 @dataclass
@@ -109,6 +111,8 @@ class Trainer:
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
         self.on_phase: Callable[[Phase], None] = lambda phase: None
         """Told what begins: backward, reduce, agree (after it every rank has been here), update."""
+        self.recount: Recount | None = None
+        """Computes gradients again that look wrong."""
 
     # --- steps ----------------------------------------------------------------------------------------------------------------
 
@@ -121,7 +125,8 @@ class Trainer:
         """
         began = time.perf_counter()
         with in_words(self):
-            loss, tokens, squares = self._backward(batch)
+            compute = partial(self._backward, batch)
+            loss, tokens, squares = compute() if self.recount is None else self.recount.settled(self, compute)
         outer = self.engine.outer
         own = squares[0 if outer is None else outer.replica] ** 0.5 / self.scale.factor
         norm = sum(squares) ** 0.5 / len(squares) ** 0.5 / self.scale.factor
