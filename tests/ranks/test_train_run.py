@@ -142,6 +142,19 @@ def test_a_run_folder_of_another_job_is_refused_with_the_difference(place: Path,
     )
 
 
+def test_a_run_folder_of_another_version_is_refused_in_one_line(place: Path, whole: tuple[int, str, str]) -> None:
+    for name, before, after in (("later", '"version": 1', '"version": 2'), ("cut", '"plan"', "")):
+        folder = place / "runs" / name
+        folder.mkdir()
+        text = (place / "runs" / "whole" / "launch.json").read_text()
+        assert before in text
+        (folder / "launch.json").write_text(text.replace(before, after))
+        code, _, err = train(place, name)
+        assert code == 2
+        words = rf"meshwright: run 'runs/{name}' was begun by another version, or its launch.json is damaged \(.+\): go on with that version, or choose another --run\n"
+        assert re.fullmatch(words, err), err
+
+
 def test_a_second_launch_of_a_run_is_refused_while_the_first_one_lasts(place: Path) -> None:
     first = start(place, "twice")
     while first.poll() is None and not (place / "runs" / "twice" / "launch.json").exists():

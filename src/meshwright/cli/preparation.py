@@ -207,7 +207,13 @@ def write_run(folder: Path, launch: Launch, choice: Choice) -> None:
 
     path = folder / "launch.json"
     if path.is_file():
-        other = difference(launch, read(Launch, path))
+        try:
+            other = difference(launch, read(Launch, path))
+        except InputError as error:
+            why = str(error).removeprefix(f"{path}:")
+            raise InputError(
+                f"run {str(folder)!r} was begun by another version, or its launch.json is damaged ({why}): go on with that version, or choose another --run"
+            ) from None
         if other:
             raise InputError(f"run {str(folder)!r} holds another job: {other}; choose another --run, or give the same job")
     elif (folder / "checkpoints").is_dir() or (folder / "records.jsonl").is_file():
