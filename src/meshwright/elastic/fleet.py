@@ -201,8 +201,8 @@ class Fleet(Nursery):
 
     @property
     def is_blind(self) -> bool:
-        """A node says a word every ALIVE seconds at least."""
-        return any(time.monotonic() > node.heard + 2 * ALIVE for node in self.nodes)
+        """A node says a word every ALIVE seconds at least. Sooner than the least patience, which else blames ranks for a link that is down."""
+        return any(time.monotonic() > node.heard + 1.5 * ALIVE for node in self.nodes)
 
     def again(self) -> None:
         super().again()

@@ -33,7 +33,7 @@ class Run(Noun):
     )
     grace: float = Field(default=25.0, gt=0, description="seconds that a run that is told to stop gets to end its step and save")
     patience: float = Field(
-        default=2.0, ge=0, description="seconds of silence after which a rank counts as hung, if that is more than 5 steps; 0: never"
+        default=1.8, ge=0, description="seconds of silence after which a rank counts as hung, if that is more than 5 steps; 0: never"
     )
     copies: bool = Field(
         default=True, description="each step's state is copied in memory that outlives the ranks: one that fails costs no step"
