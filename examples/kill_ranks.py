@@ -37,6 +37,12 @@ def ranks_of(parent: int) -> list[int]:
     return found
 
 
+def reported(run: Path) -> int:
+    """Lines of records: steps that have ended."""
+    records = run / "records.jsonl"
+    return records.read_bytes().count(b"\n") if records.exists() else 0
+
+
 def digest(run: Path) -> str:
     """Of everything that the last checkpoint holds."""
     newest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
@@ -48,25 +54,32 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--ranks", type=int, default=4)
-    options.add_argument("--every", type=float, default=3.0, help="seconds between kills")
+    options.add_argument("--every", type=float, default=3.0, help="seconds between kills; a step ends between two in any case")
     chosen = options.parse_args()
     whole, killed = Path("runs/kill-ranks-whole"), Path("runs/kill-ranks-killed")
-    subprocess.run(command(str(whole), chosen.steps, chosen.ranks), check=True)
+    for run in (whole, killed):
+        if run.exists():
+            sys.exit(f"{run} is there from an earlier time: remove it first")
+    if subprocess.run(command(str(whole), chosen.steps, chosen.ranks)).returncode:
+        sys.exit("the undisturbed run failed")
     training = subprocess.Popen(command(str(killed), chosen.steps, chosen.ranks))
-    kills, chance = 0, random.Random(1)
+    kills, before, chance = 0, 1, random.Random(1)
     while training.poll() is None:
         time.sleep(chosen.every * chance.uniform(0.5, 1.5))
-        ranks = ranks_of(training.pid)
-        if ranks and (killed / "records.jsonl").exists():
+        ranks, steps = ranks_of(training.pid), reported(killed)
+        if ranks and steps > before:
+            before = steps
             victim = chance.choice(ranks)
             print(f"kill -9 {victim}", file=sys.stderr)
             os.kill(victim, signal.SIGKILL)
             kills += 1
+    if training.returncode:
+        sys.exit(f"{kills} ranks killed; the run failed")
     same = digest(whole) == digest(killed)
     print(
         f"{kills} ranks killed; weights and optimizer of both runs: {digest(whole)} and {digest(killed)}, {'equal' if same else 'DIFFERENT'}"
     )
-    sys.exit(training.returncode or not same)
+    sys.exit(not same)
 
 
 if __name__ == "__main__":
