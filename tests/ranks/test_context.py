@@ -46,6 +46,25 @@ def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float32(ranks:
     equality.check(equality.alone(model, "fp32", 2), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp32", 2), "fp32")
 
 
+def sent(plan: str, model: str = "llama") -> dict[str, float]:
+    """On every rank: what the record of a step says, of ranks that share no memory."""
+    with between_hosts():
+        trainer = parallelize(equality.make_model(model), equality.make_optimizer, plan, precision="fp64")
+        return trainer.step(equality.make_batch("llama", 0)).sent
+
+
+def test_records_count_what_rings_and_pipelines_send_over_the_network(ranks: Any) -> None:
+    hidden = equality.ROWS * equality.SEQUENCE * equality.SIZES["hidden"] * 8  # bytes of the batch between two blocks
+    for found in ranks.run(
+        2, sent, "cp2"
+    ):  # each layer passes keys and values of half a sequence: once forward, once backward, and two gradients of them
+        assert found["context"] == equality.SIZES["layers"] * 4 * 2 * hidden / 2
+    for found in ranks.run(2, sent, "pp2.zb1"):
+        assert found["pipeline"] == hidden
+    for found in ranks.run(2, sent, "pp2", "llama-tied"):  # gradients of the tied table, summed over both ends
+        assert found["data"] >= equality.VOCABULARY * equality.SIZES["hidden"] * 8
+
+
 # --- models and batches of this file ------------------------------------------------------------------------------------------------
 
 ROWS, VOCABULARY = 4, 96

@@ -25,7 +25,7 @@ from meshwright.parallel.zero.zero import Zero
 from meshwright.spec.precision import Recipe
 
 KINDS = {
-    "data": ("shards", "copies", "expert_shards", "expert_copies"),
+    "data": ("shards", "copies", "expert_shards", "expert_copies", "tie"),
     "tensor": ("tp", "expert_tensor", "expert_joined"),
     "context": ("cp", "rings", "heads"),
     "expert": ("experts",),
@@ -75,7 +75,7 @@ class Parallel:
         return total
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent in collectives over the network."""
+        """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent over the network."""
         found = {name: group.measured() for name, group in self.mesh.groups.items()}
         kinds = {kind: [found[name] for name in names if name in found] for kind, names in KINDS.items()}
         waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items() if meters}
@@ -83,8 +83,10 @@ class Parallel:
         waited |= {"offload": self.mesh.away.exposed} if self.mesh.away is not None else {}
         if self.context is not None:
             waited["context"] = self.context.waiting.seconds
-        crosses = self.mesh.device_mesh is not None
-        return waited, {kind: sum(each.sent for each in meters) for kind, meters in kinds.items() if meters and crosses}
+        if self.mesh.device_mesh is None:
+            return waited, {}
+        sent = {kind: sum(each.sent for each in meters) for kind, meters in kinds.items() if meters}
+        return waited, sent | ({"pipeline": self.pipeline.wire.sent} if self.mesh.plan.pp > 1 else {})
 
     def _open_ungated(self) -> None:
         """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""

@@ -132,4 +132,6 @@ def tie_group(mesh: Mesh) -> Group | None:
     if last == mesh.plan.rank_of(0):
         return None
     pairs = [[column[0], column[last]] for rank in range(mesh.plan.world) if (column := grid.along(rank, "pp"))[0] == rank]
-    return joined(mesh, "tie", pairs)
+    if (found := joined(mesh, "tie", pairs)) is not None:
+        mesh.groups["tie"] = found
+    return found

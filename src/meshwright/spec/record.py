@@ -31,7 +31,7 @@ class StepRecord(Noun):
         default_factory=dict, description="seconds waiting for communication, by kind: data, tensor, pipeline"
     )
     sent: dict[str, float] = Field(
-        default_factory=dict, description="bytes that a rank sent in collectives over the network, by kind; ranks of one host send none"
+        default_factory=dict, description="bytes that a rank sent over the network, by kind; ranks of one host send none"
     )
     tokens_per_second: float = 0.0
     memory: dict[str, float] = Field(

@@ -94,6 +94,7 @@ class Ring:
         """`tensor` on its way to the next rank, and where the last rank's one arrives."""
         tensor = tensor.contiguous()
         coming = torch.empty_like(tensor)
+        self.group.meter.sent += tensor.numel() * tensor.element_size()
         process = self.group.process
         ways = [dist.P2POp(dist.isend, tensor, self.next, process), dist.P2POp(dist.irecv, coming, self.last, process)]
         return dist.batch_isend_irecv(ways), coming

@@ -51,7 +51,7 @@ class Pipeline:
         order = self._forwards(len(batches)) if scale is None else self._order(len(batches))
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         alive: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
-        self.wire.exposed = 0.0
+        self.wire.exposed = self.wire.sent = 0.0
         for position, action in enumerate(order):
             for ahead in order[position + 1 : position + 2]:
                 self._post(ahead, batches)

@@ -49,6 +49,8 @@ class Wire:
     sending: deque[tuple[dist.Work | None, torch.Tensor]] = field(default_factory=deque)
     posted: dict[tuple[Kind, int, int, int], tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
     exposed: float = 0.0
+    sent: float = 0.0
+    """Bytes, but for shapes."""
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self.mesh.channels.get((source, target))
@@ -66,6 +68,7 @@ class Wire:
             header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
             header = header.to(tensor.device)
             self.sending.append((dist.isend(header, rank, group=group, tag=self._tag(message, True)), header))
+        self.sent += tensor.numel() * tensor.element_size()
         while self.sending and _is_sent(self.sending[0][0]):
             self.sending.popleft()
         self.sending.append((dist.isend(tensor, rank, group=group, tag=self._tag(message, False)), tensor))
@@ -121,7 +124,7 @@ class SharedWire:
 
     def __init__(self, mesh: Mesh, host: Host) -> None:
         self.mesh, self.host = mesh, host
-        self.exposed = 0.0
+        self.exposed = self.sent = 0.0
         self._sent = [0, 0]
         self._heard = [0, 0]
         self._there: dict[int, tuple[int, torch.Tensor]] = {}

@@ -130,7 +130,7 @@ class Zero:
 
     def close(self) -> None:
         """This rank is through: when this returns it may end."""
-        part((*self.mesh.groups.values(), self.tie))
+        part(tuple(self.mesh.groups.values()))
 
     def wait(self, pending: Pending) -> None:
         began = time.perf_counter()
@@ -207,17 +207,6 @@ class Zero:
             update(self.trained, optimizer, scale, step)
         for pending in [unit.share() for unit in self.trained]:
             self.wait(pending)
-
-    # --- gathering for use ----------------------------------------------------------------------------------------------------
-
-    def open_all(self) -> Iterator[FlatUnit]:
-        """Each unit with whole weights, one at a time."""
-        for unit in self.units:
-            was_open = unit.is_open
-            unit.open()
-            yield unit
-            if not was_open:
-                unit.close()
 
     def close_all(self) -> None:
         for unit in self.units:
