@@ -162,6 +162,28 @@ def test_a_whole_step_as_played_is_the_steps_estimate_before_its_sums_and_update
     assert found.makespan == pytest.approx(priced.compute + priced.bubble + priced.pipeline, rel=0.15)
 
 
+def test_over_unlike_groups_the_page_shows_what_is_placed_and_the_limit_of_every_rank() -> None:
+    first = cluster(1, 2, 64e6).groups[0]
+    slow = first.device.but(name="slow", memory=16e6, peak={name: rate / 3 for name, rate in first.device.peak.items()})
+    job = small_job(
+        decoder(((4, 512),), hidden=256, heads=4), cluster(1, 2, 64e6).but(groups=(first, first.but(device=slow))), 16, sequence=512
+    )
+    found, data = page_of(job, (1, 1, 1, 1))
+    answer, shown = search(job, SHOWN), data["points"][0]
+    ranked = shown["standings"][0]["ranked"]
+    assert [shown["plans"][at]["name"] for at, _ in ranked] == [entry.name for entry in answer.plans]
+    assert [verdict for _, verdict in ranked] == [entry.estimate.verdict for entry in answer.plans]
+    placed = [entry for entry in answer.plans if entry.plan.placement]
+    assert placed
+    for at, _ in ranked:
+        entry = shown["plans"][at]
+        plan = parse_plan(entry["name"])
+        memories = [job.cluster.groups[group].device.memory for group in plan.placement]
+        assert entry.get("limits", []) == pytest.approx([0.98 * memory for memory in memories]) or not plan.placement
+    kin = found.base.standings[0].families
+    assert [(name, priced.plan) for name, priced in kin] == [(family.name, family.plan) for family in answer.families]
+
+
 def test_devices_double_and_halve_as_the_name_of_the_cluster_says() -> None:
     asked = {
         name: named_job("llama2-7b", name, 64, 2048).cluster for name in ("1x8:a100-80gb", "2x8:h100@ib-ndr", "2x8:a100-80gb+4x8:v100-32gb")

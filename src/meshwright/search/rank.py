@@ -30,21 +30,29 @@ def search(job: Job, top: int = 10, objective: Objective = Objective.fastest, ru
     """
     began = time.perf_counter()
     found = best(job, top, objective, runnable)
-    scored = [_entry(found.pricer, each) for each in found.ranking.best]
-    if objective == Objective.fastest:
-        scored += [(score, Entry(plan=plan, estimate=estimate(job, plan))) for score, plan in unlike.plans(job, top, runnable)]
-    if not scored:
+    entries, families = standing(job, found, top, objective, runnable)
+    if not entries:
         raise nothing_fits(found)
-    scored = sorted(scored, key=lambda pair: rounded(pair[0]))[:top] if objective == Objective.fastest else scored
-    entries = (entry.but(runs=runs(entry.plan)) for _, entry in scored)
     return Answer(
-        plans=tuple(entries),
-        families=families(found.ranking, scored if objective == Objective.fastest else ()),
+        plans=entries,
+        families=families,
         considered=found.space.considered,
         rejected=tuple(Rejection(reason=reason, count=it.count, example=it.example) for reason, it in found.space.refused.items()),
         seconds=time.perf_counter() - began,
         devices=found.space.job.cluster.devices,
     )
+
+
+def standing(
+    job: Job, found: Survey, top: int, objective: Objective = Objective.fastest, runnable: bool = False
+) -> tuple[tuple[Entry, ...], tuple[Family, ...]]:
+    """The ranked plans of a survey, those over unlike groups among them, and the best of every family."""
+    scored = [_entry(found.pricer, each) for each in found.ranking.best]
+    if objective == Objective.fastest:
+        scored += [(score, Entry(plan=plan, estimate=estimate(job, plan))) for score, plan in unlike.plans(job, top, runnable)]
+        scored = sorted(scored, key=lambda pair: rounded(pair[0]))
+    kin = families(found.ranking, scored if objective == Objective.fastest else ())
+    return tuple(entry.but(runs=runs(entry.plan)) for _, entry in scored[:top]), kin
 
 
 def _entry(pricer: Pricer, candidate: Candidate) -> tuple[float, Entry]:

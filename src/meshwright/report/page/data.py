@@ -29,8 +29,9 @@ CHARTS = 300_000
 """Of them, what all charts take at most: those of the question first, then the first plan of each setting, then the best of each family."""
 MEMORY = tuple(Memory.model_fields)
 TIME = tuple(Time.model_fields)
-ENTRY = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes")
-"""A plan: seconds by kind, how many ranks there are, which are shown, which of these is fullest, their bytes by kind."""
+ENTRY = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes", "limits")
+"""A plan: seconds by kind, how many ranks there are, which are shown, which of these is fullest, their bytes by kind; what each rank shown can
+take where ranks lie on unlike groups."""
 
 
 def page_data(found: Grid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
@@ -109,6 +110,7 @@ def entry_data(priced: Priced, whole: bool) -> list[Any]:
         short(estimate.mfu),
         ", ".join(missing(priced.plan)),
         " ".join(estimate.notes),
+        [short(priced.limits[rank]) for rank in ranks] if priced.limits else [],
     ]
     while not entry[-1]:
         entry.pop()
@@ -130,7 +132,7 @@ def charts(found: Grid, room: int) -> dict[str, Any]:
     wanted += [(at, priced.plan) for at in places for standing in found.points[at].standings for _, priced in standing.families]
     pricers: dict[int, Pricer] = {}
     drawn: dict[str, Any] = {}
-    for at, plan in (each for each in dict.fromkeys(wanted) if each[1].pp > 1):
+    for at, plan in (each for each in dict.fromkeys(wanted) if each[1].pp > 1 and not each[1].shares):
         pricer = pricers.setdefault(at, Pricer(found.points[at].job))
         one = chart(pricer, plan)
         one["seconds"] = short(one["seconds"])

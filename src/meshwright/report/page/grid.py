@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product, repeat
 from multiprocessing import get_context
@@ -10,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.base.errors import InputError
+from meshwright.cost.constants import USABLE
 from meshwright.cost.memory import reserved, usable
-from meshwright.cost.step import estimate_of
+from meshwright.cost.step import estimate
 from meshwright.report.page.axes import Axes
-from meshwright.search.answer import Objective
-from meshwright.search.ranking import Candidate
+from meshwright.search.answer import Entry, Family, Objective
+from meshwright.search.rank import standing
 from meshwright.search.survey import Survey, survey
 from meshwright.spec.estimate import Estimate, Fits
 from meshwright.spec.job import Job
@@ -25,13 +27,18 @@ SHOWN = 8
 
 
 class Priced(NamedTuple):
-    """A plan with what does not depend on the memory of a device: its estimate, and the bytes with which it fits with a margin."""
+    """A plan with what does not depend on the memory of a device: its estimate, and the bytes with which it fits with a margin. Over unlike
+    groups also what each pipeline rank can take."""
 
     plan: Plan
     estimate: Estimate
     safe: float
+    limits: tuple[float, ...] = ()
 
     def verdict(self, limit: float) -> Fits:
+        """Of a plan over unlike groups each rank has a limit of its own: such a page has one memory."""
+        if self.limits:
+            return self.estimate.verdict
         return Fits.fits if self.safe <= limit else Fits.tight if self.estimate.memory.reserved <= limit else Fits.no
 
 
@@ -90,32 +97,32 @@ def point(job: Job, memories: tuple[float, ...], objective: Objective = Objectiv
         asked = job if memory == own else job.but(cluster=job.cluster.with_memory(memory))
         try:
             found = survey(asked, SHOWN, objective, runnable)
+            entries, families = standing(asked, found, SHOWN, objective, runnable)
         except InputError as error:
             return Point(job, (), 0, str(error))
-        standings.append(standing(found, prices))
+        standings.append(shown(asked, found, entries, families, prices))
         considered = found.space.considered
     return Point(job, tuple(standings), considered)
 
 
-def standing(found: Survey, prices: dict[Plan, Priced]) -> Standing:
+def shown(job: Job, found: Survey, entries: Sequence[Entry], families: Sequence[Family], prices: dict[Plan, Priced]) -> Standing:
     """What one search found; `prices` are remembered from search to search."""
 
-    def price(candidate: Candidate) -> Priced:
-        plan = candidate.plan
+    def price(plan: Plan, known: Estimate | None = None) -> Priced:
         if plan not in prices:
-            priced = estimate_of(found.pricer, candidate.alone)
+            priced = known or estimate(job, plan)
             _, safe = reserved(found.pricer.setting, np.array(priced.memory.total))
-            prices[plan] = Priced(plan, priced, float(safe))
+            prices[plan] = Priced(plan, priced, float(safe), limits(job, plan, priced))
         return prices[plan]
 
-    ranking, limit = found.ranking, usable(found.pricer.setting)
-    ranked = tuple(price(candidate) for candidate in ranking.best)
-    kin = [(name, price(candidate)) for name, candidate in {**ranking.nearest, **ranking.families}.items()]
-    families = tuple(sorted(kin, key=lambda pair: order(pair[1].estimate, limit)))
-    return Standing(limit, ranked, families, tuple((reason, it.count, it.example) for reason, it in found.space.refused.items()))
+    ranked = tuple(price(entry.plan, entry.estimate) for entry in entries)
+    kin = tuple((family.name, price(family.plan)) for family in families)
+    refused = tuple((reason, it.count, it.example) for reason, it in found.space.refused.items())
+    return Standing(usable(found.pricer.setting), ranked, kin, refused)
 
 
-def order(priced: Estimate, limit: float) -> tuple[bool, float]:
-    """Those that fit first, fastest first, then those that need least."""
-    fits = priced.memory.reserved <= limit
-    return not fits, priced.time.step if fits else priced.memory.reserved
+def limits(job: Job, plan: Plan, priced: Estimate) -> tuple[float, ...]:
+    """Bytes that each pipeline rank of a plan over unlike groups can take of its device; of a stage whose replicas are unlike that of the fullest."""
+    if plan.placement:
+        return tuple(job.cluster.groups[group].device.memory * USABLE for group in plan.placement)
+    return (priced.limit,) * plan.pp if plan.shares or plan.shard_weights else ()

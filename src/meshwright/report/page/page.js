@@ -137,7 +137,7 @@ function drawChosen(view) {
   }
   const { entry, verdict } = view.rows[0]
   return fill("chosen", fact(say.chosen, entry.name, "name"), fact(say.step, stepOf(at(entry, "step"))), fact(say.speed, grouped(entry.speed)),
-    fact(say.mfu, `${(100 * entry.mfu).toFixed(1)}%`), fact(say.reserved, `${bytes(size(entry, "reserved"))} ${say.of} ${bytes(view.standing.limit)}`), fact("\u00a0", say[verdict], verdict))
+    fact(say.mfu, `${(100 * entry.mfu).toFixed(1)}%`), fact(say.reserved, `${bytes(size(entry, "reserved"))} ${say.of} ${bytes(limitOf(entry, view))}`), fact("\u00a0", say[verdict], verdict))
 }
 
 function drawPlans(view) {
@@ -149,7 +149,7 @@ function drawPlans(view) {
   })
   const slowest = Math.max(...view.rows.map(row => at(row.entry, "step")))
   const rows = view.sorted.map(row => {
-    const { entry, verdict } = row, step = at(entry, "step"), limit = view.standing.limit
+    const { entry, verdict } = row, step = at(entry, "step"), limit = limitOf(entry, view)
     const chosen = entry === view.selected.entry
     return make("tr", { tabindex: chosen ? 0 : -1, "aria-selected": String(chosen), "data-plan": entry.name, onclick: () => write({ plan: entry.name }) },
       make("td", { class: "plan" }, ...planOf(entry)), cell(stepOf(step)), make("td", { class: "bars" }, timeBar(entry, slowest)), cell(grouped(entry.speed)), cell(`${(100 * entry.mfu).toFixed(1)}%`),
@@ -164,20 +164,24 @@ function drawPlans(view) {
 const parts = name => name.split(/(?<=\.)/).flatMap(part => [part, make("wbr")])
 const planOf = entry => [make("code", {}, ...parts(entry.name)), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, "\u25cb")] : [])]
 const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${kindOf("time", kind)} ${seconds(at(entry, kind))}`]), whole)
+// Over unlike groups each rank has a limit of its own; unless one is asked for, that of the fullest.
+const limitOf = (entry, view, row = entry.fullest) => entry.limits ? entry.limits[row] : view.standing.limit
+
 const memoryBar = (entry, row, limit, whole = limit) => bar(KINDS.map(kind => [kind, size(entry, kind, row), `${kindOf("memory", kind)} ${bytes(size(entry, kind, row))}`]), whole, limit)
 const kindOf = (group, kind) => DATA.words[state.language][group][kind]
 
 function drawMemory(view) {
   if (!view.selected) { fill("memoryBars"); return fill("rankBars") }
-  const { entry } = view.selected, limit = view.standing.limit
+  const { entry } = view.selected, limit = limitOf(entry, view)
   const most = Math.max(limit, size(entry, "total"))
   const kinds = KINDS.flatMap(kind => [make("span", {}, kindOf("memory", kind)), bar([[kind, size(entry, kind), ""]], most), make("span", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
   const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, kindOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.fullest, limit, most) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
   fill("memoryBars", make("div", { class: "rows" }, ...kinds, make("div", { class: "rule" }), ...sums))
-  const whole = Math.max(limit, ...entry.ranks.map((_, row) => size(entry, "total", row))) * 1.005
-  const stages = entry.ranks.flatMap((rank, row) => [make("span", { class: "quiet" }, `${say.rank} ${rank}`), memoryBar(entry, row, limit, whole), make("span", { class: "end" }, bytes(size(entry, "total", row)))])
+  const limits = entry.ranks.map((_, row) => limitOf(entry, view, row))
+  const whole = Math.max(...limits, ...entry.ranks.map((_, row) => size(entry, "total", row))) * 1.005
+  const stages = entry.ranks.flatMap((rank, row) => [make("span", { class: "quiet" }, `${say.rank} ${rank}`), memoryBar(entry, row, limitOf(entry, view, row), whole), make("span", { class: "end" }, bytes(size(entry, "total", row)))])
   const key = legend(KINDS, kind => kindOf("memory", kind))
-  key.append(make("span", { class: "limit" }, `${say.limit}: ${bytes(limit)}`))
+  key.append(make("span", { class: "limit" }, `${say.limit}: ${[...new Set(limits.map(bytes))].join(", ")}`))
   return fill("rankBars", make("div", { class: "rows stages" }, ...stages), key, make("p", { class: "note" }, say.ranksNote(entry.ranks.length, entry.of)))
 }
 

@@ -14,8 +14,9 @@ import numpy as np
 from meshwright.cost.box import box_of
 from meshwright.cost.collectives import send
 from meshwright.cost.memory import message
-from meshwright.cost.price import Pricer
+from meshwright.cost.price import Passes, Pricer
 from meshwright.cost.stages import Kind, held
+from meshwright.cost.unlike import pricers
 from meshwright.schedules.order import orders
 from meshwright.schedules.timing import Playback, Span, play
 from meshwright.spec.plan import Plan, Schedule
@@ -35,9 +36,13 @@ def played(pricer: Pricer, plan: Plan, micro_batches: int) -> Playback:
     box = box_of(plan, setting.job.workload.batch, setting.job.model.blocks)
     table = held(setting.entries, box.orders[0])
     stages = [Kind(plan.rank_of(at), 1, row[None], ((tuple(row.tolist()), 1),)) for at, row in enumerate(table)]
-    passes = pricer.passes(box, pricer.alone(box, stages))
+    groups = plan.placement or (0,) * plan.pp
+    on = pricers(setting.job, sorted(set(groups)), plan.world) if plan.placement else {0: pricer}
+    passes = {group: each.passes(box, each.alone(box, stages)) for group, each in on.items()}
+    own = [groups[plan.rank_of(stage)] for stage in range(len(stages))]
     forward, backward, weights = (
-        np.broadcast_to(part, (len(stages), 1, 1, 1, 1, 1, 1)).reshape(-1) for part in (passes.forward, passes.backward, passes.weights)
+        np.array([np.broadcast_to(passes[group][part], (len(stages), 1, 1, 1, 1, 1, 1))[at].item() for at, group in enumerate(own)])
+        for part in map(Passes._fields.index, ("forward", "backward", "weights"))
     )
     weights = np.where([plan.separates(stage) for stage in range(plan.stages)], weights, 0.0)
     tokens = np.array([plan.micro_batch * setting.job.workload.sequence / plan.cp])
