@@ -79,6 +79,22 @@ def test_the_fullest_rank_allocates_what_the_estimate_says(ranks: Any, plan: str
     assert 0.95 * measured <= expected(plan, "fp32") <= 1.05 * (measured + buffer)
 
 
+def made_and_kept() -> tuple[int, int]:
+    """Bytes that the first step takes above what it leaves, and those of the states that it makes."""
+    from meshwright.spec.plan import parse_plan
+
+    trainer = parallelize(build(SIZES), torch.optim.AdamW, parse_plan("dp1").but(bucket=200_000))
+    ids = torch.arange(16).view(1, 16)
+    with watching() as watch:
+        trainer.step({"input_ids": ids, "labels": ids})
+    return watch.peak - watch.kept, trainer.bytes()["optimizer"]
+
+
+def test_the_first_update_does_not_hold_all_states_twice(ranks: Any) -> None:
+    above, states = ranks.run(1, made_and_kept)[0]
+    assert above < 0.5 * states
+
+
 if __name__ == "__main__":
     import sys
 

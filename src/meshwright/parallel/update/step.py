@@ -2,14 +2,18 @@
 
 torch's optimizers pass over parameters without a gradient: so units whose gradients or weights exist in the type of the update for a moment
 only are given to the optimizer one at a time, and all others at once.
+
+[Note: first update] An optimizer makes its states when it first updates a run, each by itself, and they are then laid together: all units at
+once would hold all states twice. So the first update of torch's own optimizers, which count steps for each run, goes unit by unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.update.lean import Lean
 from meshwright.parallel.zero.flat import FlatUnit
 
@@ -25,18 +29,26 @@ def update(units: Iterable[FlatUnit], optimizer: torch.optim.Optimizer, scale: f
     alone: list[FlatUnit] = []
     for unit in units:
         (alone if is_alone(unit) else together).append(unit)
-    for unit in together:
+    makes = not optimizer.state and type(optimizer).__module__.startswith("torch.optim.")
+    for each in [[unit] for unit in together] if makes else [together]:
+        _together(each, optimizer, scale)
+        if makes:
+            give_back()
+    for unit in alone:
+        _one(unit, optimizer, scale, step)
+        unit.write_back()
+
+
+def _together(units: Sequence[FlatUnit], optimizer: torch.optim.Optimizer, scale: float) -> None:
+    for unit in units:
         if scale != 1.0:
             unit.own_gradients.mul_(scale)
         unit.master.give(unit.own_gradients)
-    if together:
+    if units:
         optimizer.step()
-    for unit in together:
+    for unit in units:
         unit.master.take_back()
         unit.master.adopt(optimizer)
-        unit.write_back()
-    for unit in alone:
-        _one(unit, optimizer, scale, step)
         unit.write_back()
 
 
