@@ -68,7 +68,7 @@ def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None
     if blocks is None:
         return Anatomy(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
     reading = Reading(model, lists, [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists], example)
-    modes = [(module, module.training) for module in model.modules()]
+    before = [(module, _flags(module)) for module in model.modules()]
     modules = {path: id(module) for path, module in model.named_modules()}
     model.eval()
     try:
@@ -83,8 +83,13 @@ def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None
         _prove(reading, outline, lend)
         return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, lend)
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, flags in before:
+            vars(module).update(flags)
+
+
+def _flags(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps beside its tensors, its mode among it: a forward may change it (RWKV notes in which mode its weights are)."""
+    return {name: value for name, value in vars(module).items() if value is None or isinstance(value, bool | int | float | str)}
 
 
 def find_lists(model: nn.Module) -> list[str]:

@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
-from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.experts.balance import FLAG, Balance
 from meshwright.parallel.experts.dispatch import Mixture
 from meshwright.parallel.experts.ranks import ExpertRanks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch, Objective
-from meshwright.parallel.pipeline.absent import asks_for_more
 from meshwright.parallel.pipeline.gates import Gate, Run, StageDone
 from meshwright.parallel.pipeline.play import Pipeline, Tensors
+from meshwright.parallel.pipeline.rehearsal import rehearse
 from meshwright.parallel.tensor.statistics import check_passes
 from meshwright.parallel.zero.local import Outer
 from meshwright.parallel.zero.zero import Zero
@@ -59,9 +58,16 @@ class Parallel:
     balance: Balance | None = None
     statistics: str = ""
     """A module with statistics over the batch."""
+    rehearsed: bool = False
+    """Every stage has been seen to run (pipeline/rehearsal.py)."""
 
     def forward_backward(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
         """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
+        if self.mesh.plan.stages > 1 and not self.rehearsed:
+            self._open_ungated()
+            rehearse(self.model, self.mesh, self.stage_forward, batches[0])
+            self.zero.close_all()
+            self.rehearsed = True
         if scale is not None:
             check_passes(self.statistics, self.mesh.plan, len(batches))
             self.zero.begin_step(len(batches))
@@ -119,13 +125,6 @@ class Parallel:
         except StageDone as done:
             state = done.hidden if isinstance(done.hidden, tuple) else (done.hidden,)
             return state if balance is None else (*state, balance.end())
-        except (AttributeError, TypeError, LookupError, RuntimeError, ValueError) as error:
-            if self.mesh.plan.stages == 1 or not asks_for_more(error):
-                raise
-            raise InputError(
-                f"plan {self.mesh.plan.name}: stage {stage} of this model does not run without the layers of the others "
-                f"({(str(error).splitlines() or [''])[0][:100]}): use pp1"
-            ) from error
         finally:
             self.run.received = None
             for mixture in self.mixtures:

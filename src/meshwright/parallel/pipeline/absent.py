@@ -105,12 +105,3 @@ def check_beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf is not hidden and leaf.is_floating_point() and bool(leaf.isnan().any()):
             raise InputError("its blocks are given something beside the hidden state that a layer of another stage makes: use pp1")
-
-
-def asks_for_more(error: Exception) -> bool:
-    """Whether the model's own code failed at the form of something that stands in for a layer of another stage."""
-    if isinstance(error, InputError):
-        return False
-    return not isinstance(error, RuntimeError) or (
-        type(error) is RuntimeError and any(word in str(error) for word in ("size", "shape", "dimension"))
-    )
