@@ -1,7 +1,7 @@
 """A rank is killed: how long until the next new step, and how many steps are run again, beside torchrun's restart of torch DDP.
 
-Each round kills one rank of each at a random step, one after the other, on the same model, batch and number of ranks. The clock runs from kill -9 until a step
-behind the last one recorded before is recorded; steps are lost that were recorded and are run again. torchrun restarts with a store of its own for each attempt
+Each round kills one rank of each at a random step, one after the other, on the same model, batch and number of ranks. The clock runs from kill -9 until the second step
+behind the last one recorded before is recorded (the first may have ended as the kill came); steps are lost that were recorded and are run again. torchrun restarts with a store of its own for each attempt
 (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with its default most restarts fail on gloo) and saves every 10 steps. torchft keeps replica groups of one rank (bench/tolerant.py; a group that died
 is started anew at once): those that are left go on with fewer rows a step, so that its steps after a kill are not those of the undisturbed run; `--torchft PYTHON` names a Python that has it.
 """
@@ -99,7 +99,7 @@ def once(command: list[str], folder: Path, kills: int, chance: random.Random) ->
             before, size = last_step(records), len(records.read_bytes())
             began = time.monotonic()
             chance.choice(ranks).send_signal(signal.SIGKILL)
-            until(parent, records, lambda step, before=before: step > before)
+            until(parent, records, lambda step, before=before: step > before + 1)
             seconds = time.monotonic() - began
             again = [json.loads(line)["step"] for line in records.read_bytes()[size:].split(b"\n")[:-1]]
             found.append({"seconds": seconds, "lost": float(sum(step <= before for step in again))})

@@ -29,9 +29,6 @@ WAYS = {
     "sharded": ("dp4.z3", {3: "dp3.z3", 2: "dp2.z2", 4: "dp4.z1"}),
     "of another kind": ("tp4.mb3", {3: "dp3.z1", 2: "tp2.mb3", 4: "dp2.pp2.z1.mb3"}),
 }
-EVERY = 12
-"""Steps under each plan."""
-
 LOOP, SCRIBE = "meshwright.train.loop", "meshwright.train.scribe"
 
 
@@ -74,11 +71,11 @@ def train(nursery: Nursery, work: Launch, plans: dict[int, str], asks: dict[int,
     Supervisor(of(work.plan.name), hear, generation=first, care=Care(5, 10.0, lambda world: of(plans[world])), lent=nursery).run()
 
 
-def once(nursery: Nursery, way: str, hidden: int, first: int) -> list[dict[str, Any]]:
+def once(nursery: Nursery, way: str, hidden: int, every: int, first: int) -> list[dict[str, Any]]:
     plan, plans = WAYS[way]
-    asks = {EVERY: 3, 2 * EVERY: 2, 3 * EVERY: 4}
+    asks = {every: 3, 2 * every: 2, 3 * every: 4}
     with tempfile.TemporaryDirectory() as place:
-        whole, moved = (launch(Path(place), name, plan, hidden, 4 * EVERY) for name in ("whole", "moved"))
+        whole, moved = (launch(Path(place), name, plan, hidden, 4 * every) for name in ("whole", "moved"))
         train(nursery, whole, {}, {}, first)
         train(nursery, moved, plans, asks, first + 100)
         runs = [read_run(Path(run.run.folder)) for run in (whole, moved)]
@@ -86,7 +83,7 @@ def once(nursery: Nursery, way: str, hidden: int, first: int) -> list[dict[str, 
     off = max(abs(steps[record.step].loss / record.loss - 1) for record in runs[0].steps)
     found, changed = [], [event for event in runs[1].events if event.kind in ("resize", "recovery")]
     for resize, recovery in zip(changed[::2], changed[1::2], strict=True):
-        before = median(steps[step].seconds for step in range(max(1, resize.step - EVERY // 2), resize.step + 1))
+        before = median(steps[step].seconds for step in range(max(1, resize.step - every // 2), resize.step + 1))
         pause, parts = recovery.seconds, recovery.parts
         found.append(
             {
@@ -107,6 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench resize", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--every", type=int, default=12, help="steps under each plan")
     parser.add_argument("--out", default="resize", help="file in bench/results; -: none")
     given = parser.parse_args(arguments)
     report: dict[str, Any] = {"machine": machine(), "workload": {"hidden": given.hidden}, "changes": []}
@@ -116,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
             assert not nursery.ended
         for number in range(given.rounds):
             for at, way in enumerate(WAYS):
-                report["changes"] += once(nursery, way, given.hidden, 1000 * (1 + 3 * number + at))
+                report["changes"] += once(nursery, way, given.hidden, given.every, 1000 * (1 + 3 * number + at))
     lines = [
         "| way | change | to plan | pause s | of it transfer | build | step s | in steps | lost | losses off by |",
         "|---|---|---|---|---|---|---|---|---|---|",

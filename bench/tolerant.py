@@ -69,7 +69,7 @@ def keep(folder: Path, ranks: int) -> None:
     """The lighthouse, and groups that are started anew as soon as they have died."""
     lighthouse, *stores = free_ports(1 + ranks)
     light = [str(Path(sys.executable).parent / "torchft_lighthouse"), "--bind", f"127.0.0.1:{lighthouse}", "--min_replicas", "1"]
-    subprocess.Popen([*light, "--quorum_tick_ms", "100", "--join_timeout_ms", "1000"])
+    subprocess.Popen(light)
     time.sleep(1.0)
     environment = {
         **os.environ,

@@ -11,12 +11,14 @@ import pytest
 from meshwright.base.errors import InputError
 from meshwright.cli.main import main
 from meshwright.report.compare import compare, compare_text
+from meshwright.report.faults import faults_text
 from meshwright.report.run import Run, read_run, summarise
 from meshwright.report.run_text import run_text
 from meshwright.report.text import columns, sparkline
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 from meshwright.spec.data import Data
 from meshwright.spec.estimate import Estimate, Memory, Time
+from meshwright.spec.event import Event
 from meshwright.spec.job import Job
 from meshwright.spec.launch import Launch, ModelSource
 from meshwright.spec.model import Layer, ModelSpec, Parameter
@@ -312,3 +314,15 @@ def test_a_sparkline_of_many_values_keeps_its_width_and_of_equal_ones_its_height
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([math.nan, 1.0, 2.0]) == " ▁█"
     assert sparkline([]) == ""
+
+
+def test_what_broke_before_a_step_had_begun_is_shown_behind_the_last_one_and_a_divergence_in_its_words() -> None:
+    found = faults_text(
+        [
+            Event(kind="fault", at=0.0, rank=0, step=40, phase="evaluate", cause="killed by SIGKILL: by someone"),
+            Event(kind="fault", at=1.0, rank=1, phase="build", cause="killed by SIGKILL: by someone"),
+            Event(kind="divergence", at=2.0, step=41, cause="step 41: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones"),
+        ]
+    )
+    assert [line.split()[:2] for line in found.splitlines()[1:3]] == [["40", "0"], ["40", "1"]]
+    assert found.splitlines()[3].split()[:6] == ["41", "the", "states", "of", "ranks", "0,"]

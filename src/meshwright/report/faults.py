@@ -99,11 +99,13 @@ def _short(event: Event) -> str:
 def faults_text(events: Sequence[Event]) -> str:
     """A table of what broke and how the run went on; empty when nothing did."""
     rows: list[tuple[str, ...]] = []
+    last = 0
     for event in events:
+        last = event.step or last  # ranks that broke before they began a step say none
         if event.kind in ("fault", "verdict", "spike", "divergence", "quarantine"):
             noticed = show_seconds(event.detection) if event.detection else ""
             who = "" if event.rank is None else str(event.rank)
-            rows.append((str(event.step), who, event.phase, _short(event), noticed, "", ""))
+            rows.append((str(last), who, event.phase, _short(event), noticed, "", ""))
         elif event.kind in ("slow", "returned"):
             who = ", ".join(map(str, event.ranks))
             rows.append((str(event.step), who, "", f"{event.cause}: {event.decision}" if event.decision else event.cause, "", "", ""))
