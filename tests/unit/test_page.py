@@ -18,7 +18,7 @@ from meshwright.cli.main import main
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
 from meshwright.report.page import Grid, axes_of, grid, page_text
-from meshwright.report.page.axes import Shape, resized
+from meshwright.report.page.axes import Shape, limited, resized
 from meshwright.report.page.file import PARTS, part
 from meshwright.report.page.grid import SHOWN
 from meshwright.report.page.pipeline import UNITS, chart, played
@@ -48,7 +48,7 @@ def page_of(job: Job, shape: Shape = SMALL) -> tuple[Grid, dict[str, Any]]:
 def settings_of(found: Grid, data: dict[str, Any]) -> list[tuple[Job, dict[str, Any], dict[str, Any]]]:
     """The job of every setting of the sliders, with its point and its standing in the data."""
     return [
-        (known.job.but(cluster=known.job.cluster.with_memory(memory)), shown, standing)
+        (known.job.but(cluster=limited(known.job.cluster, memory)), shown, standing)
         for known, shown in zip(found.points, data["points"], strict=True)
         for memory, standing in zip(data["axes"]["memory"], shown["standings"], strict=False)
     ]
@@ -82,6 +82,18 @@ def test_every_setting_shows_the_plans_of_a_search_and_every_number_of_the_estim
             for rank, sizes in zip(entry["ranks"], entry["memory"], strict=True):
                 assert sizes == pytest.approx([getattr(priced.per_stage[rank], kind) for kind in memory], rel=1e-9)
             assert entry["memory"][entry["fullest"]] == pytest.approx([getattr(priced.memory, kind) for kind in memory], rel=1e-9)
+
+
+def test_with_a_budget_the_slider_of_memory_moves_the_budget_of_every_cluster() -> None:
+    job = named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)
+    found, data = page_of(job.but(cluster=job.cluster.but(budget=36 * 2.0**30)), (2, 1, 1, 5))
+    assert data["budget"] and data["axes"]["memory"] == [size * 2**30 for size in (24, 32, 36, 40)], "no more than the device has"
+    assert data["axes"]["devices"] == [4, 8]
+    settings = settings_of(found, data)
+    assert [asked.cluster.budget for asked, _, _ in settings] == data["axes"]["memory"] * 2
+    for asked, shown, standing in settings[::3]:
+        wanted = [(entry.plan.name, entry.estimate.verdict) for entry in search(asked, SHOWN).plans]
+        assert [(shown["plans"][at]["name"], verdict) for at, verdict in standing["ranked"]] == wanted
 
 
 @pytest.mark.parametrize("job", [small_job(batch=16), named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)], ids=["small", "llama2-7b"])

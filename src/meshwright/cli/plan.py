@@ -121,15 +121,12 @@ def _check(shared: Shared, wanted: Wanted, shown: Shown) -> None:
         raise InputError(
             f"--page ranks plans on all devices, --objective {wanted.objective} on fewer; leave one out: the page has a slider"
         )
-    if shown.page is not None and shared.budget is not None:
-        raise InputError("--page and --budget: the page has a slider for the memory of a device; leave one out")
 
 
 def _asked(job: Path | None, shared: Shared, wanted: Wanted) -> list[str]:
     """The command line without what a page changes."""
     options = {
         "--model": shared.model,
-        "--budget": shared.budget,
         "--precision": shared.precision,
         "--optimizer": shared.optimizer,
         "--plan": shared.plan,
@@ -151,11 +148,7 @@ def _page(question: Job, answer: Answer, wanted: Wanted, asked: list[str], choic
     axes = axes_of(question, shape_for(answer.seconds / workers))
     note(f"page: a search for each of {axes.size} settings of devices, batch, sequence and memory")
     found = grid(question, axes, Objective(wanted.objective), wanted.runnable, workers if axes.size * answer.seconds > 2.0 else 1)
-    cluster = (
-        choice.name
-        if choice == choice.but(groups=(), path="", network=None, memory=None, budget=None, failures_per_device_hour=0.0)
-        else None
-    )
+    cluster = choice.name if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0) else None
     text = page_text(found, asked, cluster, language)
     path.write_text(text, encoding="utf-8")
     note(f"page: {path}, {show_bytes(len(text.encode()))}")

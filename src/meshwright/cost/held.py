@@ -15,6 +15,7 @@ from meshwright.cost.flight import moments
 from meshwright.cost.setting import HEAD
 from meshwright.cost.stages import Kind, apart, partly
 from meshwright.cost.units import FlatUnits
+from meshwright.spec.plan import Schedule
 
 
 class Fullest(NamedTuple):
@@ -53,6 +54,9 @@ class Held:
 
     def fullest(self, again: int, micro_batches: Sequence[int]) -> Fullest:
         """Of so many micro-batches (b). Where the first `again` blocks of a stage recompute, each entry has two columns: of these, of the others."""
+        most = 2 * self.pp  # beyond so many all orders hold the same, but for those that hold all of them
+        if self.order.schedule not in (Schedule.gpipe, Schedule.actions):
+            micro_batches = [min(count, most) for count in micro_batches]
         rows, known = self._fullest.get(again, ({}, None))
         new = sorted(set(micro_batches) - rows.keys())
         if new:

@@ -34,8 +34,10 @@ def estimate(job: Job, plan: Plan) -> Estimate:
 def estimate_of(pricer: Pricer, box: Box) -> Estimate:
     """The only plan of `box`."""
     assert box.size == 1
-    ranks, footprint = pricer.ranks(box), pricer.memory(box, pricer.ranks(box, each=True))
-    per_stage, priced = _memory_of(pricer, box, footprint), pricer.seconds(box, ranks, pricer.states(box, ranks))
+    ranks = pricer.ranks(box, each=True)
+    states = pricer.states(box, ranks)
+    footprint, priced = pricer.memory(box, ranks, states), pricer.seconds(box, ranks, states)
+    per_stage = _memory_of(pricer, box, footprint)
     busiest = max(per_stage, key=lambda memory: memory.total)
     seconds = _time(box, priced)
     job = pricer.setting.job

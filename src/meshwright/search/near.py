@@ -1,7 +1,7 @@
 """When nothing fits: the nearest plan, what fills it, and the smallest changes with which a plan would fit, each with its numbers.
 
-A change is tried by searching the changed job: a pin less, more nodes, devices with more memory, a shorter sequence. More recompute, a higher
-ZeRO stage and a smaller micro-batch need no trying: without a pin on them every plan of the space has been priced.
+A change is tried by searching the changed job: a pin less, the loss in parts, more nodes, devices with more memory, a shorter sequence. More
+recompute, a higher ZeRO stage and a smaller micro-batch need no trying: without a pin on them every plan of the space has been priced.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from meshwright.words.verdict import largest_kind
 TRIED = 6
 """Numbers of nodes that are tried, from the first that could hold the states."""
 PARTS = (2, 4, 8, 16)
+CHUNKS = 8
+"""Parts of the loss that are tried."""
 LARGER = 4.0
 """Devices with more than so many times the memory are named only when nothing else helps."""
 MIB, GIB = 2.0**20, 2.0**30
@@ -79,7 +81,7 @@ def nearest(found: Survey) -> Candidate | None:
 def ways(job: Job, candidate: Candidate, runnable: bool = False) -> Iterator[Sentence]:
     """The smallest change of each kind with which a plan fits."""
     found = 0
-    for kind in (pins_less, more_nodes, shorter):
+    for kind in (pins_less, chunked, more_nodes, shorter):
         for key, values, changed in kind(job):
             best = fastest(changed, runnable)
             if best is not None:
@@ -111,14 +113,17 @@ def fastest(job: Job, runnable: bool = False, known: Plan | None = None) -> Cand
         if priced is not None and priced.fits:
             return first(job, runnable, priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)))
         least = quick(lean(job), runnable)
-        return first(job, runnable) if least.ranking.best or not least.legal else None
+        if least.ranking.best:
+            return first(job, runnable, least.ranking.best[0].score)
+        return None if least.legal else first(job, runnable)
     except InputError:
         return None
 
 
 def lean(job: Job) -> Job:
     """The same with only the plans that need least memory: where none of them fits, the others need no pricing."""
-    return job.but(pins={**LEAN, **job.pins}) if not job.pins.keys() & {"schedule", "virtual_stages", "layers_per_stage"} else job
+    ordered = job.pins.keys() & {"schedule", "virtual_stages", "layers_per_stage"}
+    return job.but(pins={**{name: value for name, value in LEAN.items() if name != "schedule" or not ordered}, **job.pins})
 
 
 Change = tuple[str, dict[str, object], Job]
@@ -132,6 +137,12 @@ def pins_less(job: Job) -> Iterator[Change]:
         yield "near.pin", {"pin": f"{name}={value}"}, job.but(pins=pins)
     if len(job.pins) > 1:
         yield "near.pins", {}, job.but(pins={})
+
+
+def chunked(job: Job) -> Iterator[Change]:
+    """The loss in parts, so that all logits never exist: not searched, since where another plan fits it gains next to nothing (LOG.md)."""
+    if "loss_chunks" not in job.pins:
+        yield "near.chunks", {"chunks": CHUNKS}, job.but(pins={**job.pins, "loss_chunks": CHUNKS})
 
 
 def more_nodes(job: Job) -> Iterator[Change]:

@@ -17,9 +17,9 @@ ROUNDING = 1e-9
 """Share by which a sum in another order may differ."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Candidate:
-    """A plan of a box with its price."""
+    """A plan of a box with its price; of two the simpler plan is the lesser."""
 
     box: Box
     index: tuple[int, ...]
@@ -32,9 +32,13 @@ class Candidate:
     def plan(self) -> Plan:
         return self.box.plan(self.index)
 
-    @cached_property
-    def key(self) -> tuple[Any, ...]:
-        return (rounded(self.score), *simplicity(self.plan))
+    @property
+    def key(self) -> tuple[float, Candidate]:
+        """What candidates are sorted by: their plans are made only where scores are equal."""
+        return rounded(self.score), self
+
+    def __lt__(self, other: Candidate) -> bool:
+        return simplicity(self.plan) < simplicity(other.plan)
 
     @property
     def alone(self) -> Box:

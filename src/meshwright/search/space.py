@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, combinations
 from math import gcd
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ class Region:
         """All that may wait elsewhere, first what `box` has: nothing, or what is pinned."""
         return (*self.box.offload, *self.offloads)
 
-    @property
+    @cached_property
     def legal(self) -> int:
         """Legal plans of all of them."""
         every = replace(self.box, offload=self.ways)

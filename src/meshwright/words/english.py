@@ -51,6 +51,7 @@ TEXTS = {
     "near.none": "no plan fits: the nearest ({plan}) needs {reserved:bytes} on rank {rank} of {memory:bytes}; {kind} are {size:bytes} of it; {ways}",
     "near.pin": "without the pin {pin} would fit ({plan}, {seconds:seconds} a step)",
     "near.pins": "without any pin would fit ({plan}, {seconds:seconds} a step)",
+    "near.chunks": "the loss in {chunks} parts would fit ({plan}, {seconds:seconds} a step)",
     "near.nodes": "{nodes:count node} ({devices:count device}) would fit ({plan}, {seconds:seconds} a step)",
     "near.sequence": "sequence {sequence} would fit ({plan}, {seconds:seconds} a step)",
     "near.budget": "a budget of {memory:bytes} would fit ({plan}, {seconds:seconds} a step)",

@@ -1,4 +1,5 @@
-"""The settings that a page can show: a few values of devices, batch, sequence and memory a device around those of the job.
+"""The settings that a page can show: a few values of devices, batch, sequence and memory a device around those of the job; where the cluster has
+a budget, of the budget in place of the memory.
 
 Stops double and halve. One is left out where it is no whole number, where the model has no such positions, or where the cluster is not written
 as `NODESxDEVICES:device` and so has no other sizes.
@@ -29,7 +30,7 @@ Shape = tuple[int, int, int, int]
 
 
 class Axes(NamedTuple):
-    """Stops of each slider, ascending, and where the job stands on them. Clusters have their own memory."""
+    """Stops of each slider, ascending, and where the job stands on them. Clusters have their own memory and budget."""
 
     clusters: tuple[Cluster, ...]
     batches: tuple[int, ...]
@@ -45,13 +46,30 @@ class Axes(NamedTuple):
 
 def axes_of(question: Job, shape: Shape) -> Axes:
     """Stops around `question`; no sequence is longer than the model has positions for."""
-    work, memory, longest = question.workload, question.cluster.memory, question.model.context
+    work, memory, longest = question.workload, limit_of(question.cluster), question.model.context
     clusters = sizes_of(question.cluster, shape[0])
     batches = halves_and_doubles(work.batch, shape[1])
     sequences = tuple(size for size in halves_and_doubles(work.sequence, shape[2]) if not longest or size <= longest)
-    memories = beside(memory, shape[3]) if len({group.device.memory for group in question.cluster.groups}) == 1 else (memory,)
+    memories = limits(question.cluster, shape[3])
     here = ([cluster.devices for cluster in clusters].index(question.cluster.devices), batches.index(work.batch))
     return Axes(clusters, batches, sequences, memories, (*here, sequences.index(work.sequence), memories.index(memory)))
+
+
+def limit_of(cluster: Cluster) -> float:
+    """What the slider of memory moves: the budget, where there is one, else the memory of a device."""
+    return cluster.budget or cluster.memory
+
+
+def limited(cluster: Cluster, limit: float) -> Cluster:
+    """The same with another limit of that kind."""
+    return cluster if limit == limit_of(cluster) else cluster.but(budget=limit) if cluster.budget else cluster.with_memory(limit)
+
+
+def limits(cluster: Cluster, count: int) -> tuple[float, ...]:
+    """Limits around that of `cluster`; no budget is more than the memory, and unlike devices keep theirs."""
+    own = limit_of(cluster)
+    around = beside(own, count) if len({group.device.memory for group in cluster.groups}) == 1 else (own,)
+    return tuple(size for size in around if not cluster.budget or size <= max(own, cluster.memory))
 
 
 def shape_for(seconds: float) -> Shape:
@@ -104,7 +122,7 @@ def resized(cluster: Cluster, step: int) -> Iterator[Cluster]:
 
     text = re.sub(r"(?<![\w.])(\d+)x(\d+):", other, cluster.name)
     try:
-        if text != cluster.name and read_cluster(cluster.name) == cluster:
-            yield read_cluster(text)
+        if text != cluster.name and read_cluster(cluster.name) == cluster.but(budget=0.0):
+            yield read_cluster(text).but(budget=cluster.budget)
     except InputError:
         return

@@ -45,6 +45,7 @@ def page_data(found: Grid, command: Sequence[str], cluster: str | None) -> dict[
         "optimizer": job.workload.optimizer.name,
         "objective": str(found.objective),
         "command": list(command),
+        "budget": bool(job.cluster.budget),
         "clusters": [cluster if axis == job.cluster else axis.name for axis in axes.clusters],
         "axes": {
             "devices": [axis.devices for axis in axes.clusters],
@@ -89,8 +90,8 @@ def standing_data(standing: Standing, place: Mapping[Plan, int], families: Seque
     limit = standing.limit
     return {
         "limit": short(limit),
-        "ranked": [[place[priced.plan], str(priced.verdict(limit))] for priced in standing.ranked],
-        "families": [[families.index(family), place[priced.plan], str(priced.verdict(limit))] for family, priced in standing.families],
+        "ranked": [[place[priced.plan], str(standing.verdict(priced))] for priced in standing.ranked],
+        "families": [[families.index(family), place[priced.plan], str(standing.verdict(priced))] for family, priced in standing.families],
     }
 
 

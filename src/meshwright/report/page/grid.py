@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product, repeat
+from math import inf
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -12,9 +13,9 @@ import numpy as np
 
 from meshwright.base.errors import InputError
 from meshwright.cost.constants import USABLE
-from meshwright.cost.memory import reserved, usable
+from meshwright.cost.memory import ample, reserved, usable
 from meshwright.cost.step import estimate
-from meshwright.report.page.axes import Axes
+from meshwright.report.page.axes import Axes, limited
 from meshwright.search.answer import Entry, Family, Objective
 from meshwright.search.rank import standing
 from meshwright.search.survey import Survey, survey
@@ -27,29 +28,33 @@ SHOWN = 8
 
 
 class Priced(NamedTuple):
-    """A plan with what does not depend on the memory of a device: its estimate, and the bytes with which it fits with a margin. Over unlike
-    groups also what each pipeline rank can take."""
+    """A plan with what does not depend on the memory of a device: its estimate, and the bytes that are safe for it. Over unlike groups also what
+    each pipeline rank can take."""
 
     plan: Plan
     estimate: Estimate
     safe: float
     limits: tuple[float, ...] = ()
 
-    def verdict(self, limit: float) -> Fits:
-        """Of a plan over unlike groups each rank has a limit of its own: such a page has one memory."""
-        if self.limits:
-            return self.estimate.verdict
-        return Fits.fits if self.safe <= limit else Fits.tight if self.estimate.memory.reserved <= limit else Fits.no
-
 
 class Standing(NamedTuple):
-    """What is true under one memory: bytes that a rank can take, the plans that fit, best first, the best or nearest of each family, and the
-    others by reason, with their number and an example."""
+    """What is true under one memory or budget: bytes that a rank can take, those that its device has, the plans that fit, best first, the best or
+    nearest of each family, and the others by reason, with their number and an example."""
 
     limit: float
+    ample: float
     ranked: tuple[Priced, ...]
     families: tuple[tuple[str, Priced], ...]
     rejected: tuple[tuple[str, int, str], ...]
+
+    def verdict(self, priced: Priced) -> Fits:
+        """A budget binds what is expected, the device what can happen. Of a plan over unlike groups each rank has a limit of its own: such a page
+        has one memory."""
+        if priced.limits:
+            return priced.estimate.verdict
+        if priced.estimate.memory.reserved > self.limit:
+            return Fits.no
+        return Fits.fits if priced.safe <= self.ample else Fits.tight
 
 
 class Point(NamedTuple):
@@ -90,11 +95,10 @@ def grid(question: Job, axes: Axes, objective: Objective = Objective.fastest, ru
 
 def point(job: Job, memories: tuple[float, ...], objective: Objective = Objective.fastest, runnable: bool = False) -> Point:
     """The standings of one job."""
-    own = job.cluster.memory
     prices: dict[Plan, Priced] = {}
     standings, considered = [], 0
     for memory in memories:
-        asked = job if memory == own else job.but(cluster=job.cluster.with_memory(memory))
+        asked = job.but(cluster=limited(job.cluster, memory))
         try:
             found = survey(asked, SHOWN, objective, runnable)
             entries, families = standing(asked, found, SHOWN, objective, runnable)
@@ -118,11 +122,11 @@ def shown(job: Job, found: Survey, entries: Sequence[Entry], families: Sequence[
     ranked = tuple(price(entry.plan, entry.estimate) for entry in entries)
     kin = tuple((family.name, price(family.plan)) for family in families)
     refused = tuple((reason, it.count, it.example) for reason, it in found.space.refused.items())
-    return Standing(usable(found.pricer.setting), ranked, kin, refused)
+    return Standing(usable(found.pricer.setting), ample(found.pricer.setting), ranked, kin, refused)
 
 
 def limits(job: Job, plan: Plan, priced: Estimate) -> tuple[float, ...]:
     """Bytes that each pipeline rank of a plan over unlike groups can take of its device; of a stage whose replicas are unlike that of the fullest."""
     if plan.placement:
-        return tuple(job.cluster.groups[group].device.memory * USABLE for group in plan.placement)
+        return tuple(min(job.cluster.groups[group].device.memory * USABLE, job.cluster.budget or inf) for group in plan.placement)
     return (priced.limit,) * plan.pp if plan.shares or plan.shard_weights else ()

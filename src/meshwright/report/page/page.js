@@ -71,8 +71,10 @@ function command(view) {
   const [, batch, sequence, memory] = SLIDERS.map((name, axis) => DATA.axes[name][state.stops[axis]])
   const words = [...DATA.command]
   const own = state.stops[3] === DATA.here[3]
-  if (view.cluster !== null) words.push(...(own ? ["--cluster", view.cluster] : ["--set", `cluster.name=${view.cluster}`]))
-  if (!own) words.push("--set", `cluster.memory=${Number.isInteger(memory / 2 ** 30) ? `${memory / 2 ** 30}GiB` : memory}`)
+  const limit = Number.isInteger(memory / 2 ** 30) ? `${memory / 2 ** 30}GiB` : String(memory)
+  if (view.cluster !== null) words.push(...(own || DATA.budget ? ["--cluster", view.cluster] : ["--set", `cluster.name=${view.cluster}`]))
+  if (DATA.budget) words.push("--budget", limit)
+  else if (!own) words.push("--set", `cluster.memory=${limit}`)
   return [...words, "--batch", String(batch), "--seq", String(sequence)].map(quoted).join(" ")
 }
 
@@ -120,7 +122,7 @@ function drawSliders() {
   SLIDERS.forEach((name, axis) => {
     const show = name === "memory" ? round : grouped
     const [label, input, stops] = form.children[axis].children
-    label.children[0].textContent = name === "memory" ? say.memorySlider : say[name]
+    label.children[0].textContent = name === "memory" ? (DATA.budget ? say.budgetSlider : say.memorySlider) : say[name]
     label.children[1].textContent = show(DATA.axes[name][state.stops[axis]])
     input.value = state.stops[axis]
     input.setAttribute("aria-valuetext", show(DATA.axes[name][state.stops[axis]]))

@@ -1,7 +1,7 @@
 // Labels of the page. Kinds, families and reasons come with the data: they are called what the terminal calls them.
 const WORDS = {
   en: {
-    devices: "devices", batch: "batch, sequences a step", sequence: "sequence, tokens", memorySlider: "memory a device",
+    devices: "devices", batch: "batch, sequences a step", sequence: "sequence, tokens", memorySlider: "memory a device", budgetSlider: "budget of a rank",
     plans: "Plans", plan: "plan", step: "step", timeShares: "time", speed: "tokens/s", mfu: "MFU", reserved: "memory", memoryShares: "of the device",
     verdict: "", spare: "spare", bubble: "bubble", exposed: "exposed",
     fastest: "Best first: fastest, but a tight plan only when it is more than 5 % faster.", headroom: "Best first: least memory.",
@@ -24,7 +24,7 @@ const WORDS = {
     light: "light", dark: "dark", auto: "auto", other: "中文",
   },
   zh: {
-    devices: "设备数", batch: "批量（每步序列数）", sequence: "序列长度（token）", memorySlider: "每设备显存",
+    devices: "设备数", batch: "批量（每步序列数）", sequence: "序列长度（token）", memorySlider: "每设备显存", budgetSlider: "每个 rank 的显存预算",
     plans: "方案", plan: "方案", step: "每步", timeShares: "时间", speed: "token/s", mfu: "MFU", reserved: "显存", memoryShares: "占设备",
     verdict: "", spare: "余量", bubble: "气泡", exposed: "外露通信",
     fastest: "最好的在前：按速度排，勉强放得下的方案要快 5 % 以上才排在前面。", headroom: "最好的在前：按占用显存最少排。",
