@@ -3,6 +3,7 @@
     python -m bench.cluster              all cases, at least PLANS plans of each; writes bench/results/cluster.md
     python -m bench.cluster tiered       the cases whose name has the word
     python -m bench.cluster --anew       forgets what earlier runs measured; without it cases that are done are not run again
+    python -m bench.cluster --cores=0.6  so much of the machine plays the cluster: beside other programs, in slower motion
 
 Each case: the cluster is emulated, probed by its ranks, the job searched on what the probe found, PLANS plans spread over the whole ranking
 are run for STEPS steps each. A case ends after MINUTES with the plans it has. Regret is the measured time of the planner's first choice over the best measured one, less 1. Root only.
@@ -287,7 +288,10 @@ def gain(case: Case, found: dict[str, Any]) -> list[str]:
 def main(words: Sequence[str] = ()) -> None:
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).step()
-    plans = next((int(word.removeprefix("--plans=")) for word in words if word.startswith("--plans=")), PLANS)
+    plans, played = (
+        next((kind(word.removeprefix(name)) for word in words if word.startswith(name)), usual)
+        for name, kind, usual in (("--plans=", int, PLANS), ("--cores=", float, cores()))
+    )
     asked = [word for word in words if not word.startswith("--")]
     kept = Path(tempfile.gettempdir()) / "meshwright-bench-cluster.json"
     fresh = kept.exists() and time.time() - kept.stat().st_mtime < 3600 * HOURS and "--anew" not in words
@@ -297,7 +301,7 @@ def main(words: Sequence[str] = ()) -> None:
             continue
         began = time.monotonic()
         try:
-            with emulated(scaled(case.described, cores(), CORE)) as there:
+            with emulated(scaled(case.described, played, CORE)) as there:
                 found[case.name] = {**on_ranks(there, case, plans), "asked": plans}
         except InputError:
             raise

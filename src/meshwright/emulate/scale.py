@@ -34,7 +34,7 @@ class Scaled(NamedTuple):
     motion: float
 
 
-def scaled(cluster: Cluster, cores: int, core: float) -> Scaled:
+def scaled(cluster: Cluster, cores: float, core: float) -> Scaled:
     """`cores` of `core` FLOP/s each play `cluster`. Raises InputError where that is too much for them."""
     speeds: list[float] = []
     nodes: list[int] = []
@@ -49,7 +49,7 @@ def scaled(cluster: Cluster, cores: int, core: float) -> Scaled:
     shares = [most * speed / fastest for speed in speeds]
     if min(shares) < LEAST:
         raise InputError(
-            f"cluster {cluster.name!r}: {len(speeds)} ranks on {cores} cores leave the slowest {min(shares):.1%} of a core and it needs {LEAST:.0%}; "
+            f"cluster {cluster.name!r}: {len(speeds)} ranks on {cores:g} cores leave the slowest {min(shares):.1%} of a core and it needs {LEAST:.0%}; "
             "emulate fewer devices, or play it with `meshwright simulate`"
         )
     motion = fastest / (most * core)
