@@ -46,7 +46,7 @@ from meshwright.spec.plan import Plan
 from meshwright.train.rank import connect
 from meshwright.train.trials import Ground
 
-PLANS, STEPS, TRIALS = 20, 4, 5
+PLANS, STEPS, TRIALS = 20, 3, 5
 MINUTES = 3.0
 """After which no further plan of a case is begun."""
 
@@ -55,7 +55,7 @@ HOURS = 6
 
 CORE = 80e9
 RESULTS = Path(__file__).parent / "results" / "cluster.md"
-SIZES = {"kind": "llama", "layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 344, "vocab": 512, "seq": 128}
+SIZES = {"kind": "llama", "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 688, "vocab": 512, "seq": 128}
 
 
 class Case(NamedTuple):

@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import InputError
+from meshwright.cost.box import Cut
 from meshwright.cost.calibration import calibrated, formula
 from meshwright.cost.collectives import Fabric, fabric
+from meshwright.cost.compute import matrices
+from meshwright.cost.constants import HOST_PASS
+from meshwright.cost.step import estimate
 from meshwright.cost.tiers import tiers
 from meshwright.emulate.scale import scaled
 from meshwright.intake.clusters import parse_cluster, read_cluster
+from meshwright.intake.job import read_job, resolve
 from meshwright.intake.measured import keep, kept_cluster
 from meshwright.spec.cluster import Cluster, Link
 from meshwright.spec.measurement import Measured, Measurement, Pair, Product, Timing
+from meshwright.spec.plan import Plan
 
 NEAR = Link(name="near", bandwidth=8e9, latency=60e-6, efficiency=1.0)
 FAR = Link(name="far", bandwidth=50e6, latency=300e-6, efficiency=1.0)
@@ -128,3 +134,19 @@ def unlike() -> Cluster:
 def test_a_measured_cluster_is_read_from_a_file_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "measured.json").write_text(unlike().to_json())
     assert read_cluster(str(tmp_path / "measured.json")) == unlike()
+
+
+def test_a_rank_with_a_part_of_a_core_starts_operations_as_many_times_slower_and_small_micro_batches_cost_more_for_it() -> None:
+    devices = tuple(rank(n, 0, share=0.25).but(launch=5e-6) for n in range(4))
+    slow = calibrated(Measurement(devices=devices), parse_cluster("1x4:cpu")).cluster
+    assert slow.groups[0].device.launch == pytest.approx(20e-6)
+    job = resolve(read_job(None, (), {"model.name": "llama-tiny", "workload.batch": 16}))
+
+    def step(launch: float, micro_batch: int) -> float:
+        group = slow.groups[0].but(device=slow.groups[0].device.but(launch=launch))
+        return estimate(job.but(cluster=slow.but(groups=(group,))), Plan(dp_replicate=4, micro_batch=micro_batch)).time.step
+
+    operations = 9.0 * sum(layer.repeat * (1 + matrices(layer, Cut(1)).products.sum()) for layer in job.model.layers) + HOST_PASS
+    for micro_batch in (1, 4):
+        more = (step(20e-6, micro_batch) - step(5e-6, micro_batch)) / (4 / micro_batch)
+        assert more == pytest.approx(operations * 15e-6, rel=1e-6)

@@ -3,6 +3,7 @@
     peak         the best rate of square products x the rank's share of a processor; on cores sustained 1: it is what is reached
     efficiency   of that, what a layer's products reach forward and backward, whose operands lie as they lie
     bandwidth    of element-wise work x the same share, over MEMORY_SHARE, which the formulas take of it again
+    launch       seconds of a small operation over the same share
     link         bandwidth and latency with which the formulas of cost.collectives give the measured times of all collectives best
 
 The last is a search in two numbers for the least mean square of log(formula / measured): a fact about the machine in the planner's own words,
@@ -171,6 +172,7 @@ def _device(ranks: Sequence[Measured], known: Device, same: bool) -> Device:
         "efficiency": min(median(rank.trained / rank.peak(trained) for rank in ranks), 1.0) if ranks[0].trained else 1.0,
         "sustained": dict.fromkeys(peak, 1.0) if on_host else known.sustained,
         "attention": median(rank.attention / rank.peak("fp32") for rank in ranks) if ranks[0].attention else known.attention,
+        "launch": median(rank.launch / rank.share for rank in ranks),
         "source": "measured by probe",
     }
     return known.but(**changes)

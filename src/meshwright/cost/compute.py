@@ -122,12 +122,17 @@ def _launching(setting: Setting, layer: Layer, cut: Cut, sequence_parallel: Arra
     """Seconds that the host needs to launch a layer's kernels and collectives, forward and backward (s)."""
     count = 1 + matrices(layer, cut).products.sum()
     if setting.on_host:
-        kernels = count * constants.HOST_KERNELS_PER_MATRIX * constants.HOST_LAUNCH + 0.0 * sequence_parallel
+        kernels = count * constants.HOST_KERNELS_PER_MATRIX * host_launch(setting) + 0.0 * sequence_parallel
         return kernels, constants.BACKWARD * kernels
     kernels = count * constants.KERNELS_PER_MATRIX * constants.LAUNCH + 0.0 * sequence_parallel
     calls = constants.TENSOR_PAIRS * constants.COLLECTIVE_LAUNCH * float(cut.tp > 1 and layer.name == BLOCK)
     forward, backward = (kernels + calls * np.where(sequence_parallel, turns, 1.0) for turns in (2.0, 3.0))
     return setting.practice.launch * forward, setting.practice.launch * (backward + (constants.BACKWARD - 1.0) * kernels)
+
+
+def host_launch(setting: Setting) -> float:
+    """Seconds of a host that launches and computes for one operation: a rank that has part of a core takes as many times longer."""
+    return setting.device.launch or constants.HOST_LAUNCH
 
 
 def local_share(layer: Layer, size: int, tp: int, sequence_parallel: Array) -> Array:

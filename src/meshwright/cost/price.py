@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.cost import context, expert, offload
+from meshwright.cost import constants, context, expert, offload
 from meshwright.cost.box import Again, Array, Box, Cut, Order, lift, portion
 from meshwright.cost.buffers import states
 from meshwright.cost.collectives import group, send
-from meshwright.cost.compute import Work, work
+from meshwright.cost.compute import Work, host_launch, work
 from meshwright.cost.held import Held, stack
 from meshwright.cost.memory import Footprint, States, activations, footprint, kept, message
 from meshwright.cost.pipeline import Halves, idle, least_bubble, messages, separate, stall
@@ -208,6 +208,9 @@ class Pricer:
             rest = (ranks.layers * self._blocks)[..., None] - ranks.again(box.recompute, self._blocks)
             weights = _over_some(rest, one.weights[None])[0]
         repeated = tensor_again + context_again + dispatch_again
+        if self.setting.on_host:
+            once = lift([order.virtual_stages for order in box.orders], "o") * (constants.HOST_PASS * host_launch(self.setting))
+            forward, backward = forward + once / 3.0, backward + once * 2.0 / 3.0
         return Passes(
             compute=forward + backward,
             recompute=recompute,

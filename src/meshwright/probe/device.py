@@ -29,6 +29,9 @@ TRIES, BURST, WINDOW = 5, 0.01, 0.25
 CORE_STREAM, CARD_STREAM, ROW = 2**23, 2**30, 2**10
 """Bytes of one tensor of element-wise work, and numbers in a row of it."""
 
+OPERATIONS = 24
+"""Of a block with 7 weights as the planner counts them: 3 for each, and 3 besides."""
+
 STORED, PIECE = 32 * 2**20, 2 * 2**20
 
 
@@ -47,6 +50,7 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Meas
         trained=trained(device),
         bandwidth=stream(device),
         attention=attention(device),
+        launch=launch() if device.type == "cpu" else 0.0,
         share=share,
         own=own,
         memory=memory,
@@ -107,6 +111,33 @@ def attention(device: torch.device) -> float:
     query = torch.ones(1, heads, sequence, width, device=device, dtype=dtype)
     work = lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query)
     return 4.0 * heads * sequence**2 * width / best(work, device)
+
+
+def launch() -> float:
+    """Seconds of the processor for one of OPERATIONS operations of a block, forward, a third of what it takes with its gradients: on tensors so small
+    that starting an operation is all there is to it."""
+    narrow, positions = 8, 4
+    weights = [torch.ones(2 * narrow, 2 * narrow, requires_grad=True) for _ in range(7)]
+    hidden, turn = torch.ones(1, positions, 2 * narrow), torch.ones(positions, narrow)
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1.0) * turn[0, 0]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x * turn + torch.cat((-x[..., narrow // 2 :], x[..., : narrow // 2]), -1) * turn
+
+    def block(before: torch.Tensor) -> torch.Tensor:
+        x = normed(before)
+        query, key, value = ((x @ weight.t()).view(1, positions, 2, narrow).transpose(1, 2) for weight in weights[:3])
+        mixed = torch.nn.functional.scaled_dot_product_attention(turned(query), turned(key), value, is_causal=True)
+        x = before + mixed.transpose(1, 2).reshape(before.shape) @ weights[3].t()
+        gate, up = (normed(x) @ weight.t() for weight in weights[4:6])
+        return x + (torch.nn.functional.silu(gate) * up) @ weights[6].t()
+
+    def step() -> None:
+        block(block(block(block(hidden)))).sum().backward()  # type: ignore[no-untyped-call]
+
+    return best(step, torch.device("cpu")) / (4 * 3 * OPERATIONS)
 
 
 def quota() -> float:

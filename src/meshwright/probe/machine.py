@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.mesh import make_mesh
-from meshwright.probe.device import host_identity, measure_device
+from meshwright.probe.device import host_identity, measure_device, quota
 from meshwright.probe.network import Network
 from meshwright.spec.measurement import Measurement
 from meshwright.spec.plan import Plan
@@ -29,7 +29,7 @@ def measure() -> Measurement:
         device = device.but(memory=device.host_memory / hosts.count(device.host))
     found = Measurement(devices=tuple(_everyone(device, world)))
     if world > 1:
-        network = Network(mesh, found.hosts)
+        network = Network(mesh, found.hosts, quota=min(1.0, quota()))
         found = found.but(pairs=tuple(network.pairs()), timings=tuple(network.timings()))
     seconds = time.perf_counter() - began
     here = [spent for spent, host in _everyone((time.process_time() - ours, device.host), world) if host == device.host]

@@ -2,7 +2,8 @@
 
 Kinds of groups: neighbours of one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host. Groups that do not overlap run at
 once, as they do in training. A timing is that of the slowest rank; the lower quartile of several counts, so that what runs beside disturbs
-it little.
+it little. A rank that has a quota of processor time pays for its part of an exchange out of what it computes with: for each second of the processor
+that the exchange takes the wall sees 1 / quota, which ranks that only measure, and have rested, would not.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Network:
     mesh: Mesh
     hosts: tuple[tuple[int, ...], ...]
     made: int = 0
+    quota: float = 1.0
+    """Part of a processor that the control group of this rank leaves it, at most 1."""
 
     def group(self, ranks: Sequence[int]) -> Group | None:
         """The group of `ranks`; None on the others. All ranks ask for all groups in the same order."""
@@ -145,12 +148,14 @@ class Network:
         flag = torch.zeros(1, dtype=torch.float64)
         while len(spent) <= FEWEST or (left > 0 and len(spent) < MOST):
             all_reduce(flag.zero_(), world).wait()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             if group is not None:
                 action()
                 if self.mesh.device.type == "cuda":
                     torch.cuda.synchronize(self.mesh.device)
-            flag.fill_(time.perf_counter() - began if group is not None else 0.0)
+            passed = time.perf_counter() - began
+            rested = min(time.process_time() - worked, passed) * (1.0 / self.quota - 1.0)
+            flag.fill_(passed + rested if group is not None else 0.0)
             all_reduce(flag, world, largest=True).wait()
             spent.append(float(flag))
             left -= float(flag) if len(spent) > 1 else 0.0

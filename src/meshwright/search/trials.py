@@ -123,7 +123,8 @@ def scaled(cluster: Cluster, compute: float, links: float) -> Cluster:
     def group(each: NodeGroup) -> NodeGroup:
         device = each.device
         peak = {name: rate * compute for name, rate in device.peak.items()}
-        return each.but(device=device.but(peak=peak, bandwidth=device.bandwidth * compute), link=link(each.link))
+        faster = device.but(peak=peak, bandwidth=device.bandwidth * compute, launch=device.launch / compute)
+        return each.but(device=faster, link=link(each.link))
 
     return cluster.but(groups=tuple(map(group, cluster.groups)), network=link(cluster.network))
 

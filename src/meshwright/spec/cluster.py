@@ -21,6 +21,7 @@ class Device(Noun):
     )
     attention: float = Field(default=0.75, gt=0, description="rate of FlashAttention-2 over that of large matrix products")
     processors: int = Field(default=0, ge=0, description="that share the tiles of a product; 0: products lose nothing to tiles")
+    launch: Seconds = Field(default=0.0, description="of its host for one small operation, forward; 0: what is usual")
     context: Bytes = Field(default=0.0, description="memory that the driver and its libraries take")
     price: float | None = Field(default=None, ge=0, description="per device hour")
     source: str = ""

@@ -31,6 +31,7 @@ class Measured(Noun):
     )
     bandwidth: BytesPerSecond = Field(description="of its memory, read and written by element-wise work")
     attention: FlopsPerSecond = Field(default=0.0, description="rate of fused attention in fp32; 0: not measured")
+    launch: Seconds = Field(default=0.0, description="of the processor for one small operation with autograd, forward; 0: not measured")
     share: float = Field(default=1.0, gt=0)
     own: float = Field(
         default=0.0, ge=0, description="the part that is its own by the number of processors, ranks and quotas; 0: not known"
