@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from bench import copies, labels, links, peers, pipeline, recovery, resize, search, simulate, start, tensor
+from bench import copies, labels, links, peers, pipeline, probe, recovery, resize, search, simulate, start, tensor
 
 KNOWN = {
     "start": start,
@@ -17,6 +17,7 @@ KNOWN = {
     "links": links,
     "peers": peers,
     "pipeline": pipeline,
+    "probe": probe,
     "recovery": recovery,
     "resize": resize,
     "copies": copies,

@@ -308,6 +308,10 @@ def main(words: Sequence[str] = ()) -> None:
         except MeshwrightError as error:
             print(f"{case.name}: {error}", file=sys.stderr)
             continue
+        if not found[case.name]["rows"]:
+            del found[case.name]
+            print(f"{case.name}: no plan was run within {MINUTES} minutes", file=sys.stderr)
+            continue
         kept.write_text(json.dumps(found))
         print(judged(case, found[case.name]), f"{time.monotonic() - began:.0f} s", *gain(case, found[case.name]), file=sys.stderr, sep="\n")
     cases = {case.name: case for case in CASES if case.name in found}

@@ -40,7 +40,7 @@ def probe(
     Try: meshwright probe --save cluster.json
     """
     from meshwright.base.errors import InputError
-    from meshwright.cost.calibration import calibrated
+    from meshwright.cost.calibration import UNDESCRIBED, calibrated
     from meshwright.intake.clusters import keep_local, read_cluster
     from meshwright.spec.measurement import QUIET
     from meshwright.train.rank import launched
@@ -54,7 +54,7 @@ def probe(
             f"cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, Slurm or `meshwright emulate`"
         )
     if me is not None and known.name.startswith("local") and known.devices != me.world:
-        known = read_cluster(f"local:{me.world}", measured=False).but(name="measured")
+        known = read_cluster(f"local:{me.world}", measured=False).but(name=UNDESCRIBED)
     found = _here(known) if me is None else _with_others(me.rank, me.world)
     if found is None:
         return 0

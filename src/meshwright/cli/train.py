@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.cli.nodes import Place
     from meshwright.cli.preparation import Choice
     from meshwright.spec.launch import Launch
-    from meshwright.train.rank import Launched
+    from meshwright.train.rank import Connection, Launched
     from meshwright.train.screen import Screen
 
 PROBE = "meshwright.train.probing:speed"
@@ -58,7 +58,6 @@ def train(
 
     Try: meshwright train --model gpt2-tiny --steps 100 --cluster local:4 --pin tp=2
     """
-    from meshwright.base.errors import InputError
     from meshwright.cli.nodes import place_of, serve
     from meshwright.cli.preparation import read_file
     from meshwright.train.rank import launched
@@ -73,12 +72,8 @@ def train(
             folder = _supervise(job, shared, pin, screen, trials, node)
         elif node is not None:
             raise SystemExit(serve(node, read_file(job, shared), screen.note))
-        elif trials:
-            raise InputError(
-                "--trials: these ranks were started elsewhere: try plans with `meshwright plan --trials` first, and give --plan"
-            )
         else:
-            folder = _be_a_rank(me, job, shared, pin, screen)
+            folder = _be_a_rank(me, job, shared, pin, screen, trials)
     finally:
         screen.close()
     if me is None or me.rank == 0:
@@ -115,8 +110,9 @@ def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen
     return folder
 
 
-def _after_trials(job: Path | None, shared: Shared, pin: str | None, trials: int) -> Shared:
-    """The options with the plan that trials found; as they are where the plan is given, or the run has begun with one."""
+def _after_trials(job: Path | None, shared: Shared, pin: str | None, trials: int, connection: Connection | None = None) -> Shared:
+    """The options with the plan that trials found; as they are where the plan is given, or the run has begun with one. `connection`: of ranks that
+    another launcher has started, of which rank 0 knows."""
     from meshwright.cli.options import note
     from meshwright.cli.preparation import folder_of, read_file, source_of
     from meshwright.cli.trials import tried
@@ -124,11 +120,13 @@ def _after_trials(job: Path | None, shared: Shared, pin: str | None, trials: int
     from meshwright.intake.plans import parse_pins
 
     file = read_file(job, shared)
-    if file.given_plan() is not None or (folder_of(file, source_of(file)) / "plan.json").is_file():
-        note("no trials: the plan is given, or the run has begun with one")
+    known = file.given_plan() is not None or (folder_of(file, source_of(file)) / "plan.json").is_file()
+    if connection.tell("known" if known else "") if connection is not None else known:
+        if connection is None or connection.rank == 0:
+            note("no trials: the plan is given, or the run has begun with one")
         return shared
     question = resolve(file)
-    found = tried(file, question.but(pins={**question.pins, **parse_pins(pin)}) if pin else question, trials)
+    found = tried(file, question.but(pins={**question.pins, **parse_pins(pin)}) if pin else question, trials, connection)
     best = found[1] if found else None
     return dataclasses.replace(shared, plan=best.plan.name) if best else shared
 
@@ -158,7 +156,7 @@ def _prepared(
         yield launch, folder, choice
 
 
-def _be_a_rank(me: Launched, job: Path | None, shared: Shared, pin: str | None, screen: Screen) -> Path:
+def _be_a_rank(me: Launched, job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int) -> Path:
     """One rank among those that another launcher has started. Rank 0 plans; what it finds wrong ends them all with one line."""
     from meshwright.base.codec import build, parse
     from meshwright.base.errors import Interrupted, MeshwrightError
@@ -172,6 +170,7 @@ def _be_a_rank(me: Launched, job: Path | None, shared: Shared, pin: str | None, 
     connection = connect(me.rank, me.world)
     with ExitStack() as stack:
         stack.callback(connection.close)
+        shared = _after_trials(job, shared, pin, trials, connection) if trials else shared
         if me.rank == 0:
             try:
                 launch, folder, _ = stack.enter_context(_prepared(job, shared, pin, screen, me.world))

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 MODULE = "meshwright.cli.trials"
 
 
-def hold_trials(question: Job, launch: Launch, most: int) -> list[Trial] | None:
-    """Up to `most` plans, run here: on ranks that this process starts, or as one of those that a launcher started. None on ranks other than 0."""
+def hold_trials(question: Job, launch: Launch, most: int, known: Connection | None = None) -> list[Trial] | None:
+    """Up to `most` plans, run here: on ranks that this process starts, or as one of those that a launcher started, by their connection if it is `known`. None on ranks other than 0."""
     from meshwright.base.errors import InputError
     from meshwright.train.rank import connect, launched
 
     if most < 1:
         raise InputError(f"--trials {most}: must be at least 1")
+    if known is not None:
+        found = conduct(question, launch, most, known)
+        return found if known.rank == 0 else None
     me = launched(os.environ)
     if me is not None:
         connection = connect(me.rank, me.world)
@@ -115,7 +118,7 @@ def line_of(trial: Trial) -> str:
     )
 
 
-def tried(file: JobFile, question: Job, most: int) -> tuple[Job, Trial | None] | None:
+def tried(file: JobFile, question: Job, most: int, known: Connection | None = None) -> tuple[Job, Trial | None] | None:
     """`question` on the cluster that trials say it is, and the best of them. None on ranks other than 0. What `local` is, is kept."""
     from meshwright.cli.preparation import Choice, folder_of, launch_of, source_of
     from meshwright.intake.clusters import keep_local
@@ -127,7 +130,7 @@ def tried(file: JobFile, question: Job, most: int) -> tuple[Job, Trial | None] |
     source = source_of(file)
     any_plan = search(question, 1, runnable=True).chosen.plan
     launch = launch_of(file, source, folder_of(file, source), Choice(question, any_plan, None, []))
-    trials = hold_trials(question, launch, most)
+    trials = hold_trials(question, launch, most, known)
     if trials is None:
         return None
     again = refitted(question, trials)

@@ -31,6 +31,9 @@ ALIKE = 0.15
 SLOW = 0.85
 """Of the middle of its group, below which a device is said to be slow."""
 
+UNDESCRIBED = "measured"
+"""Name of a cluster of which only the number of ranks was known before."""
+
 STEPS = (2.0, 1.4, 1.1, 1.03)
 UNFITTED = 0.35
 
@@ -106,7 +109,7 @@ def _contradicted(measured: Measurement, known: Cluster) -> Iterable[str]:
     nodes = sum(group.nodes for group in known.groups)
     if known.devices != devices:
         yield f"the description {known.name!r} has {known.devices} devices, {devices} ranks were measured: its names and memory are not used"
-    elif nodes != hosts:
+    elif nodes != hosts and known.name != UNDESCRIBED:
         yield f"the description {known.name!r} has {nodes} nodes, the ranks found {hosts}: what was found counts"
     cores = [group.device.name.lower().startswith("cpu") for group in known.groups]
     if devices == known.devices and any(cores) != (measured.devices[0].name == "cpu"):

@@ -189,8 +189,8 @@ class Pricer:
         forward, backward = context.traffic(self.setting, box, tokens, one)
         return one, (forward, backward, expert.traffic(self.setting, box, tokens)[:, :, None] + 0.0 * forward)
 
-    def passes(self, box: Box, ranks: Ranks) -> Passes:
-        """Seconds of one micro-batch on each of `ranks`, before what data ranks and the host do beside it."""
+    def passes(self, box: Box, ranks: Ranks, whole: bool = True) -> Passes:
+        """Seconds of one micro-batch on each of `ranks`, before what data ranks and the host do beside it. `whole`: they are stages, not layers of one."""
         one, waits = self._layers(box)
         forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = _over(
             ranks.layers, np.stack([*one[:4], *waits])
@@ -208,9 +208,9 @@ class Pricer:
             rest = (ranks.layers * self._blocks)[..., None] - ranks.again(box.recompute, self._blocks)
             weights = _over_some(rest, one.weights[None])[0]
         repeated = tensor_again + context_again + dispatch_again
-        if self.setting.on_host:
-            once = lift([order.virtual_stages for order in box.orders], "o") * (constants.HOST_PASS * host_launch(self.setting))
-            forward, backward = forward + once / 3.0, backward + once * 2.0 / 3.0
+        if whole:
+            times = lift([order.virtual_stages for order in box.orders], "o")
+            forward, backward = (part + times * each for part, each in zip((forward, backward), each_pass(self.setting), strict=True))
         return Passes(
             compute=forward + backward,
             recompute=recompute,
@@ -317,6 +317,12 @@ def held(box: Box, states: States, zero: int = 1) -> Array:
     """Elements that one rank holds of what ranks share from this ZeRO stage on."""
     dense = states.numel * np.where(box.zero >= zero, portion(box), 1)
     return dense + states.experts / np.where(box.zero >= zero, lift(box.expert_holders, "z"), 1)
+
+
+def each_pass(setting: Setting) -> tuple[float, float]:
+    """Seconds that a virtual stage takes for a micro-batch beside its layers, forward and backward."""
+    seconds = constants.HOST_PASS * host_launch(setting) * setting.on_host / (1.0 + constants.BACKWARD)
+    return seconds, constants.BACKWARD * seconds
 
 
 def _over(layers: Array, parts: Array) -> Array:

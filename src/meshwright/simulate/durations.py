@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.cost.box import Again, Array, Box
 from meshwright.cost.collectives import Group
 from meshwright.cost.memory import message
-from meshwright.cost.price import Passes, Pricer
+from meshwright.cost.price import Passes, Pricer, each_pass
 from meshwright.cost.reduction import axis_groups, expert_groups
 from meshwright.cost.setting import Setting
 from meshwright.cost.stages import Kind, held, ranks
@@ -140,7 +140,8 @@ def durations(pricer: Pricer, plan: Plan, box: Box) -> Durations:
         waits = offload[rank_of(number, box.pp, box.orders[0].as_v)] / box.orders[0].virtual_stages
         if (content, waits) not in made:
             ends = [run.end for run in pricer.flat.units(content, box.cut, bucket).runs for _ in range(run.times)]
-            made[content, waits] = stage(data, stacked(table, content, box), ends, waits, plan.separates(number))
+            layers = passed(stacked(table, content, box), each_pass(setting))
+            made[content, waits] = stage(data, layers, ends, waits, plan.separates(number))
         stages.append(made[content, waits])
     return Durations(
         stages=tuple(stages),
@@ -173,7 +174,8 @@ def layers_of(pricer: Pricer, box: Box) -> list[tuple[Layer, Layer]]:
     entries = pricer.setting.entries
     alone = [_kind(at, len(entries)) for at in range(len(entries))]
     both = [
-        pricer.passes(replace(box, recompute=(Again(kind),)), pricer.alone(box, alone)) for kind in (box.recompute[0].kind, Recompute.none)
+        pricer.passes(replace(box, recompute=(Again(kind),)), pricer.alone(box, alone), whole=False)
+        for kind in (box.recompute[0].kind, Recompute.none)
     ]
     found = []
     for at, entry in enumerate(entries):
@@ -209,6 +211,17 @@ def stacked(table: Sequence[tuple[Layer, Layer]], content: Sequence[int], box: B
             blocks = sum(layer.is_block for layer in found)
             found.append(plain if recomputing and as_planned.is_block and blocks >= recomputing else as_planned)
     return found
+
+
+def passed(layers: list[Layer], each: tuple[float, float]) -> list[Layer]:
+    """What a stage takes beside its layers goes with the first of them."""
+    if not layers or not any(each):
+        return layers
+    first, (forward, backward) = layers[0], each
+    first = first._replace(
+        forward=(first.forward[0] + forward, first.forward[1]), backward=(first.backward[0] + backward, first.backward[1])
+    )
+    return [first, *layers[1:]]
 
 
 def offloads(pricer: Pricer, box: Box) -> list[float]:
