@@ -126,10 +126,16 @@ def test_a_killed_emulator_leaves_no_process_and_the_next_one_removes_its_quotas
     assert not list(Path("/sys/fs/cgroup").glob(f"**/meshwright-{process.pid}-*"))
 
 
-def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "launcher", [(), ("emulate", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable, "-m", "meshwright.cli.main")], ids=["own", "other"]
+)
+def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """On ranks that the command starts, and on those of two nodes that another launcher has started."""
+    if launcher and not permitted():
+        return
     (tmp_path / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n}\n" for n in range(400)))
     (tmp_path / "job.yaml").write_text(JOB)
-    command = [sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", "runs/tried", "--trials", "3"]
+    command = [sys.executable, "-m", "meshwright.cli.main", *launcher, "train", "job.yaml", "--folder", "runs/tried", "--trials", "3"]
     environment = {**os.environ, "MESHWRIGHT_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
