@@ -35,6 +35,14 @@ def test_what_waits_and_what_stays_of_a_share_are_all_of_the_states() -> None:
         assert found.memory.optimizer == pytest.approx(here.memory.optimizer * (1 - share / 100))
 
 
+def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhere() -> None:
+    job = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16")
+    found = search(job.but(pins={"offload_share": 80}), top=1).plans[0]
+    assert found.plan.offload_share == 80 and found.estimate == estimate(job, found.plan)
+    with pytest.raises(InputError, match="a share is of the optimizer's states"):
+        search(job.but(pins={"offload_share": 80, "offload": ("activations",)}), top=1)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -48,8 +48,7 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
     on_host, in_files = (float(part.max()) for part in (footprint.host, footprint.files))
     notes, crowded = pricer.setting.notes, on_host > pricer.setting.host_memory
     if crowded:
-        has = show_bytes(pricer.setting.host_memory)
-        notes = (*notes, f"{show_bytes(on_host)} of each rank are to wait on its host, which has {has} for each device")
+        notes = (*notes, _crowded(pricer, box, on_host))
         verdict = Fits.no
     first = float(first_step(pricer.setting, box, ranks.layers).max())
     return Estimate(
@@ -65,6 +64,16 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
         first=first,
         notes=(*notes, *_of_compiler(first, seconds.step, job.workload.steps)),
     )
+
+
+def _crowded(pricer: Pricer, box: Box, on_host: float) -> str:
+    """What a host has no room for, and the largest share of the optimizer's states that it has room for."""
+    has, share = pricer.setting.host_memory, box.offload_share
+    said = f"{show_bytes(on_host)} of each rank are to wait on its host, which has {show_bytes(has)} for each device"
+    half = replace(box, offload_share=share / 2)
+    least = pricer.memory(half, pricer.ranks(half, each=True)).host.max()
+    room = int(100 * (share - (on_host - has) * share / 2 / (on_host - least))) if on_host > least else 0
+    return f"{said}: off-optimizer{room} would be the share that has room" if room >= 1 else said
 
 
 def _of_compiler(first: float, step: float, steps: int) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ their products are plans (`Box.legal`). Context ranks change what a micro-batch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, combinations
@@ -32,7 +32,7 @@ from meshwright.cost.collectives import fabric
 from meshwright.search.division import divisors, even, relieved
 from meshwright.search.worth import CORE_WORTH, core_share, relief
 from meshwright.spec.job import Job
-from meshwright.spec.plan import AXES, BUCKET, FILES, HELD, PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule
+from meshwright.spec.plan import AXES, BUCKET, FILES, HELD, OPTIMIZER, PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule
 from meshwright.spec.rules import (
     Fault,
     batch_faults,
@@ -56,7 +56,7 @@ OFFLOADS = tuple(
     kept
     for count in range(len(Offload))
     for kept in combinations(Offload, count)
-    if not {Offload.optimizer, Offload.optimizer_files} <= set(kept) and not set(PARAMETERS) <= set(kept)
+    if not set(OPTIMIZER) <= set(kept) and not set(PARAMETERS) <= set(kept)
 )
 
 
@@ -331,7 +331,9 @@ class Space:
             what: self.offloading and getattr(self.job.cluster, "storage_bandwidth" if what in FILES else "host_bandwidth")
             for what in Offload
         }
-        return self._choices("offload", [choice for choice in OFFLOADS if all(ways[what] for what in choice)])
+        shared = self.pins.get("offload_share", 100) < 100
+        choices = [choice for choice in OFFLOADS if all(ways[what] for what in choice) and (not shared or goes_in_part(choice))]
+        return self._choices("offload", choices)
 
     def _interleaving(self, region: Region) -> None:
         box = region.box
@@ -360,6 +362,11 @@ def first_fault(job: Job, plan: Plan) -> Fault | None:
     return next(chain.from_iterable(rules), None)
 
 
+def goes_in_part(offload: Sequence[Offload]) -> bool:
+    """Whether a share of the optimizer's states can wait so."""
+    return bool(set(offload) & set(OPTIMIZER)) and not set(offload) & set(PARAMETERS)
+
+
 def against_cut(job: Job, plan: Plan) -> Fault | None:
     """Why the sequence cannot be cut as `plan` does."""
     return next(sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence), None)
@@ -372,6 +379,13 @@ def check_pins(job: Job) -> None:
     for name in pins:
         if name not in known:
             raise InputError(f"pin {name!r} is no field of a plan{did_you_mean(name, known)}; pins are {', '.join(known)}")
+    share: Any = pins.get("offload_share", 100)
+    offload: Any = pins.get("offload", (Offload.optimizer,))
+    if share < 100 and not goes_in_part(offload):
+        raise InputError(
+            f"pins offload_share={share} and offload={[str(what) for what in offload]}: a share is of the optimizer's states, "
+            "where weights do not wait elsewhere: pin off=[optimizer] or off=[optimizer-files]"
+        )
     axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")
     factors = [(name, degree) for name in axes if isinstance(degree := pins.get(name), int) and (degree > 1 or name != "cp")]
     product = 1

@@ -38,6 +38,7 @@ LINES = {
     "plan {}: {}": "方案 {0}：{1}",
     "precision {} is not one of {}{}": "精度 {0} 不在 {1} 之中{2}",
     "compiled blocks: the first step of each launch takes {} more, {} of a run of {} steps": "编译的块：每次启动的第一步多用 {0}，占 {2} 步的运行的 {1}",
+    "pins offload_share={} and offload={}: a share is of the optimizer's states, where weights do not wait elsewhere: pin off=[optimizer] or off=[optimizer-files]": "固定的 offload_share={0} 与 offload={1}：比例说的是优化器状态，而且权重不能放在别处：固定 off=[optimizer] 或 off=[optimizer-files]",
     # --- rules
     "{} = {} but the cluster has {} devices": "{0} = {1}，而集群有 {2} 个设备",
     "ep({}) does not divide dp_shard({}) * cp({}) * tp({}) = {}": "ep({0}) 除不尽 dp_shard({1}) * cp({2}) * tp({3}) = {4}",
