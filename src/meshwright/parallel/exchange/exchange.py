@@ -134,6 +134,13 @@ def all_to_all_rows(out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequen
     return Pending(work, lambda: _keep(sent), group.meter)
 
 
+def rows_from_all(sent: torch.Tensor, rows: Sequence[Sequence[int]], group: Group) -> torch.Tensor:
+    """What `all_to_all_rows` brings here, in order of rank."""
+    received = sent.new_empty(sum(row[group.index] for row in rows), sent.shape[1])
+    all_to_all_rows(received, sent.contiguous(), rows, group).wait()
+    return received
+
+
 def _keep(buffer: torch.Tensor) -> None:
     """The closure that calls this holds `buffer` until the collective that reads it is done."""
 

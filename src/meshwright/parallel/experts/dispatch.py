@@ -291,7 +291,9 @@ def _all_counts(counts: torch.Tensor, group: Group) -> torch.Tensor:
 def _exchanged(sent: torch.Tensor, rows: Rows, group: Group) -> torch.Tensor:
     """Rows (P, C), those for rank 0 first, to the rows that all ranks sent here, those of rank 0 first. Backward the other way round."""
     again = tuple(zip(*rows, strict=True))
-    return collectives.linear(sent, lambda x: _exchange(x, rows, group), lambda gradient: _exchange(gradient, again, group))
+    return collectives.linear(
+        sent, lambda x: exchange.rows_from_all(x, rows, group), lambda gradient: exchange.rows_from_all(gradient, again, group)
+    )
 
 
 def _entered(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -306,12 +308,6 @@ def _entered(x: torch.Tensor, group: Group) -> torch.Tensor:
 def _gathered(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The tokens of all ranks, whose gradients are parts of a sum."""
     return collectives.linear(x, lambda x: collectives.join(x, group, 0), lambda gradient: collectives.sum_and_cut(gradient, group, 0))
-
-
-def _exchange(sent: torch.Tensor, rows: Rows, group: Group) -> torch.Tensor:
-    received = sent.new_empty(sum(row[group.index] for row in rows), sent.shape[1])
-    exchange.all_to_all_rows(received, sent.contiguous(), rows, group).wait()
-    return received
 
 
 class _Touch(torch.autograd.Function):

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.objective import Batch
 from meshwright.parallel.pipeline.wire import Message, SharedWire, Wire, wire_of
 from meshwright.parallel.zero import exact
 from meshwright.schedules import orders
 from meshwright.schedules.action import Action, Kind
 
-Batch = dict[str, Any]
 Tensors = tuple[torch.Tensor, ...]
 """What goes from a stage to the next: the hidden state, and beside it what else its blocks are given (carry.py)."""
 

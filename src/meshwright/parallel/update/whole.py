@@ -20,7 +20,7 @@ import torch
 from meshwright.anatomy import intervals
 from meshwright.base.errors import InputError
 from meshwright.parallel.engine import Parallel
-from meshwright.parallel.exchange.exchange import all_to_all_rows
+from meshwright.parallel.exchange.exchange import rows_from_all
 from meshwright.parallel.exchange.group import Group
 from meshwright.parallel.state import cut_of
 from meshwright.parallel.update.door import Rule, Whole
@@ -93,6 +93,9 @@ class WholeUnit:
         self.here = [part for part in self.parts if owners[part.name].shard == self.shard]
         """Whose local part comes to this rank."""
         self.mine = [part for part in self.here if not part.split or owners[part.name].tensor == self.rank]
+        self.rows = [[self._count(i, j) for j in range(self.shards)] for i in range(self.shards)]
+        """Elements that shard i has for owner j."""
+        self.split_rows = self._split_rows()
         kind = unit.master.flat.dtype
         self._place = torch.zeros((), dtype=kind, device=unit.master.flat.device)
         self.parameters = [Whole(self._place.expand(part.shape), part.name, in_block[part.name]) for part in self.mine]
@@ -141,8 +144,7 @@ class WholeUnit:
         columns = run.shape[1]
         local = {part.name: run.new_empty(part.numel(self.rank), columns) for part in self.here}
         sent = [run[first - self.own.start : last - self.own.start] for _, part in self._outgoing() for first, last in [self._range(part)]]
-        rows = [[self._count(i, j) for j in range(self.shards)] for i in range(self.shards)]
-        received = _exchange(sent, rows, self.shard, self.group)
+        received = _exchange(sent, self.rows, self.group)
         for i, part in ((i, part) for i in range(self.shards) for part in self.here):
             first, last = self._overlap(i, part)
             local[part.name][first:last] = received[: last - first]
@@ -153,8 +155,7 @@ class WholeUnit:
         """The reverse: parts of the owners' `whole` into `run`."""
         local = self._cut(whole)
         pieces = [local[part.name][slice(*self._overlap(i, part))] for i in range(self.shards) for part in self.here]
-        rows = [[self._count(j, i) for j in range(self.shards)] for i in range(self.shards)]
-        received = _exchange(pieces, rows, self.shard, self.group, like=self._place)
+        received = _exchange(pieces, _back(self.rows), self.group, like=self._place)
         for _, part in self._outgoing():
             first, last = self._range(part)
             run[first - self.own.start : last - self.own.start] = received[: last - first]
@@ -198,10 +199,10 @@ class WholeUnit:
         if not sent:
             return whole
         columns = sent[0].shape[1]
-        received = _exchange(sent, self._split_rows(), self.rank, self.tensor_group)
+        received = _exchange(sent, self.split_rows, self.tensor_group)
         mine = [part for part in self.mine if part.split]
         whole |= {part.name: received.new_empty(*part.shape, columns) for part in mine}
-        for i, part in ((i, part) for i in range(len(self._split_rows())) for part in mine):
+        for i, part in ((i, part) for i in range(len(self.split_rows)) for part in mine):
             taken, received = received[: part.numel(i)].view(*part.local_shape(i), columns), received[part.numel(i) :]
             at = 0
             for start, stop in part.held[i]:
@@ -213,23 +214,27 @@ class WholeUnit:
         local = {part.name: whole[part.name].reshape(part.shape.numel(), -1) for part in self.mine if not part.split}
         if not any(part.split for part in self.here):
             return local
-        mine, rows = [part for part in self.mine if part.split], self._split_rows()
+        mine = [part for part in self.mine if part.split]
         pieces = [
             torch.cat([whole[part.name].narrow(part.dim, start, stop - start) for start, stop in part.held[i]], dim=part.dim).view(
                 part.numel(i), -1
             )
-            for i in range(len(rows))
+            for i in range(len(self.split_rows))
             for part in mine
         ]
-        back = [list(column) for column in zip(*rows, strict=True)]
-        received = _exchange(pieces, back, self.rank, self.tensor_group, like=self._place)
+        received = _exchange(pieces, _back(self.split_rows), self.tensor_group, like=self._place)
         for part in self._split_parts():
             local[part.name], received = received[: part.numel(self.rank)], received[part.numel(self.rank) :]
         return local
 
 
+def _back(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The same the other way round."""
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
 def _exchange(
-    parts: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], index: int, group: Group | None, like: torch.Tensor | None = None
+    parts: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], group: Group | None, like: torch.Tensor | None = None
 ) -> torch.Tensor:
     """What all ranks send to this one, in their order. `like`: of which type a rank without parts is sent one column."""
     if parts:
@@ -237,11 +242,7 @@ def _exchange(
     else:
         assert like is not None, "a rank without parts needs to be told what it is sent"
         sent = like.new_empty(0, 1)
-    if group is None:
-        return sent
-    received = sent.new_empty(sum(row[index] for row in rows), sent.shape[1])
-    all_to_all_rows(received, sent, rows, group).wait()
-    return received
+    return sent if group is None else rows_from_all(sent, rows, group)
 
 
 class Needs(NamedTuple):
