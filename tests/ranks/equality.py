@@ -18,6 +18,7 @@ from meshwright.anatomy import Anatomy, read
 from meshwright.models.registry import build
 from meshwright.spec.workload import Lora
 from meshwright.train.adapters import attach
+from meshwright.train.precise import precise
 from meshwright.train.trainer import Trainer, parallelize
 
 ROWS, SEQUENCE, VOCABULARY = 8, 16, 96
@@ -62,6 +63,13 @@ def _hugging_face(name: str) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def made(name: str, precision: str) -> nn.Module:
+    """The model; in float64 those that round to float32 inside (routers of transformers) compute in float64 throughout: what is rounded on shares
+    now and then falls to the other side."""
+    model = make_model(name)
+    return precise(model.double()) if precision == "fp64" and MIXTURES.get(name, ("",))[0] else model
+
+
 def make_batch(name: str, step: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
     """Rows hold unequal numbers of valid labels: a mean of means is wrong here."""
     generator = torch.Generator().manual_seed(1000 + step)
@@ -98,7 +106,7 @@ def anatomy_of(name: str) -> Anatomy:
 def train(name: str, plan: str, precision: str, steps: int, clip: float | None = 1.0) -> dict[str, Any]:
     """On every rank: losses and norms of `steps` steps, the first full gradients and the last weights (rank 0)."""
     return measured(
-        parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=clip, anatomy=anatomy_of(name)), name, steps
+        parallelize(made(name, precision), make_optimizer, plan, precision=precision, clip=clip, anatomy=anatomy_of(name)), name, steps
     )
 
 
@@ -139,7 +147,7 @@ def loss_of(model: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> tupl
 def alone(name: str, precision: str, steps: int, clip: float | None = 1.0) -> dict[str, Any]:
     """What one device computes, with nothing of ours but the model. Of equal arguments once."""
     kind = {"fp64": torch.float64, "fp32": torch.float32}[precision]
-    model = make_model(name).to(kind)
+    model = made(name, precision).to(kind)
     optimizer = make_optimizer(model.parameters())
 
     def cast(step: int) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ def run(name: str, title: str, pairs: Sequence[Pair], judge: Callable[[str, str]
             found[pair] = DIFFERS + said[-1 if isinstance(error, RankFailure) else 0]  # a traceback ends in what it is about
             wrong.append(f"{' '.join(pair)}: {found[pair]}")
         ran = {each: found[each] for each in pairs if each in found}
-        file.write_text(json.dumps({" ".join(each): what for each, what in ran.items()}, indent=0) + "\n")
+        lines = [f"{json.dumps(' '.join(each))}: {json.dumps(what)}" for each, what in ran.items()]
+        file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         (RESULTS / f"{name}.md").write_text(table(title, ran, len(pairs), by_plan))
     assert not wrong, "\n".join(wrong)
 
@@ -98,6 +100,7 @@ def run(name: str, title: str, pairs: Sequence[Pair], judge: Callable[[str, str]
 def table(title: str, found: dict[Pair, Found], pairs: int, by_plan: bool) -> str:
     """Markdown. A cell is the largest difference of a first gradient and, of several pairs, their number."""
     numbers = [what for what in found.values() if not isinstance(what, str)]
+    found = {pair: re.sub(r"^plan \S+: ", "", what) if isinstance(what, str) else what for pair, what in found.items()}
     notes = list(dict.fromkeys(what for what in found.values() if isinstance(what, str)))
     places = {pair: (pair[0], pair[1]) if by_plan else (strategy(pair[1]), pair[0]) for pair in found}
     rows = list(dict.fromkeys(row for row, _ in places.values()))
