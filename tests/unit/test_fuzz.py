@@ -197,6 +197,7 @@ def test_random_jobs_end_in_an_answer_or_in_one_line(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.soak
-def test_ten_thousand_random_jobs_end_in_an_answer_or_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ends = [ends_well(seed, tmp_path / "job.json", capsys) for seed in range(10_000)]
-    assert ends.count("answer") > 1000
+@pytest.mark.parametrize("part", range(20))
+def test_ten_thousand_random_jobs_end_in_an_answer_or_in_one_line(part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = [ends_well(seed, tmp_path / "job.json", capsys) for seed in range(part * 500, (part + 1) * 500)]
+    assert ends.count("answer") > 50

@@ -374,6 +374,17 @@ def test_a_sequence_that_tp_does_not_divide_is_refused_only_with_sequence_parall
         check_plan(job, parse_plan("dp8.tp2.sp"))
 
 
+def test_one_thing_that_waits_elsewhere_is_pinned_by_its_word() -> None:
+    assert parse_pins("offload=optimizer") == parse_pins("offload=[optimizer]") == {"offload": ("optimizer",)}
+
+
+def test_groups_without_a_link_between_them_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("model: {name: gpt2}\ncluster: {groups: [{nodes: 2, devices: 4, device: v100-32gb}]}\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"^\$\.cluster: no link between its nodes: name `network`, such as"):
+        load(path)
+
+
 def test_pins_read_as_letters_or_as_fields() -> None:
     assert parse_pins("tp=2,z=1,mb=4") == read_pins({"tp": 2, "zero": 1, "micro_batch": 4}, "$.plan")
     assert parse_pins("layers_per_stage=[3,5]") == {"layers_per_stage": (3, 5)}

@@ -82,6 +82,8 @@ def read_cluster_file(path: Path) -> Cluster:
 def cluster_of(data: Any, where: str) -> Cluster:
     """Plain data as a `Cluster`; a device may be named instead of described."""
     if isinstance(data, dict):
+        if data.get("network") is None:
+            raise InputError(f"{where}: no link between its nodes: name `network`, such as {{name: ib, bandwidth: 25 GB/s, latency: 5 us}}")
         data = {**data, "groups": [_described(group) for group in data.get("groups", [])]} if "groups" in data else data
     return build(Cluster, data, where)
 

@@ -96,7 +96,9 @@ def read_schedule(path: Path) -> dict[str, Any]:
 
 
 def _value(field: str, value: Any, where: str) -> Any:
-    """`value` as the field of `Plan` has it; rules between fields are the planner's to keep."""
+    """`value` as the field of `Plan` has it, one word where it has several as well; rules between fields are the planner's to keep."""
+    if isinstance(Plan.model_fields[field].default, tuple) and isinstance(value, str):
+        value = [value]
     try:
         return getattr(Plan.model_validate({field: value}), field)
     except ValidationError as error:
