@@ -70,12 +70,15 @@ def is_rank(process: psutil.Process) -> bool:
         return False
 
 
+def last_record(records: Path) -> dict[str, Any]:
+    """Of the last line that is whole."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return dict(json.loads(records.read_bytes().split(b"\n")[-2]))
+    return {}
+
+
 def last_step(records: Path) -> int:
-    """The step of the last line that is whole."""
-    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-        lines = records.read_bytes().split(b"\n")
-        return int(json.loads(lines[-2])["step"])
-    return 0
+    return int(last_record(records).get("step", 0))
 
 
 def until(parent: subprocess.Popen[bytes], records: Path, condition: Any) -> None:
@@ -86,7 +89,7 @@ def until(parent: subprocess.Popen[bytes], records: Path, condition: Any) -> Non
         time.sleep(0.002)
 
 
-def once(command: list[str], folder: Path, kills: int, chance: random.Random) -> list[dict[str, float]]:
+def once(command: list[str], folder: Path, all_: int, kills: int, chance: random.Random) -> list[dict[str, float]]:
     """A run in which `kills` ranks are killed, one after the other."""
     records, found = folder / "records.jsonl", []
     with (folder / "log.txt").open("wb") as log:
@@ -94,7 +97,9 @@ def once(command: list[str], folder: Path, kills: int, chance: random.Random) ->
     try:
         for _ in range(kills):
             begin = last_step(records)
-            until(parent, records, lambda step, begin=begin: step >= begin + EVERY + chance.randrange(EVERY))
+            wait = EVERY + chance.randrange(EVERY)
+            until(parent, records, lambda step, begin=begin, wait=wait: step >= begin + wait)
+            until(parent, records, lambda step: last_record(records).get("groups", all_) == all_)  # one that was killed is back
             ranks = [child for child in psutil.Process(parent.pid).children(recursive=True) if is_rank(child)]
             before, size = last_step(records), len(records.read_bytes())
             began = time.monotonic()
@@ -126,7 +131,7 @@ def main(arguments: list[str]) -> None:
     for _ in range(given.rounds):
         for name, command in systems.items():
             with tempfile.TemporaryDirectory() as place:
-                found[name] += once(command(Path(place), given.ranks), Path(place), given.kills, chance)
+                found[name] += once(command(Path(place), given.ranks), Path(place), given.ranks, given.kills, chance)
     lines = ["| system | kills | to the next new step, median | largest | steps run again, median | largest |", "|---|---|---|---|---|---|"]
     for name, kills in found.items():
         seconds, lost = [kill["seconds"] for kill in kills], [kill["lost"] for kill in kills]
