@@ -25,6 +25,7 @@ from meshwright.anatomy.nouns import Anatomy, Split
 from meshwright.anatomy.prove import Proof, proven
 from meshwright.anatomy.published import published_regions
 from meshwright.anatomy.regions import Found, guesses, regions_of_block
+from meshwright.anatomy.ruled import check, propose
 from meshwright.anatomy.seen import Trace
 from meshwright.anatomy.trace import trace
 
@@ -80,7 +81,11 @@ def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None
         outline = _run_outline(model, blocks, reading.seen) if reading.seen else _declared_outline(model, blocks)
         if reading.seen is None:
             _published(reading)
+        made = propose(model, [f"{path}.{name}" for path in lists for name in model.get_submodule(path)._modules], reading.found)
+        for weight in made:
+            reading.whole.pop(weight, None)
         _prove(reading, outline, lend)
+        check(made, reading.whole)
         return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, lend)
     finally:
         for module, flags in before:

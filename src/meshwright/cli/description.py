@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.intake.job import JobFile
     from meshwright.spec.launch import ModelSource
     from meshwright.spec.model import ModelSpec
+    from meshwright.spec.rule import Rule
 
 SPEC = "spec.json"
 READERS = ("anatomy", "probe")
@@ -29,7 +30,10 @@ def described(file: JobFile) -> JobFile:
     from meshwright.spec.launch import ModelSource
 
     name = file.model.source
-    if not file.model.module and not needs_running(name):
+    rules = file.model.rules
+    if not file.model.module and not needs_running(name) and not (rules and Path(name).expanduser().is_dir()):
+        if rules:
+            raise InputError(f"$.model.rules: {name!r} is understood without rules: leave them out")
         return file
     if file.model.sizes:
         first = next(iter(file.model.sizes))
@@ -38,9 +42,9 @@ def described(file: JobFile) -> JobFile:
     folder = Path(name).expanduser().resolve()
     try:
         if folder.is_dir():
-            found = _kept(ModelSource(name=name, folder=str(folder)), sequence)
+            found = _kept(ModelSource(name=name, folder=str(folder), rules=rules), sequence)
         else:
-            found = _describe(ModelSource(name=name, module=name), sequence)
+            found = _describe(ModelSource(name=name, module=name, rules=rules), sequence)
     except InputError as error:
         return file.but(described=str(error))
     return file.but(described=found)
@@ -62,12 +66,12 @@ def _kept(source: ModelSource, sequence: int) -> ModelSpec:
     def make(folder: Path) -> None:
         (folder / SPEC).write_text(_describe(source, sequence).to_json(), encoding="utf-8")
 
-    name = f"model-{_digest(Path(source.folder) / 'config.json', sequence)}"
+    name = f"model-{_digest(Path(source.folder) / 'config.json', sequence, source.rules)}"
     return read(ModelSpec, kept(name, make, lambda folder: (folder / SPEC).is_file()) / SPEC).but(name=source.name)
 
 
-def _digest(config: Path, sequence: int) -> str:
-    digest = sha256(config.read_bytes() + f"{sequence}".encode())
+def _digest(config: Path, sequence: int, rules: tuple[Rule, ...]) -> str:
+    digest = sha256(config.read_bytes() + f"{sequence}{rules or ''}".encode())
     for library in ("torch", "transformers"):
         try:
             digest.update(version(library).encode())

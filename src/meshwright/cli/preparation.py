@@ -55,9 +55,9 @@ def source_of(file: JobFile) -> ModelSource:
     name = file.model.source
     path = Path(name).expanduser()
     if file.model.module or (is_module(name) and not path.exists()):
-        return ModelSource(name=name, module=name)
+        return ModelSource(name=name, module=name, rules=file.model.rules)
     if path.is_dir():
-        return ModelSource(name=path.resolve().name, folder=str(path.resolve()))
+        return ModelSource(name=path.resolve().name, folder=str(path.resolve()), rules=file.model.rules)
     sizes = {key: value for key, value in sizes_of(file.model).model_dump().items() if value is not None}
     return ModelSource(name=path.stem if path.is_file() else name, sizes=sizes)
 

@@ -30,6 +30,7 @@ from meshwright.spec.data import Data
 from meshwright.spec.job import Job
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
+from meshwright.spec.rule import Rule
 from meshwright.spec.run import Run
 from meshwright.spec.workload import Workload
 
@@ -37,12 +38,14 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 class ModelChoice(Noun):
-    """Which model: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some of its sizes."""
+    """Which model: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some of its sizes, `rules` say what
+    tensor ranks share of blocks that are not understood."""
 
     name: str = ""
     path: str = ""
     module: str = ""
     sizes: dict[str, int | float | str | bool] = Field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
 
     @model_validator(mode="after")
     def _one(self) -> ModelChoice:

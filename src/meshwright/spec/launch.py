@@ -9,17 +9,19 @@ from pydantic import Field, model_validator
 from meshwright.base.codec import Noun
 from meshwright.spec.data import Data
 from meshwright.spec.plan import Plan
+from meshwright.spec.rule import Rule
 from meshwright.spec.run import Run
 from meshwright.spec.workload import Workload
 
 
 class ModelSource(Noun):
-    """How to build the module: from `sizes` of a reference model, from a `folder` with a Hugging Face config, or by calling `module`."""
+    """How to build the module: from `sizes` of a reference model, from a `folder` with a Hugging Face config, or by calling `module`; `rules` say what tensor ranks share of it."""
 
     name: str
     sizes: dict[str, Any] = Field(default_factory=dict)
     folder: str = ""
     module: str = ""
+    rules: tuple[Rule, ...] = ()
 
     @model_validator(mode="after")
     def _one(self) -> ModelSource:

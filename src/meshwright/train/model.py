@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy.lent import LENT, lent
+from meshwright.anatomy.ruled import RULES
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.checkpoint.weights import has_weights
 from meshwright.data.dataset import Objective
@@ -55,6 +56,8 @@ def build_model(
             model = make()
     else:
         model = built_later(make, seed) if weights else make()
+    if source.rules:
+        setattr(model, RULES, source.rules)
     if lora is not None:
         attach(model, lora, seed)
     if capacity is not None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.anatomy import read
+from meshwright.anatomy.ruled import RULES
 from meshwright.base.codec import Noun, build
 from meshwright.base.lines import Message
 from meshwright.models.output import IGNORED
@@ -130,7 +131,13 @@ def reduce_source(source: ModelSource, plan: Plan) -> ModelSource:
 def small_model(question: Question) -> nn.Module:
     """The model of the question, without dropout. What only running code can size is taken as it is."""
     source = question.model
-    model = _small_hugging_face(source, question) if source.folder else build_model(reduce_source(source, question.plan), question.seed)
+    model = (
+        _small_hugging_face(source, question)
+        if source.folder
+        else build_model(reduce_source(source, question.plan), question.seed, weights=False)
+    )
+    if source.rules:
+        setattr(model, RULES, source.rules)
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
