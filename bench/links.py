@@ -28,6 +28,8 @@ from meshwright.parallel.exchange import exchange
 from meshwright.parallel.exchange.compression import Vector, coded
 from meshwright.parallel.exchange.shared import SWITCH
 from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.zero.flat import FlatUnit
+from meshwright.parallel.zero.zero import Zero
 from meshwright.spec.compression import Compression
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import recipe
@@ -39,6 +41,8 @@ BUFFER = 2**21
 
 SIZES = {"layers": 6, "hidden": 192, "ffn": 512, "vocab": 512, "sequence": 64, "batch": 32}
 BUCKET = 2**20
+PAIRS = 4
+"""Pairs of steps for each round of the others: differences scatter more than times."""
 
 
 @contextmanager
@@ -133,35 +137,54 @@ def end(trainer: Trainer) -> None:
         dist.destroy_process_group(group)
 
 
-def hidden(rounds: int) -> dict[str, float]:
-    """Of dp4 with one micro-batch: seconds of its reductions alone, of backward alone, and of reductions that a step waits for."""
-    rows, mine = batch(), batch()
-    each = SIZES["batch"] // dist.get_world_size()
-    mine = {name: value[:each] for name, value in mine.items()}
-    trainer = trainer_of(f"dp4.mb{each}", "", True)
-    zero = trainer.engine.zero
+class Later:
+    """Reductions of `zero` begin when backward is over, where `on` is not set; what they and backward took then."""
 
-    def reduce() -> None:
-        for pending in [unit.reduce() for unit in reversed(zero.trained)]:
-            pending.wait()
+    def __init__(self, zero: Zero) -> None:
+        self.on = True
+        self.reducing = self.beside = 0.0
+        """Seconds of the reductions alone; of backward from the first of them that could have begun to its end."""
+        self._start, self._finish, self._waiting, self._first = zero._start, zero.finish_gradients, list[FlatUnit](), 0.0
+        zero._start, zero.finish_gradients = self.start, self.finish  # type: ignore[method-assign]
 
-    trainer.step(rows)
-    alone = timed(reduce, rounds)
-    records: list[Any] = []
-    timed(lambda: records.append(trainer.step(rows)), rounds)
-    plain, backward = model(), []
+    def start(self, unit: FlatUnit) -> None:
+        if self.on:
+            self._start(unit)
+            return
+        self._first = self._first if self._waiting else time.perf_counter()
+        self._waiting.append(unit)
 
-    def one() -> None:
-        loss = plain(input_ids=mine["input_ids"]).logits.logsumexp(-1).sum()
+    def finish(self) -> None:
         began = time.perf_counter()
-        loss.backward()
-        backward.append(time.perf_counter() - began)
+        self.beside = began - self._first
+        waiting, self._waiting = self._waiting, []
+        for unit in waiting:
+            self._start(unit)
+        self._finish()
+        self.reducing = time.perf_counter() - began
 
-    timed(one, rounds)
-    exposed = statistics.median(record.exposed["data"] for record in records)
-    beside = statistics.median(backward)
+
+def hidden(rounds: int) -> dict[str, Any]:
+    """Of dp4 with one micro-batch, steps with reductions beside backward and steps with reductions behind it in turn: by how much the former are
+    shorter, of what can be hidden, which is the lesser of the reductions and of the backward that comes after the first of them."""
+    rows = batch()
+    trainer = trainer_of(f"dp4.mb{SIZES['batch'] // dist.get_world_size()}", "", True)
+    later, pairs = Later(trainer.engine.zero), []
+    trainer.step(rows)
+    for number in range(PAIRS * rounds):
+        step = {}
+        for on in (True, False) if number % 2 else (False, True):
+            later.on = on
+            step[on] = timed(lambda: trainer.step(rows), 1)
+            if not on:
+                alone = torch.tensor([later.reducing, later.beside])
+                dist.all_reduce(alone, dist.ReduceOp.MAX)
+        pairs.append({"beside": step[True], "behind": step[False], "reducing": float(alone[0]), "backward": float(alone[1])})
     end(trainer)
-    return {"alone": alone, "exposed": exposed, "backward": beside, "hidden": (alone - exposed) / min(alone, beside)}
+    shares = [(it["behind"] - it["beside"]) / min(it["reducing"], it["backward"]) for it in pairs]
+    low, middle, high = statistics.quantiles(shares, n=4)
+    medians = {name: statistics.median(it[name] for it in pairs) for name in pairs[0]}
+    return {**medians, "hidden": middle, "quartiles": [low, high], "pairs": len(pairs)}
 
 
 def on_ranks(cluster: Emulated, function: Callable[[], Any]) -> Any:
@@ -222,8 +245,15 @@ def page(found: dict[str, Any]) -> str:
             f"| {it['plan']} | {it['system']} | {it['step'] * 1e3:.0f} | {it['exposed'] * 1e3:.0f} | {it['sent'] / 1e6:.2f} | {flat[it['plan']] / it['step']:.2f} |"
             for it in found["training"]
         ]
-    if "hidden" in found:
+    if "quartiles" in found.get("hidden", ()):
         it = found["hidden"]
-        lines += ["", f"Reductions alone {it['alone'] * 1e3:.0f} ms, backward alone {it['backward'] * 1e3:.0f} ms, a step waits for "]
-        lines[-1] += f"{it['exposed'] * 1e3:.0f} ms: {it['hidden']:.0%} of what can be hidden is."
+        low, high = it["quartiles"]
+        lines += [
+            "",
+            f"A step with reductions beside backward {it['beside'] * 1e3:.0f} ms, behind it {it['behind'] * 1e3:.0f} ms, in turn, {it['pairs']} of each;",
+        ]
+        lines += [
+            f"reductions alone {it['reducing'] * 1e3:.0f} ms, backward after the first of them {it['backward'] * 1e3:.0f} ms: {it['hidden']:.0%} of what can be hidden is"
+        ]
+        lines[-1] += f" (quartiles {low:.0%} and {high:.0%})."
     return "\n".join(lines) + "\n"
