@@ -142,10 +142,12 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     left = states.opening * before * copies * wide
     filling = np.maximum(states.filling, states.expert)
     waiting = np.maximum(left, states.closing * copies * wide) + filling * wide
-    elsewhere = np.where(zero == 3, waiting + 2 * filling, np.where(zero == 2, waiting, 0))
-    at_head = np.where(zero == 3, left + states.last, np.where(zero == 2, left, 0))
+    tied = vocabulary(setting, box)
+    last = np.maximum(states.last, tied)
+    elsewhere = np.where(zero == 3, waiting + 2 * filling, np.where(zero == 2, waiting, 0)) + np.where(zero >= 2, tied * wide, 0)
+    at_head = np.where(zero == 3, left + last, np.where(zero == 2, left, 0))
     if head is not None:
-        gradient = head.largest(Cut(box.tp)) + np.where(zero >= 2, states.last, 0)
+        gradient = head.largest(Cut(box.tp)) + np.where(zero >= 2, last, 0)
         at_head = at_head + np.maximum(gradient - lift(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0)
     messages = constants.MESSAGES_HELD * message(setting, box, tokens) / size
     at_head, elsewhere = at_head + messages, elsewhere + messages
@@ -157,6 +159,12 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     slots = largest * kept_on_the_way(setting) * ((shards > 1) | (box.tp > 1))
     return Moving(at_head * size + slots, elsewhere * size + slots, at_end + slots)
+
+
+def vocabulary(setting: Setting, box: Box) -> float:
+    """Elements of a tied vocabulary on a rank that both looks words up in it and ends in it: its gradient, whole, waits for the embedding's part
+    from the head's backward on. Ranks of a pipeline hold a copy each."""
+    return float(sum(entry.aligned(box.cut) for entry in setting.entries if entry.alone and not entry.copy)) if box.pp == 1 else 0.0
 
 
 def shard_of(box: Box, states: States) -> Array:
