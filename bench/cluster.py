@@ -53,6 +53,9 @@ MINUTES = 3.0
 HOURS = 6
 """After which what an earlier run measured is forgotten."""
 
+ROWS = 4
+"""Of a micro-batch where shares are set against the even split."""
+
 CORE = 80e9
 RESULTS = Path(__file__).parent / "results" / "cluster.md"
 SIZES = {"kind": "llama", "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 688, "vocab": 512, "seq": 128}
@@ -173,7 +176,8 @@ def by_speed(question: Job) -> list[Plan]:
     if max(speeds) < 1.3 * min(speeds):
         return []
     batch, world = question.workload.batch, len(speeds)
-    return [Plan(dp_shard=world, zero=1), Plan(dp_shard=world, zero=1, shares=shares.by_speed(speeds, batch))]
+    even = Plan(dp_shard=world, zero=1, micro_batch=ROWS)
+    return [even, even.but(shares=shares.by_speed(speeds, batch // ROWS))]
 
 
 # --- table ----------------------------------------------------------------------------------------------------------------------
@@ -270,7 +274,7 @@ def table(judgements: list[dict[str, Any]], unlike: list[str], cases: dict[str, 
 def gain(case: Case, found: dict[str, Any]) -> list[str]:
     """Shares by speed against the even split, both measured, and the part of the bound that they reach."""
     times = {Plan.model_validate(row["plan"]): row["measured"] for row in found["rows"]}
-    shared = next((plan for plan in times if plan.shares), None)
+    shared = next((plan for plan in times if plan.shares and plan.but(shares=()) in times), None)
     if shared is None:
         return []
     even = shared.but(shares=())

@@ -24,7 +24,7 @@ from meshwright.train.trials import Ground
 
 FACTORS = (1.5, 2.0, 4.0)
 QUIET_STEPS, SLOW_STEPS, BACK_STEPS = 22, 50, 30
-HEALTHY, HEALTHY_STEPS = 10, 25
+HEALTHY, HEALTHY_STEPS = 10, 22
 """Runs in which nobody is slow, and the steps of each: a watch that has heard nothing before, and must say nothing."""
 
 SETTLED = 8
