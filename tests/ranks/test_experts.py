@@ -116,6 +116,7 @@ def test_ranks_hold_the_bytes_of_the_estimate_with_experts_dealt_to_data_and_ten
     [
         ("mixture", "dp3.ep3.z1", "ep(3) does not divide experts(8)"),
         ("llama", "dp2.ep2.z1", "ep(2) needs experts"),
+        ("mixtral", "dp2.tp2.ep4.z1.ax-pp-tp-dp", "needs tensor ranks inside of data ranks"),
         ("mixture", "dp2.ep2", "ep(2) does not divide dp_shard(1) * cp(1) * tp(1) = 1"),
     ],
 )
