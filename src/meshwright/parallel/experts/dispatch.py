@@ -17,7 +17,6 @@ Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al., Me
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,10 +59,6 @@ def check(anatomy: Anatomy, plan: Plan) -> None:
         )
     if ep > 1 and not anatomy.experts:
         raise InputError(f"plan {plan.name}: ep({ep}) needs experts that are given pairs of token and expert; none were found: use ep1")
-    if plan.axes.index("tp") < plan.axes.index("dp") and 1 < math.gcd(ep, plan.dp_shard * plan.cp) < ep:
-        raise InputError(  # groups are in order of rank, experts in order of data rank, then of tensor rank
-            f"plan {plan.name}: ep({ep}) over data and tensor ranks needs tensor ranks inside of data ranks: leave ax out, or use a smaller ep"
-        )
     for experts in anatomy.experts:
         if experts.count % ep:
             raise InputError(f"plan {plan.name}: ep({ep}) does not divide experts({experts.count}) of {experts.path}")

@@ -6,6 +6,8 @@ share each expert's inner features (`Plan.expert_tensor`). The same experts lie 
 summed there, and there ZeRO shards them.
 
     data rank d, tensor rank t    expert rank (d mod g) j + t div x    share t mod x    shard d div g
+
+Expert ranks are numbered as their ranks are: where tensor ranks lie outside of data ranks, the expert rank is (t div x) g + d mod g.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def expert_place(grid: Grid, rank: int) -> ExpertPlace:
     data = place.dp_shard * plan.cp + place.cp
     dealt = math.gcd(plan.ep, plan.dp_shard * plan.cp)
     joined, share = divmod(place.tp, plan.expert_tensor)
-    return ExpertPlace(place.pp, place.dp_replicate, data, data % dealt * (plan.ep // dealt) + joined, share, joined, data // dealt)
+    outside = plan.axes.index("tp") < plan.axes.index("dp")
+    expert = joined * dealt + data % dealt if outside else data % dealt * (plan.ep // dealt) + joined
+    return ExpertPlace(place.pp, place.dp_replicate, data, expert, share, joined, data // dealt)
 
 
 def expert_ranks(mesh: Mesh, anatomy: Anatomy) -> ExpertRanks:
