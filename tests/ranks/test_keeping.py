@@ -35,7 +35,7 @@ def test_gradients_are_bit_for_bit_those_of_keeping_everything(ranks: Any, aroun
 def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str) -> None:
     from meshwright.spec.plan import parse_plan
 
-    assert expected(plan, "fp32") == pytest.approx(max(ranks.run(parse_plan(plan).world, most, plan, "fp32")), rel=0.05)
+    assert expected("llama", plan, "fp32") == pytest.approx(max(ranks.run(parse_plan(plan).world, most, "llama", plan, "fp32")), rel=0.05)
 
 
 def refusal() -> str:
