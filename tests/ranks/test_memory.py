@@ -42,12 +42,12 @@ def test_a_step_without_memory_ends_in_one_line_with_what_is_held_and_what_holds
     assert "parameters" in found and "rc-layer" in found and "more were asked for" in found
 
 
-def watched(folder: str, plan: str) -> tuple[dict[str, float], float, int]:
+def watched(folder: str, plan: str, before: int = 2) -> tuple[dict[str, float], float, int]:
     trainer = parallelize(make_model("llama"), make_optimizer, plan, anatomy=anatomy_of("llama"))
-    for step in range(2):
+    for step in range(before):
         trainer.step(make_batch("llama", step))
     with watching(trainer.engine.model) as watch:
-        trainer.step(make_batch("llama", 2))
+        trainer.step(make_batch("llama", before))
     kinds = watch.keep(trainer, Path(folder))
     return kinds, sum(trainer.bytes().values()) + trainer.passing + watch.peak - watch.kept, trainer.mesh.rank
 
@@ -59,3 +59,11 @@ def test_a_timeline_adds_up_to_the_peak_and_names_the_module_that_ran(ranks: Any
         assert found.place.startswith(("forward of model", "backward of model", "backward of lm_head", "forward of lm_head"))
         assert max(moment.activations + moment.buffers for moment in found.moments) == found.peak.activations + found.peak.buffers
         assert {"P", "G", "O", "a"} <= set("".join(chart(found)))
+
+
+def test_a_timeline_of_the_first_step_begins_without_the_states_that_it_makes(ranks: Any, tmp_path: Any) -> None:
+    for kinds, peak, rank in ranks.run(1, watched, str(tmp_path), "dp1.mb8", 0):
+        found = read(Timeline, tmp_path / "memory" / f"rank-{rank}.json")
+        assert found.held["optimizer"] == 0 and found.total == kinds["total"] == pytest.approx(
+            peak, rel=1e-4
+        )  # counters of steps are left too

@@ -50,7 +50,10 @@ class Watch:
     def timeline(self, trainer: Trainer) -> Timeline:
         """Of `trainer`'s last step, which was watched."""
         held = {kind: float(size) for kind, size in trainer.bytes().items() if kind != "offloaded"}
-        held["passing"] = float(trainer.passing - self.kept)
+        left = self.kept - trainer.passing
+        held["passing"] = float(max(-left, 0))
+        if left > 0 and trainer.steps == 1:  # the first step makes the states; later ones leave nothing but what other threads free unseen
+            held["optimizer"] = max(held["optimizer"] - left, 0.0)
         return Timeline(
             rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, held=held, moments=tuple(self.moments), peak=self.highest, place=self.place
         )  # fmt: skip
