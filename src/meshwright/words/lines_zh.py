@@ -114,6 +114,7 @@ LINES = {
     "cluster {}: {} is not NODESxDEVICES:device; write it like '8x8:a100-80gb', or 'local', or a file": "集群 {0}：{1} 不是 节点数x设备数:设备；写成 '8x8:a100-80gb'，或 'local'，或一个文件",
     "cluster {}: {} has {} nodes of {} devices; both must be at least 1": "集群 {0}：{1} 有 {2} 个节点，每个 {3} 个设备；两者至少是 1",
     "cluster {}: the number of ranks behind 'local:' must be at least 1, such as 'local:4'": "集群 {0}：'local:' 后面的 rank 数至少是 1，例如 'local:4'",
+    "{}: no link between its nodes: name `network`, such as {name: ib, bandwidth: 25 GB/s, latency: 5 us}": "{0}：节点之间没有链路：写出 `network`，例如 {{name: ib, bandwidth: 25 GB/s, latency: 5 us}}",
     "link {} carries nothing: its rate must be above 0": "链路 {0} 传不了任何东西：它的速率必须大于 0",
     "link {} is neither a rate such as '200Gb' or '25GB/s' nor one of {}{}": "链路 {0} 既不是 '200Gb' 或 '25GB/s' 这样的速率，也不在 {1} 之中{2}",
     "device {} is not in the catalog{}": "设备 {0} 不在目录里{1}",
