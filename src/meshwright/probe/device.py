@@ -226,7 +226,14 @@ def share_of_core() -> float:
 def host_identity() -> str:
     """The same text for ranks of one machine and network: a container with a network of its own is a host of its own."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+        return f"{machine_identity()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return machine_identity()
+
+
+def machine_identity() -> str:
+    """The same text for ranks of one machine, whose processors one kernel counts."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return os.uname().nodename

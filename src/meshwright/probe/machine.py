@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.mesh import make_mesh
-from meshwright.probe.device import host_identity, measure_device, quota
+from meshwright.probe.device import host_identity, machine_identity, measure_device, quota
 from meshwright.probe.network import Network
 from meshwright.spec.measurement import Measurement
 from meshwright.spec.plan import Plan
@@ -32,7 +32,8 @@ def measure() -> Measurement:
         network = Network(mesh, found.hosts, quota=min(1.0, quota()))
         found = found.but(pairs=tuple(network.pairs()), timings=tuple(network.timings()))
     seconds = time.perf_counter() - began
-    here = [spent for spent, host in _everyone((time.process_time() - ours, device.host), world) if host == device.host]
+    spent = _everyone((time.process_time() - ours, machine_identity()), world)  # hosts that are emulated lie on one machine
+    here = [seconds for seconds, machine in spent if machine == machine_identity()]
     others = (busy_seconds() - all_before - sum(here)) / seconds
     return found.but(seconds=seconds, busy=max(others, 0.0) if all_before else 0.0)
 
