@@ -73,7 +73,11 @@ def choices(model: str) -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:
     for parts in itertools.product(*(("",) if place in whole else values for place, values in PLACES.items())):
         name = ".".join(filter(None, parts)) or "dp1"
         kind = model if model in SPARSE else ""
-        if ranks_of(name) in WORLDS and (plan := legal(kind, name)) is not None and not (model == "convnet" and "lc" in plan):
+        if (
+            ranks_of(name) in WORLDS
+            and (plan := legal(kind, name)) is not None
+            and not (model == "convnet" and ("lc" in plan or "rc-selective" in plan))
+        ):
             yield (model, f"world {ranks_of(name)}", *parts), (model, plan)
 
 
