@@ -385,6 +385,20 @@ def test_groups_without_a_link_between_them_are_refused_with_what_to_write(tmp_p
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("groups", "line"),
+    [("[{nodes: 1, devices: -1, device: v100}]", "devices: input should be greater than or equal to 1, got -1"), ("3", "groups: ")],
+)
+def test_groups_that_are_none_are_refused_in_one_line(tmp_path: Path, groups: str, line: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"model: {{name: gpt2}}\ncluster: {{network: {{name: l, bandwidth: 1 GB/s, latency: 3 us}}, groups: {groups}}}\n", encoding="utf-8"
+    )
+    with pytest.raises(InputError) as raised:
+        load(path)
+    assert line in str(raised.value) and "\n" not in str(raised.value)
+
+
 def test_pins_read_as_letters_or_as_fields() -> None:
     assert parse_pins("tp=2,z=1,mb=4") == read_pins({"tp": 2, "zero": 1, "micro_batch": 4}, "$.plan")
     assert parse_pins("layers_per_stage=[3,5]") == {"layers_per_stage": (3, 5)}

@@ -84,7 +84,7 @@ def cluster_of(data: Any, where: str) -> Cluster:
     if isinstance(data, dict):
         if data.get("network") is None:
             raise InputError(f"{where}: no link between its nodes: name `network`, such as {{name: ib, bandwidth: 25 GB/s, latency: 5 us}}")
-        data = {**data, "groups": [_described(group) for group in data.get("groups", [])]} if "groups" in data else data
+        data = {**data, "groups": list(map(_described, data["groups"]))} if isinstance(data.get("groups"), list | tuple) else data
     return build(Cluster, data, where)
 
 
@@ -94,7 +94,7 @@ def _described(group: Any) -> Any:
         return group
     row = device_row(group["device"])
     count = group.get("devices", 1)
-    return {**_node(row, 1, count if isinstance(count, int) else 1).model_dump(), "nodes": 1, **group, "device": _device(row)}
+    return {**_node(row, 1, count if isinstance(count, int) and count > 0 else 1).model_dump(), "nodes": 1, **group, "device": _device(row)}
 
 
 def parse_cluster(text: str) -> Cluster:
