@@ -173,3 +173,15 @@ def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_t
     pace.first = 0.1
     assert 5.0 < generation(0, 0.1, 70.0) < 5.5
     holdings.close()
+
+
+def test_steps_that_pass_between_two_looks_count_as_so_many() -> None:
+    holdings, pace, clock = Holdings(1), Pace(), [0.0]
+    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ("S", 0.0), pace=pace)
+    holdings.begin()
+    for step, at in ((1, 0.0), (6, 0.5)):
+        clock[0] = at
+        holdings.pulse(0).at(Phase.data, step)
+        watch.look({0: 10})
+    assert list(pace.steps) == [pytest.approx(0.1)]
+    holdings.close()

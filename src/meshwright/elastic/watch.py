@@ -120,8 +120,9 @@ class Watch:
         step = max((self.holdings.pulse(rank).read(Word.step) for rank in range(self.holdings.world)), default=0)
         if step > self._step[0]:
             if self._step[0]:
-                self.pace.count(self._warm, (now - self._step[1]) / (step - self._step[0]))
-                self._warm += 1
+                passed = step - self._step[0]  # several between two looks, where steps are short or this process stood in line
+                self._warm += passed
+                self.pace.count(self._warm - 1, (now - self._step[1]) / passed)
             self._step = (step, now)
 
     def _limit(self, rank: int, process: int) -> float:
