@@ -385,6 +385,13 @@ def test_groups_without_a_link_between_them_are_refused_with_what_to_write(tmp_p
         load(path)
 
 
+def test_a_batch_beyond_all_measure_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"model: {{name: gpt2}}\nworkload: {{batch: {10**30}}}\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"workload\.batch: input should be less than or equal to 4294967296, got 10{30}$"):
+        load(path)
+
+
 @pytest.mark.parametrize(
     ("groups", "line"),
     [("[{nodes: 1, devices: -1, device: v100}]", "devices: input should be greater than or equal to 1, got -1"), ("3", "groups: ")],

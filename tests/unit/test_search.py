@@ -331,3 +331,11 @@ def test_the_most_headroom_is_the_least_memory_of_plans_that_offload_nothing() -
 def test_what_runs_is_what_the_table_says() -> None:
     job = named_job("llama2-7b", "2x8:a100-80gb", 64, 4096)
     assert all(entry.runs for entry in search(job, 20, runnable=True).plans)
+
+
+def test_no_cluster_is_offered_that_nobody_could_build() -> None:
+    """The states of 3e12 parameters would fill 46 million devices of 1 MiB."""
+    model = decoder(((96, 51200),), hidden=51200, heads=512, vocabulary=51200)
+    with pytest.raises(NothingFits, match="no plan fits") as caught:
+        search(small_job(model, cluster(1, 1, 2.0**20), 97, sequence=1))
+    assert "nodes" not in str(caught.value)

@@ -26,8 +26,9 @@ from meshwright.spec.plan import Plan
 from meshwright.words.say import Sentence, say, tell
 from meshwright.words.verdict import largest_kind
 
-TRIED = 6
-"""Numbers of nodes that are tried, from the first that could hold the states."""
+TRIED, BUILT = 6, 2**20
+"""Numbers of nodes that are tried, from the first that could hold the states; devices of a cluster above which none is offered: ten times the largest
+that anyone has built."""
 PARTS = (2, 4, 8, 16)
 CHUNKS = 8
 """Parts of the loss that are tried."""
@@ -153,6 +154,8 @@ def more_nodes(job: Job) -> Iterator[Change]:
     for times in islice((times for times in multiples() if times >= least), TRIED):
         groups = tuple(group.but(nodes=group.nodes * times) for group in job.cluster.groups)
         cluster = job.cluster.but(groups=groups)
+        if cluster.devices > BUILT:
+            return
         yield (
             "near.nodes",
             {"nodes": sum(group.nodes for group in groups), "devices": cluster.devices},

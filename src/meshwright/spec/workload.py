@@ -82,8 +82,8 @@ class Lora(Noun):
 class Workload(Noun):
     """`batch` is in sequences per optimizer step, over all devices."""
 
-    sequence: int = Field(default=256, ge=1)
-    batch: int = Field(default=32, ge=1)
+    sequence: int = Field(default=256, ge=1, le=2**32)
+    batch: int = Field(default=32, ge=1, le=2**32)
     steps: int = Field(default=200, ge=1)
     precision: Literal["fp64", "fp32", "tf32", "bf16", "bf16-pure", "fp16", "fp8"] = "fp32"
     reduce: Literal["fp32", "bf16"] | None = Field(
