@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.base.errors import InputError
 from meshwright.intake import local
 from meshwright.intake.architecture import model_spec
-from meshwright.intake.clusters import read_cluster
+from meshwright.intake.clusters import cluster_of, read_cluster
 from meshwright.intake.huggingface import config_sizes
 from meshwright.intake.job import JobFile, load, read_job, resolve
 from meshwright.intake.local import core_cluster
@@ -383,6 +383,11 @@ def test_groups_without_a_link_between_them_are_refused_with_what_to_write(tmp_p
     path.write_text("model: {name: gpt2}\ncluster: {groups: [{nodes: 2, devices: 4, device: v100-32gb}]}\n", encoding="utf-8")
     with pytest.raises(InputError, match=r"^\$\.cluster: no link between its nodes: name `network`, such as"):
         load(path)
+
+
+def test_a_link_slower_than_a_byte_a_second_is_refused_in_one_line() -> None:
+    with pytest.raises(InputError, match=r"network\.bandwidth: input should be greater than or equal to 1, got 1e-308$"):
+        cluster_of({"groups": [{"nodes": 1, "devices": 1, "device": "v100"}], "network": {"name": "l", "bandwidth": 1e-308}}, "$.cluster")
 
 
 def test_a_batch_beyond_all_measure_is_refused_in_one_line(tmp_path: Path) -> None:

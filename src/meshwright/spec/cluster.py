@@ -15,7 +15,7 @@ class Device(Noun):
     memory: Bytes
     bandwidth: BytesPerSecond = Field(description="of its memory")
     peak: dict[str, FlopsPerSecond] = Field(description="dense matrix products by precision: fp32, tf32, fp16, bf16, fp8, fp64")
-    efficiency: float = Field(default=0.8, gt=0, le=1, description="share of peak that large matrix products reach")
+    efficiency: float = Field(default=0.8, ge=1e-3, le=1, description="share of peak that large matrix products reach")
     sustained: dict[str, float] = Field(
         default_factory=dict, description="by precision, the part of that which a warm device keeps up for days"
     )
@@ -32,9 +32,9 @@ class Link(Noun):
 
     name: str
     span: int = Field(default=0, ge=0)
-    bandwidth: BytesPerSecond = Field(gt=0, description="of one device, one direction")
+    bandwidth: BytesPerSecond = Field(ge=1, description="of one device, one direction")
     latency: Seconds = Field(default=5e-6)
-    efficiency: float = Field(default=0.85, gt=0, le=1, description="share of bandwidth that large collectives reach")
+    efficiency: float = Field(default=0.85, ge=1e-3, le=1, description="share of bandwidth that large collectives reach")
     adding: float = Field(default=1.0, ge=1, description="rate of all-reduces over that of rings, where the switch adds")
 
 
