@@ -387,7 +387,10 @@ def test_groups_without_a_link_between_them_are_refused_with_what_to_write(tmp_p
 
 def test_a_link_slower_than_a_byte_a_second_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match=r"network\.bandwidth: input should be greater than or equal to 1, got 1e-308$"):
-        cluster_of({"groups": [{"nodes": 1, "devices": 1, "device": "v100"}], "network": {"name": "l", "bandwidth": 1e-308}}, "$.cluster")
+        cluster_of(
+            {"name": "slow", "groups": [{"nodes": 1, "devices": 1, "device": "v100"}], "network": {"name": "l", "bandwidth": 1e-308}},
+            "$.cluster",
+        )
 
 
 def test_a_batch_beyond_all_measure_is_refused_in_one_line(tmp_path: Path) -> None:
