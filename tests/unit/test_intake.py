@@ -402,7 +402,11 @@ def test_a_batch_beyond_all_measure_is_refused_in_one_line(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("groups", "line"),
-    [("[{nodes: 1, devices: -1, device: v100}]", "devices: input should be greater than or equal to 1, got -1"), ("3", "groups: ")],
+    [
+        (f"[{{nodes: 1, devices: {10**30}, device: v100}}]", "devices: input should be less than or equal to 1048576"),
+        ("[{nodes: 1, devices: -1, device: v100}]", "devices: input should be greater than or equal to 1, got -1"),
+        ("3", "groups: "),
+    ],
 )
 def test_groups_that_are_none_are_refused_in_one_line(tmp_path: Path, groups: str, line: str) -> None:
     path = tmp_path / "job.yaml"

@@ -17,7 +17,7 @@ from meshwright.base.units import parse_quantity
 from meshwright.catalog import read as catalog
 from meshwright.intake.local import core_cluster, cores, cuda_cards, host_memory, local_count, usual_ranks
 from meshwright.intake.measured import keep, kept_cluster
-from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
+from meshwright.spec.cluster import MANY, Cluster, Device, Link, NodeGroup
 
 _GROUP = re.compile(r"(?:(\d+)x)?(\d+):([A-Za-z0-9_.+-]+)")
 _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*G(?:b|bit|bps|bit/s|b/s)")
@@ -94,7 +94,12 @@ def _described(group: Any) -> Any:
         return group
     row = device_row(group["device"])
     count = group.get("devices", 1)
-    return {**_node(row, 1, count if isinstance(count, int) and count > 0 else 1).model_dump(), "nodes": 1, **group, "device": _device(row)}
+    return {
+        **_node(row, 1, count if isinstance(count, int) and 0 < count <= MANY else 1).model_dump(),
+        "nodes": 1,
+        **group,
+        "device": _device(row),
+    }
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -161,12 +166,13 @@ def _device(row: catalog.Row) -> Device:
 
 
 def _node(row: catalog.Row, nodes: int, devices: int) -> NodeGroup:
-    return NodeGroup(
-        nodes=nodes,
-        devices=devices,
-        device=_device(row),
-        link=build(Link, row["link"], f"device {row['name']}.link"),
-        host_memory=parse_quantity(row["host_memory"], "B") * devices,
-        host_bandwidth=parse_quantity(row["host_bandwidth"], "B/s"),
-        storage_bandwidth=parse_quantity(row.get("storage_bandwidth", 0), "B/s"),
-    )
+    fields = {
+        "nodes": nodes,
+        "devices": devices,
+        "device": _device(row),
+        "link": build(Link, row["link"], f"device {row['name']}.link"),
+        "host_memory": parse_quantity(row["host_memory"], "B") * min(devices, MANY),
+        "host_bandwidth": parse_quantity(row["host_bandwidth"], "B/s"),
+        "storage_bandwidth": parse_quantity(row.get("storage_bandwidth", 0), "B/s"),
+    }
+    return build(NodeGroup, fields, f"nodes of {row['name']}")

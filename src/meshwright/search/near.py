@@ -20,15 +20,15 @@ from meshwright.cost.step import estimate, estimate_of
 from meshwright.search.ranking import Candidate
 from meshwright.search.survey import TIGHT_GAIN, Survey, first, quick
 from meshwright.search.why_not import illegal
+from meshwright.spec.cluster import MANY
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 from meshwright.words.say import Sentence, say, tell
 from meshwright.words.verdict import largest_kind
 
-TRIED, BUILT = 6, 2**20
-"""Numbers of nodes that are tried, from the first that could hold the states; devices of a cluster above which none is offered: ten times the largest
-that anyone has built."""
+TRIED = 6
+"""Numbers of nodes that are tried, from the first that could hold the states."""
 PARTS = (2, 4, 8, 16)
 CHUNKS = 8
 """Parts of the loss that are tried."""
@@ -152,10 +152,10 @@ def more_nodes(job: Job) -> Iterator[Change]:
     states = job.workload.bytes_per_parameter * job.model.parameters
     least = states / (job.cluster.memory * job.cluster.devices)
     for times in islice((times for times in multiples() if times >= least), TRIED):
+        if times * job.cluster.devices > MANY:  # nobody could build it
+            return
         groups = tuple(group.but(nodes=group.nodes * times) for group in job.cluster.groups)
         cluster = job.cluster.but(groups=groups)
-        if cluster.devices > BUILT:
-            return
         yield (
             "near.nodes",
             {"nodes": sum(group.nodes for group in groups), "devices": cluster.devices},

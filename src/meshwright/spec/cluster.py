@@ -7,6 +7,9 @@ from pydantic import Field
 from meshwright.base.codec import Noun
 from meshwright.base.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
+MANY = 2**20
+"""Nodes, or devices of one: more than anyone has built."""
+
 
 class Device(Noun):
     """One accelerator, or one share of a host's processor."""
@@ -41,8 +44,8 @@ class Link(Noun):
 class NodeGroup(Noun):
     """Equal nodes. Unlike nodes are several groups."""
 
-    nodes: int = Field(ge=1)
-    devices: int = Field(ge=1, description="per node")
+    nodes: int = Field(ge=1, le=MANY)
+    devices: int = Field(ge=1, le=MANY, description="per node")
     device: Device
     link: Link = Field(description="between the devices of a node")
     host_memory: Bytes = 0.0
