@@ -393,10 +393,13 @@ def test_a_link_slower_than_a_byte_a_second_is_refused_in_one_line() -> None:
         )
 
 
-def test_a_batch_beyond_all_measure_is_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "workload", "line"), [("", f"batch: {10**30}", "workload.batch"), (f", sizes: {{layers: {10**30}}}", "", "layers")]
+)
+def test_numbers_beyond_all_measure_are_refused_in_one_line(tmp_path: Path, model: str, workload: str, line: str) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text(f"model: {{name: gpt2}}\nworkload: {{batch: {10**30}}}\n", encoding="utf-8")
-    with pytest.raises(InputError, match=r"workload\.batch: input should be less than or equal to 4294967296, got 10{30}$"):
+    path.write_text(f"model: {{name: gpt2{model}}}\nworkload: {{{workload}}}\n", encoding="utf-8")
+    with pytest.raises(InputError, match=rf"{line}: input should be less than or equal to \d+, got 10{{30}}$"):
         load(path)
 
 

@@ -14,6 +14,8 @@ from meshwright.base.codec import Noun, build
 
 Kind = Literal["llama", "decoder", "gpt2", "bert", "neox", "bloom", "convnet"]
 BLANK = ("", None)
+LAYERS, LARGE = 2**16, 2**40
+"""Of any size, so that a slip of the hand is one line and not a search without end."""
 
 
 class LatentAttention(Noun):
@@ -31,14 +33,14 @@ class Sizes(Noun):
 
     kind: Kind
     family: str = ""
-    layers: int = Field(ge=1)
-    hidden: int = Field(ge=1)
-    heads: int = Field(default=1, ge=1)
-    kv_heads: int = Field(default=1, ge=1)
+    layers: int = Field(ge=1, le=LAYERS)
+    hidden: int = Field(ge=1, le=LARGE)
+    heads: int = Field(default=1, ge=1, le=LARGE)
+    kv_heads: int = Field(default=1, ge=1, le=LARGE)
     head_dim: float = Field(default=0.0, ge=0, description="0: hidden / heads. Two rows of the literature have fractions")
-    ffn: int = Field(default=1, ge=1)
-    vocab: int = Field(default=0, ge=0)
-    seq: int = Field(default=1, ge=1)
+    ffn: int = Field(default=1, ge=1, le=LARGE)
+    vocab: int = Field(default=0, ge=0, le=LARGE)
+    seq: int = Field(default=1, ge=1, le=LARGE)
     tied_embeddings: bool = False
     mlp: Literal["swiglu", "geglu", "gelu", "gelu_new", "relu", "relu2"] = "swiglu"
     norm: Literal["rms", "ln", "ln1p"] = "rms"
@@ -49,20 +51,20 @@ class Sizes(Noun):
     qkv_bias: bool = False
     qk_norm: bool = False
     pos: Literal["rope", "learned", "alibi"] = "rope"
-    pos_rows: int = Field(default=0, ge=0)
-    types: int = Field(default=0, ge=0, description="kinds of segment, each a row")
-    experts: int = Field(default=0, ge=0)
-    top_k: int = Field(default=0, ge=0)
-    moe_ffn: int = Field(default=0, ge=0)
-    shared_experts: int = Field(default=0, ge=0)
+    pos_rows: int = Field(default=0, ge=0, le=LARGE)
+    types: int = Field(default=0, ge=0, le=LARGE, description="kinds of segment, each a row")
+    experts: int = Field(default=0, ge=0, le=LARGE)
+    top_k: int = Field(default=0, ge=0, le=LARGE)
+    moe_ffn: int = Field(default=0, ge=0, le=LARGE)
+    shared_experts: int = Field(default=0, ge=0, le=LARGE)
     router_bias: bool = False
-    dense_first_layers: int = Field(default=0, ge=0)
+    dense_first_layers: int = Field(default=0, ge=0, le=LAYERS)
     mla: LatentAttention | None = None
     transposed: bool = Field(default=False, description="weights stored (in, out), as Hugging Face's GPT-2 does")
     rope_base: float = Field(default=10_000.0, gt=0)
-    classes: int = Field(default=0, ge=0)
-    channels: int = Field(default=0, ge=0)
-    image: int = Field(default=0, ge=0)
+    classes: int = Field(default=0, ge=0, le=LARGE)
+    channels: int = Field(default=0, ge=0, le=LARGE)
+    image: int = Field(default=0, ge=0, le=LARGE)
 
     @model_validator(mode="before")
     @classmethod
