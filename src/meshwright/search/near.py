@@ -150,7 +150,7 @@ def more_nodes(job: Job) -> Iterator[Change]:
     """More nodes of the same kinds; pins hold, but for the replicas, which more devices need more of."""
     pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
     states = job.workload.bytes_per_parameter * job.model.parameters
-    least = states / (job.cluster.memory * job.cluster.devices)
+    least = states / max(job.cluster.memory * job.cluster.devices, 1.0)
     for times in islice((times for times in multiples() if times >= least), TRIED):
         if times * job.cluster.devices > MANY:  # nobody could build it
             return
