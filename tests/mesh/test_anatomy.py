@@ -215,7 +215,9 @@ def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() ->
     found = anatomy.read(model)
     assert any("plan that the model carries" in line for line in found.understood)
     assert [(one.module, one.columns, one.rows) for one in found.regions] == [(one.module, one.columns, one.rows) for one in wanted.regions]
-    assert found.splits == wanted.splits
+    vocabulary = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert found.splits == {name: split for name, split in wanted.splits.items() if name not in vocabulary}
+    assert "lm_head stays whole: it was not seen to run" in found.understood
     assert found.divisible == wanted.divisible
     assert anatomy.layers(model, found) == anatomy.layers(model, wanted)
 

@@ -144,6 +144,16 @@ def test_labels_are_the_inputs_for_causal_models_and_shared_with_nobody(dataset:
     assert Loader(dataset, 4, 1).labels_per_step == 4 * (SEQUENCE - 1)
 
 
+def test_pairs_are_a_row_and_the_row_behind_it(books: Path, dataset: TextDataset) -> None:
+    pairs = open_dataset(Data(source=str(books), tokenizer="bytes", held_out=0.05), SEQUENCE, objective="pairs")
+    assert isinstance(pairs, TextDataset)
+    assert (pairs.sequence, pairs.labels_per_row) == (dataset.sequence, dataset.sequence)
+    for read, rows, single in ((pairs.training, np.arange(3), dataset.training), (pairs.training, np.array([7]), dataset.training)):
+        two, one = read(rows, rows, 1), single(np.repeat(2 * rows, 2) + np.tile([0, 1], len(rows)), np.repeat(rows, 2), 1)["input_ids"]
+        assert torch.equal(two["input_ids"], one[0::2])
+        assert torch.equal(two["labels"], one[1::2])
+
+
 def test_masked_labels_change_from_epoch_to_epoch_and_held_out_ones_never(masked: TextDataset) -> None:
     loader = Loader(masked, masked.rows, 1)
     first, second = (loader.rows(epoch) for epoch in (0, 1))

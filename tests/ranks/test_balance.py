@@ -103,6 +103,17 @@ def test_a_balance_loss_of_another_form_is_refused_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+def sized() -> None:
+    parallelize(balanced("mixtral"), make_optimizer, "dp2.mb3-1", anatomy=anatomy_of("mixtral"))
+
+
+def test_a_balance_loss_over_micro_batches_of_unlike_sizes_is_refused_in_one_line(ranks: Any) -> None:
+    with pytest.raises(
+        Exception, match="is a mean over micro-batches, which are of one size: use mb1, or set output_router_logits to false"
+    ):
+        ranks.run(2, sized)
+
+
 RATE = 0.05
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from meshwright.base.errors import InputError
 from meshwright.checkpoint.adapters import export_adapter
+from meshwright.checkpoint.companions import companions
 from meshwright.checkpoint.huggingface import export
 from meshwright.checkpoint.load import full_tensors
 from meshwright.cost.step import estimate
@@ -244,6 +245,48 @@ def test_a_model_folder_is_trained_exported_and_writes_text_in_transformers(trai
     whole = transformers.LlamaForCausalLM(model.config)
     whole.load_state_dict(saved)
     assert torch.equal(whole(**prompt).logits, model(**prompt).logits)
+
+
+SHOWN: dict[str, tuple[Any, str, str]] = {
+    "gpt2": (lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=512, n_positions=64), "pp=2,tp=2", "local:4"),
+    "mixtral": (
+        lambda: transformers.MixtralConfig(**{**SIZES, "vocab_size": 512}, num_key_value_heads=2, num_local_experts=4),
+        "dp=2,ep=2,zero=1",
+        "local:2",
+    ),
+    "t5": (
+        lambda: transformers.T5Config(
+            d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=512, decoder_start_token_id=0
+        ),
+        "pp=2,tp=2",
+        "local:4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_bare_configuration_is_trained_exported_and_generates_with_the_logits_of_the_run(tmp_path: Path, name: str) -> None:
+    make, pins, cluster = SHOWN[name]
+    make().save_pretrained(tmp_path / "model")
+    work = ("--seq", "32", "--batch", "8", "--steps", "12", "--set", f"data.source={argparse.__file__}", "--precision", "fp32")
+    command(tmp_path, "train", "--model", "model", "--cluster", cluster, "--pin", pins, *work, "--folder", "run")
+    command(tmp_path, "checkpoint", "export", "runs/run", "--to", "out")
+    kind = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
+    model, loading = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values()), loading
+    own = kind.from_config(make()).eval()
+    own.load_state_dict(dict(full_tensors(tmp_path / "runs" / "run" / "checkpoints" / "step-00000012")), strict=False)
+    own.tie_weights()
+    prompt = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("def main():", return_tensors="pt")
+    beside = {"decoder_input_ids": torch.tensor([[0, 3, 4]])} if name == "t5" else {}
+    torch.testing.assert_close(model(**prompt, **beside).logits, own(**prompt, **beside).logits, rtol=1e-5, atol=1e-6)
+    assert model.generate(**prompt, max_new_tokens=8, do_sample=False).shape[1] > 1
+
+
+def test_the_generation_settings_of_an_encoder_decoder_say_what_its_decoder_begins_with(tmp_path: Path) -> None:
+    SHOWN["t5"][0]().save_pretrained(tmp_path)
+    assert json.loads(companions(None, tmp_path, "end", "mask")["generation_config.json"]) == {"decoder_start_token_id": 0}
 
 
 @pytest.mark.soak

@@ -10,6 +10,7 @@ from equality import make_batch, make_model
 from test_peak import expected, most
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.offload.activations import Activations
 from meshwright.train.trainer import parallelize
 
 WAYS = ("rc-layer", "rc-layer1", "rc-selective", "off-activations", "rc-layer.off-activations", "rc-layer1.off-activations")
@@ -36,6 +37,31 @@ def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str) -> None:
     from meshwright.spec.plan import parse_plan
 
     assert expected("llama", plan, "fp32") == pytest.approx(max(ranks.run(parse_plan(plan).world, most, "llama", plan, "fp32")), rel=0.05)
+
+
+def test_what_a_block_keeps_twice_waits_once_and_what_was_written_between_twice() -> None:
+    away = Activations(torch.device("cpu"), ())
+    weight, given = torch.ones(4, requires_grad=True), torch.arange(4.0)
+    with away.kept_by(0):
+        one, other = weight * given, weight * given
+        given += 1
+        third = weight * given
+    waits = [each.grad_fn._saved_other for each in (one, other, third)]
+    assert waits[0].data_ptr() == waits[1].data_ptr() != waits[2].data_ptr() and waits[0].data_ptr() != given.data_ptr()
+    assert [each.tolist() for each in waits] == [[0, 1, 2, 3]] * 2 + [[1, 2, 3, 4]]
+
+
+def test_what_waited_goes_with_the_pass_that_kept_it() -> None:
+    away = Activations(torch.device("cpu"), ())
+    hidden, blocks = torch.ones(4, requires_grad=True), []
+    for place in range(3):
+        with away.kept_by(place):
+            hidden = hidden.exp()
+        blocks.append(away._last)
+    assert [block().place for block in blocks] == [0, 1, 2] and blocks[2]().before() is blocks[1]()
+    hidden.sum().backward()
+    del hidden
+    assert [block() for block in blocks] == [None] * 3
 
 
 def refusal() -> str:

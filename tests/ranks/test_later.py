@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.base.errors import InputError
 from meshwright.models.registry import build
 from meshwright.parallel.later import built_later, initialized_later, later_of
 from meshwright.spec.plan import parse_plan
@@ -134,3 +135,37 @@ def test_ranks_that_would_begin_with_other_numbers_are_refused_in_one_line(ranks
 def other_seeds() -> None:
     model = built_later(functools.partial(build, {**SIZES, "kind": "llama"}), torch.distributed.get_rank())
     parallelize(model, make_optimizer, "dp2")
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_what_is_done_to_parameters_is_followed_inside_the_block_and_refused_behind_it() -> None:
+    torch.manual_seed(2)
+    whole = Small().bfloat16().double()
+    nn.init.ones_(whole.last.weight)
+    torch.manual_seed(2)
+    with initialized_later():
+        model = Small().bfloat16().double()
+        nn.init.ones_(model.last.weight)
+    found = parallelize(model, make_optimizer, "dp1", precision="fp64", loss=square).full_state_dict()
+    assert found is not None and all(torch.equal(found[name], value) for name, value in whole.state_dict().items())
+    for change, says in (
+        (Small.double, "first.weight became float64"),
+        (lambda model: nn.init.ones_(model.last.bias), "last.bias was written to"),
+    ):
+        with initialized_later():
+            model = Small()
+        change(model)
+        with pytest.raises(InputError, match=f"{says} behind `with initialized_later"):
+            parallelize(model, make_optimizer, "dp1", precision="fp64", loss=square)
+
+
+def square(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (output**2).mean()

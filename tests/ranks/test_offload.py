@@ -91,6 +91,22 @@ def test_a_run_with_its_weights_away_is_bit_for_bit_the_run_without(
         assert elsewhere["offloaded"] == gone and sum(elsewhere.values()) == sum(held.values())
 
 
+PARTS = [
+    ("llama", "dp2.z3", "fp64", "parameters-files50"), ("llama", "dp2.z3", "bf16", "parameters-files50"), ("llama-tied", "pp2.z3", "fp32", "parameters-files40"),
+    ("llama", "dp2.z3", "fp32", "parameters50"), ("mixtral", "dp2.ep2.z3", "fp32", "parameters-files60"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan", "precision", "way"), PARTS)
+def test_a_run_with_a_share_of_its_weights_away_is_bit_for_bit_the_run_without(
+    ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
+) -> None:
+    for held, elsewhere in bit_for_bit(ranks, tmp_path, name, plan, precision, way):
+        in_files = "files" in way
+        assert int(way[-2:]) / 100 * held["parameters"] * in_files <= elsewhere["offloaded"] < held["parameters"]
+        assert elsewhere["offloaded"] + elsewhere["parameters"] == held["parameters"] and elsewhere["optimizer"] == held["optimizer"]
+
+
 def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[float], list[float]]:
     """Losses of six steps under `plan`, and of the last three after a checkpoint that `other` goes on from."""
     first = made("llama", plan, "bf16", folder)
@@ -113,6 +129,7 @@ def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[
         ("dp2.z3.off-parameters-files", "dp2.z3"),
         ("dp2.z1.off-optimizer-files30", "dp2.z1.off-optimizer-files70"),
         ("dp2.z3.off-optimizer-files50", "dp2.z3"),
+        ("dp2.z3.off-parameters-files30", "dp2.z3.off-parameters-files70"),
     ],
 )
 def test_a_checkpoint_holds_what_waits_in_files_and_goes_on_bit_for_bit(ranks: Any, tmp_path: Any, plan: str, other: str) -> None:

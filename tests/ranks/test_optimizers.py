@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from equality import check
-from updates import RULES, alone, by_dimensions, go_on, train
+from updates import RULES, alone, by_dimensions, copies_after, go_on, said_of_update, train
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.update.door import ELEMENTWISE, Rule, rule_of
+from meshwright.parallel.update.door import ELEMENTWISE, FUSED, Rule, fuse, rule_of
+from meshwright.spec.layout import ALIGN
 from meshwright.spec.plan import parse_plan
 
 SAMPLE = [
@@ -62,6 +63,83 @@ def test_the_door_tells_elementwise_rules_from_those_that_need_whole_tensors() -
     assert all(rule_of(lambda given, kind=kind: kind(given)) == ELEMENTWISE for kind in plain)
     assert rule_of(RULES["muon"]) == Rule(matrices=True, others=False)
     assert rule_of(RULES["adafactor"]) == rule_of(by_dimensions) == Rule(matrices=True, others=True)
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_an_implementation_that_nobody_chose_is_the_fused_one_and_one_that_somebody_chose_stays(kind: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(40, dtype=torch.float64, generator=generator)
+    steps = [torch.randn(40, dtype=torch.float64, generator=generator) for _ in range(3)]
+    ends = []
+    for said in ({}, {"foreach": False}, {"foreach": True}, {"fused": False}, {"differentiable": False}):
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = kind([parameter], lr=1e-2, weight_decay=0.1, **said)
+        fuse(optimizer, exact=False)
+        assert optimizer.param_groups[0]["fused"] == (said.get("fused") if "fused" in said or "foreach" in said else True)
+        for parameter.grad in steps:
+            optimizer.step()
+        ends.append(parameter.detach())
+    assert all(torch.allclose(each, ends[1], rtol=1e-13, atol=1e-15) for each in ends)
+
+
+def test_exact_runs_are_updated_by_the_loop_whose_bits_do_not_know_where_a_run_ends() -> None:
+    ends = []
+    for cut in (1007, 13):
+        generator = torch.Generator().manual_seed(0)
+        flat = torch.randn(1007, generator=generator)
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(run) for run in flat.split(cut)], lr=1e-2, fused=True)
+        fuse(optimizer, exact=True)
+        for _ in range(4):
+            gradient = torch.randn(1007, generator=generator)
+            for run, part in zip(optimizer.param_groups[0]["params"], gradient.split(cut), strict=True):
+                run.grad = part
+            optimizer.step()
+        ends.append(flat)
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision"),
+    [
+        ("pp2.mb2", "fp32"),
+        ("dp2.pp2.z1.mb2", "fp64"),
+        *(
+            pytest.param(plan, precision, marks=pytest.mark.soak)
+            for plan in ("pp2.mb2", "dp2.pp2.z3.mb2", "dp2.pp2.z2.mb2", "pp2.zbv.mb2", "tp2.pp2.mb2")
+            for precision in ("fp64", "bf16", "bf16-pure")
+        ),
+    ],
+)
+def test_copies_of_a_tied_weight_stay_equal_to_the_bit_and_runs_end_where_no_kernel_rounds_otherwise(
+    ranks: Any, plan: str, precision: str
+) -> None:
+    found = ranks.run(parse_plan(plan).world, copies_after, plan, precision, 20)
+    assert all(flags == [True] for _, _, flags in found)
+    assert all(length % ALIGN == 0 for _, runs, _ in found for length in runs)
+    copies = [copy for each, _, _ in found for copy in each]
+    by_shard = len(copies) // 2
+    assert by_shard and all(torch.equal(copies[at], copies[at + by_shard]) for at in range(by_shard))
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fused_kernels_round_alike_in_runs_of_any_lengths_that_the_layout_allows(kind: Any, dtype: torch.dtype) -> None:
+    ends = []
+    for cut in (ALIGN * 100, ALIGN, ALIGN * 3):
+        generator = torch.Generator().manual_seed(0)
+        flat = torch.randn(ALIGN * 100, generator=generator, dtype=dtype)
+        optimizer = kind([torch.nn.Parameter(run) for run in flat.split(cut)], lr=1e-2, weight_decay=0.1, fused=True)
+        for _ in range(4):
+            gradient = torch.randn(flat.numel(), generator=generator, dtype=dtype)
+            for run, part in zip(optimizer.param_groups[0]["params"], gradient.split(cut), strict=True):
+                run.grad = part
+            optimizer.step()
+        ends.append(flat)
+    assert all(torch.equal(ends[0], other) for other in ends)
+
+
+def test_the_update_of_a_trainer_is_fused_where_nobody_chose(ranks: Any) -> None:
+    assert ranks.run(1, said_of_update, "given AdamW by dimensions") == [[True, True]]
 
 
 class Joined(torch.optim.SGD):

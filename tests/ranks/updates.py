@@ -10,6 +10,7 @@ from equality import anatomy_of, loss_of, make_batch, make_model, measured
 from torch import nn
 
 from meshwright.anatomy import layers
+from meshwright.models.registry import build
 from meshwright.parallel.update.door import Whole
 from meshwright.spec.workload import Optimizer
 from meshwright.train.optimizer import optimizer_of
@@ -43,6 +44,25 @@ def make_trainer(rule: str, model: str, plan: str, precision: Any = "fp64") -> T
 def train(rule: str, model: str, plan: str, steps: int, save: str = "") -> dict[str, Any]:
     """On every rank."""
     return measured(make_trainer(rule, model, plan), model, steps, save)
+
+
+def said_of_update(rule: str) -> list[Any]:
+    """Of each group of the trainer's optimizer, whether it is fused."""
+    return [group["fused"] for group in make_trainer(rule, "llama", "dp1").optimizer.param_groups]
+
+
+def copies_after(plan: str, precision: str, steps: int) -> tuple[list[torch.Tensor], list[int], list[bool]]:
+    """On every rank, of a tied GPT-2 whose vectors have odd sizes: this rank's copies of the tied weight, the lengths of all runs that the
+    optimizer was given, whether its kernels are fused."""
+    torch.manual_seed(0)
+    model = build({"kind": "gpt2", "tied": True, "layers": 4, "hidden": 36, "heads": 4, "ffn": 52, "vocab": 97, "seq": 16})
+    trainer = parallelize(model, lambda given: torch.optim.AdamW(given, lr=1e-2, weight_decay=0.1), plan, precision=precision)
+    for step in range(steps):
+        ids = torch.randint(0, 97, (8, 16), generator=torch.Generator().manual_seed(step))
+        trainer.step({"input_ids": ids, "labels": ids})
+    groups = trainer.optimizer.param_groups
+    runs = [each.numel() for group in groups for each in group["params"]]
+    return [unit.master.flat.clone() for unit, _ in trainer.engine.zero.tied], runs, [bool(group["fused"]) for group in groups]
 
 
 def go_on(rule: str, model: str, plan: str, steps: int, folder: str) -> dict[str, Any]:

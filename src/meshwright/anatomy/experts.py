@@ -84,7 +84,7 @@ def add_experts(model: nn.Module, anatomy: Anatomy, inputs: Mapping[str, torch.T
     return replace(
         anatomy,
         experts=found,
-        against_sequence=against,
+        against={**anatomy.against, "sequence": against},
         splits={**anatomy.splits, **splits},
         divisible={**anatomy.divisible, **divisible},
         partial=(*anatomy.partial, *(f"{experts.path}.{name}" for experts in found for name in experts.once)),

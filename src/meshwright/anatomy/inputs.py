@@ -12,9 +12,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 BATCH, LENGTH, SIDE = 2, 7, 32
 IMAGES = ("pixel_values", "images", "image")
+
+
+class Unasked(TorchFunctionMode):
+    """Questions about values, such as 'is this batch packed?': without memory there are none, and the plain path is asked for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False if getattr(function, "__name__", "") == "__bool__" else function(*args, **(kwargs or {}))
 
 
 def arguments(

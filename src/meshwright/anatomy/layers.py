@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.anatomy.nouns import Anatomy
+from meshwright.base.errors import InputError
 
 
 def layers(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, list[str]]]:
@@ -56,3 +57,14 @@ def layers(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, list[str]]]:
         else:
             found["front"].append(name)
     return [(layer, names) for layer, names in found.items() if names]
+
+
+def check_apart(model: nn.Module, lists: list[str]) -> None:
+    """Raises InputError for a block that stands in a list twice."""
+    for path in lists:
+        first: dict[int, str] = {}
+        for name, block in model.get_submodule(path)._modules.items():
+            if first.setdefault(id(block), name) != name:
+                raise InputError(
+                    f"{path}.{name} is {path}.{first[id(block)]} itself, and a block has one place: copy it (copy.deepcopy), or call it twice in one block"
+                )

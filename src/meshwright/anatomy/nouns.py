@@ -112,8 +112,8 @@ class Anatomy:
     """Replicated parameters that work on sharded features (a norm of each head): their gradient is a part on every tensor rank."""
     back: tuple[str, ...] = ()
     """Parameters outside blocks, embedding and head that are used after the blocks."""
-    against_sequence: str = ""
-    """Why sequence parallelism would be wrong; empty where it is right."""
+    against: dict[str, str] = field(default_factory=dict)
+    """'sequence': why sequence parallelism would be wrong; 'rows': the module that gives tokens a place among those of other rows (counted.py)."""
     understood: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     stacks: tuple[tuple[str, int], ...] = ()
@@ -131,6 +131,15 @@ class Anatomy:
     def block(self, index: int) -> str:
         """Path of one block."""
         return self.cuts[index] if self.over_stacks else f"{self.blocks}.{index}"
+
+    def divides(self, path: str | None) -> bool:
+        """Whether tensor ranks hold a share each of the vocabulary's layer at `path`."""
+        return path is not None and f"{path}.weight" in self.splits
+
+    @property
+    def against_sequence(self) -> str:
+        """Empty where it is right."""
+        return self.against.get("sequence", "")
 
     @property
     def cuts(self) -> tuple[str, ...]:

@@ -20,8 +20,10 @@ from torch import nn
 
 from meshwright.anatomy.adapters import unwrapped, with_adapters, wrapped_layers
 from meshwright.anatomy.experts import WHOLE, add_experts
+from meshwright.anatomy.layers import check_apart
 from meshwright.anatomy.lent import lent
 from meshwright.anatomy.nouns import Anatomy, Split
+from meshwright.anatomy.observed import observed
 from meshwright.anatomy.prove import Proof, proven
 from meshwright.anatomy.published import published_regions
 from meshwright.anatomy.regions import Found, guesses, regions_of_block
@@ -68,11 +70,10 @@ def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None
     blocks = find_blocks(model)
     if blocks is None:
         return Anatomy(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
+    check_apart(model, lists)
     reading = Reading(model, lists, [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists], example)
-    before = [(module, _flags(module)) for module in model.modules()]
     modules = {path: id(module) for path, module in model.named_modules()}
-    model.eval()
-    try:
+    with observed(model):
         _trace_all(reading)
         new = next((path for path, module in model.named_modules() if modules.get(path) != id(module)), None)
         if new is not None:
@@ -87,14 +88,6 @@ def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None
         _prove(reading, outline, lend)
         check(made, reading.whole)
         return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, lend)
-    finally:
-        for module, flags in before:
-            vars(module).update(flags)
-
-
-def _flags(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps beside its tensors, its mode among it: a forward may change it (RWKV notes in which mode its weights are)."""
-    return {name: value for name, value in vars(module).items() if value is None or isinstance(value, bool | int | float | str)}
 
 
 def find_lists(model: nn.Module) -> list[str]:
@@ -119,11 +112,14 @@ def find_blocks(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class Outline:
-    """What lies around the blocks: paths of the embedding and the head, names of the parameters behind the blocks."""
+    """What lies around the blocks: paths of the embedding and the head, names of the parameters behind the blocks; how each of them that
+    has a number for each word is cut, and why others are not."""
 
     embedding: str | None
     head: str | None
     back: tuple[str, ...]
+    splits: dict[str, Split] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------------------
@@ -158,25 +154,46 @@ def _passes(reading: Reading, dtype: torch.dtype | None) -> None:
 
 def _run_outline(model: nn.Module, blocks: str, seen: Trace) -> Outline:
     sizes = {name: parameter.shape[0] for name, parameter in model.named_parameters() if parameter.ndim}
-    heads = [weight for weight, size in seen.outside if size == sizes[weight]]
-    pairs = [(e, h) for e in seen.embeddings for h in reversed(heads) if sizes[h] == sizes[e]]
-    embedding, head = pairs[0] if pairs else (next(iter(seen.embeddings), None), None)
+    heads = [weight for weight, size in seen.vocabulary.outside if size == sizes[weight]]
+    pairs = sorted(
+        ((e, h) for e in seen.vocabulary.embeddings for h in reversed(heads) if sizes[h] == sizes[e]), key=lambda pair: pair[0] != pair[1]
+    )
+    embedding, head = pairs[0] if pairs else (next(iter(seen.vocabulary.embeddings), None), None)
     last = max((place for name, place in seen.order.items() if name.startswith(blocks + ".")), default=-1)
     back = tuple(name for name, place in seen.order.items() if place > last and not name.startswith(blocks + "."))
-    return Outline(_owner(model, embedding, nn.Embedding) if embedding else None, _owner(model, head, nn.Linear) if head else None, back)
+    found = Outline(_owner(model, embedding, nn.Embedding) if embedding else None, _owner(model, head, nn.Linear) if head else None, back)
+    for path, weight in ((found.embedding, embedding), (found.head, head)):
+        if path is None or weight is None:
+            continue
+        if weight in seen.vocabulary.problems:
+            found.whole[path] = seen.vocabulary.problems[weight]
+            continue
+        found.splits[f"{path}.weight"] = Split(0)
+        if path == found.head:
+            beside = seen.vocabulary.beside.get(weight, {})
+            found.splits.update({name: Split(dim) for name, dim in beside.items()})
+            if model.get_submodule(path)._parameters.get("bias") is not None:
+                found.splits[f"{path}.bias"] = Split(0)
+    return found
 
 
 def _declared_outline(model: nn.Module, blocks: str) -> Outline:
     """Without a run: what the model itself names, and the order in which modules were registered."""
     names = [name for name, _ in model.named_parameters()]
     last = max(index for index, name in enumerate(names) if name.startswith(blocks + "."))
-    embedding, head = (getattr(model, method, lambda: None)() for method in ("get_input_embeddings", "get_output_embeddings"))
+    embedding, head = (_named(model, method) for method in ("get_input_embeddings", "get_output_embeddings"))
     paths = {id(module): path for path, module in model.named_modules()}
-    return Outline(
-        paths.get(id(embedding)) if isinstance(embedding, nn.Embedding) else None,
-        paths.get(id(head)) if isinstance(head, nn.Linear) else None,
-        tuple(names[last + 1 :]),
-    )
+    table = paths.get(id(embedding)) if isinstance(embedding, nn.Embedding) else None
+    end = paths.get(id(head)) if isinstance(head, nn.Linear) else None
+    return Outline(table, end, tuple(names[last + 1 :]), whole=dict.fromkeys(filter(None, (table, end)), "it was not seen to run"))
+
+
+def _named(model: nn.Module, method: str) -> Any:
+    """What the model itself names; None where it names nothing, as one of sound does."""
+    try:
+        return getattr(model, method, lambda: None)()
+    except NotImplementedError:
+        return None
 
 
 def _owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str | None:
@@ -283,9 +300,7 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
     model, said, embedding, head = reading.model, reading.said, outline.embedding, outline.head
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     found = [one for regions in reading.found.values() for one in regions]
-    splits = {f"{path}.weight": Split(0) for path in (embedding, head) if path}
-    if head and model.get_submodule(head)._parameters.get("bias") is not None:
-        splits[f"{head}.bias"] = Split(0)
+    splits = dict(outline.splits)
     for one in found:
         splits.update(one.splits)
     splits = _with_aliases(model, splits)
@@ -293,6 +308,11 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
     said += _words(reading)
     said += [f"vocabulary embedding {embedding}" if embedding else "no vocabulary embedding reads the token ids"]
     said += [f"vocabulary head {head}" + (", tied to the embedding" if tied else "")] if head else ["no vocabulary head"]
+    said += [f"{path} stays whole: {why}" for path, why in outline.whole.items()]
+    if reading.seen and reading.seen.counted.found:
+        said.append(
+            f"{reading.seen.counted.found} gives tokens a place among those of other rows: exact where it leaves none out, or with the batch in one piece"
+        )
     order = list(reading.found) if reading.seen else []
     stacks = sorted(reading.lists, key=lambda path: next((i for i, block in enumerate(order) if block.startswith(f"{path}.")), len(order)))
     return Anatomy(
@@ -307,7 +327,7 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
         divisible=_divisible(found),
         partial=tuple(dict.fromkeys(name for one in found for name in one.partial if name not in splits)),
         back=tuple(name for name in outline.back if name not in splits),
-        against_sequence=_against_sequence(reading, blocks, shapes, splits),
+        against=_against(reading, blocks, shapes, splits),
         understood=tuple(said),
         replicated=tuple(name for name in shapes if name not in splits),
         beside=tuple(reading.seen.beside) if reading.seen and len(reading.lists) == 1 else (),
@@ -345,6 +365,11 @@ def _words(reading: Reading) -> list[str]:
         block = next((block for block in reading.found if weight.startswith(block + ".")), "")
         left.setdefault(why, {})[weight.removeprefix(block + ".").rpartition(".")[0]] = None
     return [*said, *(f"{', '.join(names)} stay whole: {why}" for why, names in left.items())]
+
+
+def _against(reading: Reading, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, Split]) -> dict[str, str]:
+    sequence, rows = _against_sequence(reading, blocks, shapes, splits), reading.seen.counted.found if reading.seen else ""
+    return ({"sequence": sequence} if sequence else {}) | ({"rows": rows} if rows else {})
 
 
 def _against_sequence(reading: Reading, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, Split]) -> str:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from meshwright.anatomy.counted import Counted
 from meshwright.anatomy.inflow import Inflow
-from meshwright.anatomy.places import Share
+from meshwright.anatomy.places import Call, Share
+from meshwright.anatomy.vocabulary import Vocabulary
 
 
 @dataclass
@@ -87,9 +89,6 @@ class Trace:
     """What each module inside the blocks was given first."""
     uses: dict[int, list[tuple[tuple[str, ...], str]]] = field(default_factory=lambda: defaultdict(list))
     """Of each tensor: the modules that were running, and the weight that read it ('' for any other operation)."""
-    embeddings: list[str] = field(default_factory=list)
-    outside: list[tuple[str, int]] = field(default_factory=list)
-    """Matrix products outside blocks: weight and output features."""
     mixed: dict[str, frozenset[str]] = field(default_factory=dict)
     """Whole parameters that work on shares, with the columns that these come from."""
     follows: dict[str, tuple[int, Share]] = field(default_factory=dict)
@@ -104,8 +103,16 @@ class Trace:
     """Arguments of blocks, other than the hidden state and what blocks return, that have gradients: of the first block that is given each."""
     inflows: dict[str, Inflow] = field(default_factory=dict)
     """Layers that stay whole and whose output is entered."""
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    counted: Counted = field(default_factory=Counted)
     returns: int = 0
     """Values that the first block returned; 0 for a bare tensor."""
     repeats: str = ""
     """A block that runs more than once."""
     alive: list[Any] = field(default_factory=list)
+
+    def follow(self, call: Call, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str], stack: list[str]) -> None:
+        """One operation, inside the modules of `stack`."""
+        self.vocabulary.follow(call, given, outputs, names)
+        if stack:
+            self.counted.follow(call, given, outputs, stack[-1])

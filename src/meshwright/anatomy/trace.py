@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def trace(
     inside = [(name, module) for name, module in model.named_modules() if any(name.startswith(f"{path}.") for path in lists)]
     depths = {name: name.count(".") - next(path.count(".") for path in lists if name.startswith(f"{path}.")) for name, _ in inside}
     handles = [handle for name, module in inside for handle in watch.attach(name, module, depths[name])]
+    handles += watch.trace.vocabulary.attach(model)
     try:
         with standing_in(model), torch.enable_grad(), torch.device("meta"), watch:
             functional_call(model, {**state, **buffers}, args, kwargs)
@@ -109,8 +111,7 @@ class Watch(TorchFunctionMode):
         self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(list)  # of an argument: the modules it was given to, and where
         self.returned: set[int] = set()  # what blocks gave
         self.again = 0  # how deep in a block that has run before
-        self.inflows = Inflows()
-        self.nothing = torch.empty(0)
+        self.inflows, self.nothing = Inflows(), torch.empty(0)
         self.trace.alive.append(inputs)
 
     # --- modules --------------------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class Watch(TorchFunctionMode):
         given = self.trace.inputs[name]
         if is_block:
             self.trace.returns = self.trace.returns or (len(result) if isinstance(result, tuple | list) else 0)
-            self.returned.update(id(tensor) for tensor in tensors_in(result))
+            self.returned.update(id(tensor) for tensor in islice(tensors_in(result), 1))  # what else it returns no other stage has
             for tensor in tensors_in(result):
                 self.inflows.spoil(self.inflows.sources(tensor), "it leaves the block")
         if is_block:  # beside the hidden state a block may return attention weights, which stay shares
@@ -189,6 +190,7 @@ class Watch(TorchFunctionMode):
         name = call.name
         given = list(tensors_in((call.args, call.kwargs)))
         self.trace.alive.extend(outputs)
+        self.trace.follow(call, given, outputs, self.names, self.stack)
         weights = list(dict.fromkeys(weight for tensor in given for weight in self.made.get(id(tensor), ())))
         for weight in weights:
             self.trace.order.setdefault(weight, len(self.trace.order))
@@ -206,9 +208,9 @@ class Watch(TorchFunctionMode):
         is_product = name in PRODUCTS and matrix is not None and (given[0] is not matrix or name == "addmm")
         reads_ids = any(id(tensor) in self.ids for tensor in given)
         if name == "embedding" and weights and reads_ids:
-            self.trace.embeddings.append(weights[0])
+            self.trace.vocabulary.embeddings.append(weights[0])
         if is_product and not self.stack:
-            self.trace.outside.append((self._weight(matrix), outputs[0].shape[-1]))
+            self.trace.vocabulary.outside.append((self._weight(matrix), outputs[0].shape[-1]))
         if not self.stack or self.again:
             return
         if is_product and matrix is not None:
@@ -296,8 +298,6 @@ class Watch(TorchFunctionMode):
         held = self.share[id(first)]
         columns = frozenset().union(*(self.share[id(tensor)].columns for tensor in shares))
         where = self.stack[-1]
-        for tensor in shares:
-            self._note(call, self.share[id(tensor)], self.share[id(tensor)], tensor)
         for tensor in given:
             if id(tensor) not in self.share:
                 self.meet(call, tensor, first, held, columns)
@@ -311,6 +311,8 @@ class Watch(TorchFunctionMode):
         except Lost as lost:
             self.refuse(columns, f"{where} {lost}")
             after = [Share(columns, ()) for _ in outputs]
+        for tensor in shares if all(share.part in (None, held.part) for share in after) else ():  # else it lay in parts, not yet in heads
+            self._note(call, self.share[id(tensor)], self.share[id(tensor)], tensor)
         for tensor, share in zip(outputs, after, strict=True):
             part = share.part if len(columns) == 1 else None
             self.share[id(tensor)] = Share(columns, share.dims, share.inner, part)

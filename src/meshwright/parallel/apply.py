@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy, layers, read
+from meshwright.anatomy.readers import Reads, readers
 from meshwright.base.errors import InputError
 from meshwright.parallel.compiled import check_compiler, compile_blocks
 from meshwright.parallel.context.setup import context_of, set_context
@@ -20,20 +21,34 @@ from meshwright.parallel.experts.balance import balance_of
 from meshwright.parallel.experts.dispatch import check as check_experts
 from meshwright.parallel.experts.dispatch import lay_experts, shard_experts, still_in
 from meshwright.parallel.experts.ranks import expert_ranks
+from meshwright.parallel.followed import check_followed
 from meshwright.parallel.later import later_of
 from meshwright.parallel.lay import lay_flat
 from meshwright.parallel.mesh import Mesh, tie_group
 from meshwright.parallel.objective import LossFunction, Objective
+from meshwright.parallel.offload.activations import storage_of
 from meshwright.parallel.pipeline.backlog import put_off_weights
 from meshwright.parallel.pipeline.carry import Carry, Wants, carried, layers_over
 from meshwright.parallel.pipeline.gates import Run
 from meshwright.parallel.pipeline.gating import set_gates
-from meshwright.parallel.pipeline.keeping import Keeping, storage_of
+from meshwright.parallel.pipeline.keeping import Keeping
 from meshwright.parallel.pipeline.play import Pipeline
-from meshwright.parallel.place import Layer, drop_absent, give_places, kept_paths, place_layers, second_copy, stage_bounds
+from meshwright.parallel.place import (
+    Layer,
+    beside_parameters,
+    check_left_out,
+    check_read,
+    check_shared,
+    drop_absent,
+    give_places,
+    kept_paths,
+    place_layers,
+    second_copy,
+    stage_bounds,
+)
 from meshwright.parallel.tensor.chance import drops
 from meshwright.parallel.tensor.chunked import chunk_loss
-from meshwright.parallel.tensor.layers import partial_names, shard_model
+from meshwright.parallel.tensor.layers import partial_names, shard_model, with_whole_logits
 from meshwright.parallel.tensor.products import check_plan, use_products
 from meshwright.parallel.tensor.statistics import check_passes, over_batch
 from meshwright.parallel.update.door import ELEMENTWISE, Rule
@@ -53,24 +68,28 @@ def parallelize_model(
 
     Raises InputError before anything is changed when a size does not divide.
     """
-    plan = mesh.plan
+    plan, later = mesh.plan, later_of(model)
+    check_followed(model, later)
     anatomy = (anatomy or read(model, lend=True)).over(plan.tp)
+    anatomy = anatomy if loss is None else with_whole_logits(model, anatomy)
     _check(anatomy, mesh)
     _check_recipe(model, mesh, recipe)
     statistics = over_batch(model)
     check_passes(statistics, plan, 1)
-    with (later := later_of(model)):
+    with later:
         _prepare(model, mesh.device, recipe)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta and later.seen(parameter) is None)
-    aliases = frozenset(model.state_dict().keys() - shapes.keys())
     wants = _wants(model, anatomy, plan)
     cut = anatomy.numbered() if wants else anatomy
     _check_carried(plan, cut, wants)
+    check_left_out(model, cut, plan, wants)
     table = place_layers(layers_over(model, anatomy, wants) if wants else layers(model, anatomy), cut, mesh, wants)
     _account(table, shapes)
+    beside = beside_parameters(model, cut, table)
+    reads = _reads(model, cut, table, plan)
     experts, context = expert_ranks(mesh, anatomy), context_of(model, anatomy, mesh)
-    objective = Objective(model, loss, mesh.tp if anatomy.head is not None else None, context.cut_labels if context else None)
+    objective = Objective(model, loss, mesh.tp if anatomy.divides(anatomy.head) else None, context.cut_labels if context else None)
     with later:
         shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
         mixtures = shard_experts(model, anatomy, experts, mesh)
@@ -82,7 +101,7 @@ def parallelize_model(
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
     drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute), kept_paths(cut, wants))
-    objective.chunked = chunk_loss(model, anatomy, plan, mesh.tp, loss is not None)
+    objective.chunked = chunk_loss(model, anatomy, plan, objective.group, loss is not None)
     second = second_copy(model, anatomy) if tie_here and 0 in stages else None
     flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second, needs.names)
     by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
@@ -90,15 +109,15 @@ def parallelize_model(
     partial = partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set()
     zero = Zero(mesh, flat, partial, tied, tie_group(mesh) if anatomy.tied else None)
     weights = {storage_of(unit.weights) for unit in zero.units}
-    run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(plan, weights), carry=Carry(wants) if wants else None)
-    gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table})
+    run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(plan, mesh.device, weights), carry=Carry(wants) if wants else None)
+    gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table}, reads)
     set_context(model, anatomy, gates, context)
     pipeline = Pipeline(
         mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage), recipe.exact
     )
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, stage_bounds(cut, mesh), pipeline)
     engine.statistics, engine.balance = statistics, balance_of(model, loss, mesh, context.cut_labels if context else None)
-    engine.aliases, engine.unfilled, engine.context, engine.experts = aliases, unfilled, context, experts
+    engine.beside, engine.unfilled, engine.context, engine.experts = beside, unfilled, context, experts
     engine.mixtures = still_in(model, mixtures)
     return _finished(engine, needs)
 
@@ -120,11 +139,23 @@ def _account(table: list[Layer], shapes: dict[str, torch.Size]) -> None:
         raise AssertionError(f"parameters lost or doubled in the cut: {sorted(set(shapes) ^ set(accounted))[:3]}")
 
 
+def _reads(model: nn.Module, anatomy: Anatomy, table: list[Layer], plan: Plan) -> Reads:
+    """Where weights are read, for plans that have them in some places only. Raises InputError where they would be missing."""
+    check_shared(model, anatomy, table, plan)
+    if plan.stages == 1 and plan.zero < 3:
+        return {}
+    blocks = [anatomy.block(index) for index in range(anatomy.count)] if anatomy.blocks is not None else []
+    reads = readers(model, blocks)
+    check_read(anatomy, blocks, table, plan, reads)
+    return reads
+
+
 def _prepare(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
     """The model on its device, without what only the writing of a text needs."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice
+    for module in model.modules():  # parts of a model may have configurations of their own
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     if recipe.compute == "float64":
         model.double()
@@ -170,9 +201,11 @@ def _wants(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Wants | None:
         return None
     try:
         return carried(model, anatomy)
-    except InputError:
-        if plan.stages > 1 or plan.zero == 3 or plan.recompute != Recompute.none:
+    except InputError as error:
+        if plan.stages > 1:
             raise
+        if plan.zero == 3 or plan.recompute != Recompute.none:
+            raise InputError(f"plan {plan.name}: {str(error).removesuffix(': use pp1')}: use z2 at most and no recompute") from None
         return None
 
 

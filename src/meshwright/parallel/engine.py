@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import Context
+from meshwright.parallel.divided import check_divided
 from meshwright.parallel.experts.balance import FLAG, Balance
 from meshwright.parallel.experts.dispatch import Mixture
 from meshwright.parallel.experts.ranks import ExpertRanks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch, Objective
 from meshwright.parallel.pipeline.gates import Gate, Run, StageDone
+from meshwright.parallel.pipeline.keeping import as_it_was
 from meshwright.parallel.pipeline.play import Pipeline, Tensors
 from meshwright.parallel.pipeline.rehearsal import rehearse
+from meshwright.parallel.place import Beside
 from meshwright.parallel.tensor.statistics import check_passes
 from meshwright.parallel.zero.local import Outer
 from meshwright.parallel.zero.zero import Zero
@@ -51,25 +55,22 @@ class Parallel:
     experts: ExpertRanks | None = None
     mixtures: Sequence[Mixture] = ()
     context: Context | None = None
-    aliases: frozenset[str] = frozenset()
-    """Other names in the model's saved state: buffers, and tied weights under their second name."""
+    beside: Beside = field(default_factory=Beside)
+    """What the model's saved state holds beside its parameters."""
     unfilled: frozenset[str] = frozenset()
     """Parameters that were built without memory and have no values yet."""
     balance: Balance | None = None
     statistics: str = ""
     """A module with statistics over the batch."""
-    rehearsed: bool = False
-    """Every stage has been seen to run (pipeline/rehearsal.py)."""
+    looked: set[str] = field(default_factory=set)
+    """'stages': every one has been seen to run (pipeline/rehearsal.py); 'rows': those of a batch do not see each other (divided.py)."""
 
     def forward_backward(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
         """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
-        if self.mesh.plan.stages > 1 and not self.rehearsed:
-            self._open_ungated()
-            rehearse(self.model, self.mesh, self.stage_forward, batches[0])
-            self.zero.close_all()
-            self.rehearsed = True
         if scale is not None:
             check_passes(self.statistics, self.mesh.plan, len(batches))
+        self._look_first(batches, scale is not None)
+        if scale is not None:
             self.zero.begin_step(len(batches))
             for mixture in self.mixtures:
                 mixture.begin_step(batches)
@@ -79,6 +80,21 @@ class Parallel:
         total = self.pipeline.run(batches, scale)
         self.zero.close_all()
         return total
+
+    def _look_first(self, batches: Sequence[Batch], trains: bool) -> None:
+        """Once, before what is asked for runs: whether every stage does, and whether the plan may divide a batch."""
+        stages = self.mesh.plan.stages > 1 and "stages" not in self.looked
+        rows = trains and "rows" not in self.looked
+        if not stages and not rows:
+            return
+        self._open_ungated()
+        if stages:
+            rehearse(self.model, self.mesh, self.stage_forward, batches[0])
+        if rows:
+            check_divided(self, batches)
+        self.zero.close_all()
+        self.looked |= {"stages", "rows"} if rows else {"stages"}
+        self.measured()
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
         """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent over the network."""
@@ -100,15 +116,32 @@ class Parallel:
             if not unit.gated:
                 unit.open()
 
+    def _check_entered(self) -> None:
+        """Raises InputError where a pass left out a block that another one ran (random depth): gathers and stages would no longer meet those of other ranks."""
+        plan, block = self.mesh.plan, self.run.uneven()
+        if block is not None and (plan.zero == 3 or plan.stages > 1):
+            raise InputError(
+                f"plan {plan.name}: {self.anatomy.block(block)} runs in some passes and not in others (layers dropped at random?): ZeRO 3 and pipelines "
+                "need every block of a stage in every pass: turn it off (layerdrop 0) or use z2 at most on pp1"
+            )
+
     def parts(self, stage: int) -> int:
         """Tensors that a stage is sent."""
         carry = self.run.carry
         state = 1 if carry is None else len(carry.wants.message(self.bounds[stage][0]))
         return state + (self.balance is not None)
 
+    def _of_others(self, stage: int) -> list[torch.Tensor]:
+        """Buffers that another stage of this rank moves on: the model's own code comes by there on the way of each."""
+        if self.mesh.plan.stages == self.mesh.plan.pp or not (self.beside.buffers and self.model.training):
+            return []
+        return [buffer for name, buffer in self.model.named_buffers() if self.beside.stages.get(name, stage) != stage]
+
     def stage_forward(self, stage: int, batch: Batch, received: Tensors) -> Tensors:
         """One micro-batch through one stage: the hidden state for the next one (or all that goes on), or the loss sum."""
         self.run.start, self.run.stop = self.bounds[stage]
+        self.run.passes += 1
+        self.run.entered.clear()
         self.run.is_last = stage == self.mesh.plan.stages - 1
         inputs, balance = self.objective.inputs(batch), self.balance
         if balance is not None:
@@ -121,8 +154,10 @@ class Parallel:
         for mixture in self.mixtures:
             mixture.begin_pass(batch)
         try:
-            output = self.model(**inputs)
+            with as_it_was(self._of_others(stage)):
+                output = self.model(**inputs)
         except StageDone as done:
+            self._check_entered()
             state = done.hidden if isinstance(done.hidden, tuple) else (done.hidden,)
             return state if balance is None else (*state, balance.end())
         finally:
@@ -133,6 +168,7 @@ class Parallel:
                 self.run.carry.forget()
             if self.context is not None:
                 self.context.forget()
+        self._check_entered()
         found = self.objective.sum(output, batch)
         if balance is not None:
             sums = balance.end()

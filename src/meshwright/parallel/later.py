@@ -145,6 +145,8 @@ class Notes:
     """By storage: real parameters and what stands for them."""
     digest: Any = field(default_factory=xxhash.xxh3_64)
     """Of all states in which numbers were drawn."""
+    ended: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """Parameters by identity as the block left them: how often each was written to."""
 
     def origin(self, tensor: torch.Tensor) -> Origin | None:
         found = self.origins.get(_key(tensor))
@@ -205,6 +207,10 @@ class Later(TorchDispatchMode):
         state = self._draw(function, (tensor, *given), named)
         self._write(tensor, Step(function, (Seen(None, _form(tensor)), *given), named, state, True))
         return tensor
+
+    def end(self) -> None:
+        """What is written from here on is followed no more."""
+        self.notes.ended = {id(shape): (shape, shape._version) for _, shape, _ in self.notes.given.values()}
 
     # --- operations -----------------------------------------------------------------------------------------------------------
 
@@ -318,6 +324,7 @@ def initialized_later() -> Iterator[Later]:
     try:
         with later, _AsIfReal(later):
             yield later
+        later.end()
     finally:
         nn.init._no_grad_trunc_normal_ = truncated
         hook.remove()

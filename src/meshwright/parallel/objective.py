@@ -5,6 +5,8 @@ Source of many wrong runs: a mean per rank, then a mean of means, is another los
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,15 @@ from meshwright.parallel.tensor.loss import count_labels, shifted, sum_loss
 
 Batch = dict[str, Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
+
+DECODER = {"decoder_input_ids", "decoder_inputs_embeds"}
+"""What a decoder beside an encoder reads."""
+
+
+def demands(model: nn.Module, name: str) -> bool:
+    """Whether the model cannot be called without the input `name`."""
+    asked = inspect.signature(model.forward).parameters.get(name)
+    return asked is not None and asked.default is asked.empty and asked.kind not in (asked.VAR_KEYWORD, asked.VAR_POSITIONAL)
 
 
 class Objective:
@@ -35,14 +46,20 @@ class Objective:
         piece: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """`piece`: this rank's positions of labels, where context ranks share a sequence."""
-        self.loss, self.group, self.piece = loss, vocabulary_group, piece
+        self.model, self.loss, self.group, self.piece = model, loss, vocabulary_group, piece
         self.chunked: ChunkedHead | None = None
         if loss is not None and piece is not None:
             raise InputError(
                 "cp: a loss of one's own sees a piece of the output beside the whole batch: use cp1, or let the model return logits"
             )
         name = type(model).__name__
+        if loss is None and demands(model, "labels"):
+            raise InputError(
+                f"{name}.forward demands labels, which are kept for the loss: give them a default and return logits, or let the model make "
+                "its own loss with parallelize(..., loss=lambda output, batch: output['loss'])"
+            )
         self.shift = bool(getattr(model, "shift_labels", name.endswith(("ForCausalLM", "LMHeadModel"))))
+        self.reads_shifted = writes_beside(model)
 
     def inputs(self, batch: Batch) -> Batch:
         """What the model is called with: without labels, so that it makes logits and nothing more."""
@@ -50,7 +67,10 @@ class Objective:
             return batch
         if self.chunked is not None and "labels" in batch:
             self.chunked.labels = self._wanted(batch["labels"])
-        return {name: value for name, value in batch.items() if name != "labels"}
+        found = {name: value for name, value in batch.items() if name != "labels"}
+        if self.reads_shifted and not found.keys() & DECODER and getattr(batch.get("labels"), "ndim", 0) > 1:
+            found["decoder_input_ids"] = one_later(self.model, batch["labels"])
+        return found
 
     def count(self, batch: Batch) -> int:
         """Valid labels, or rows when the loss is the user's."""
@@ -76,6 +96,28 @@ class Objective:
         """What is held against the logits at each place. The label of a piece's last one may stand in another piece: shift first."""
         labels = shifted(labels) if self.shift else labels
         return labels if self.piece is None else self.piece(labels)
+
+
+def writes_beside(model: nn.Module) -> bool:
+    """Whether a decoder writes what an encoder beside it has read (T5, BART, Whisper)."""
+    asks = inspect.signature(model.forward).parameters
+    return "decoder_input_ids" in asks and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def one_later(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """What a decoder reads to write `labels`: each of them one place later, by the model's own rule."""
+    config: Any = model.config
+    own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    rule = own or getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+    try:
+        shifted_right: torch.Tensor = rule(labels) if own else rule(labels, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[misc]
+    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        why = str(error).partition("\n")[0] if rule else "it says no rule"
+        raise InputError(
+            f"the batch has no 'decoder_input_ids' and {type(model).__name__} cannot make them of 'labels' ({why}): "
+            "put them in the batch, or set decoder_start_token_id and pad_token_id in its config"
+        ) from None
+    return shifted_right
 
 
 def rows_of(batch: Batch) -> int:

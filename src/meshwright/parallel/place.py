@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.anatomy.readers import Reads, entered_otherwise, inside
+from meshwright.base.errors import InputError
 from meshwright.parallel.later import ORIGIN, Later
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.absent import Absent
 from meshwright.parallel.pipeline.carry import Wants
+from meshwright.spec.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,67 @@ class Layer:
     name: str
     parameters: tuple[str, ...]
     stage: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a model's saved state holds beside its parameters: `buffers` with their whole shapes, and `second` names of shared parameters with the first.
+    `stages`: where a buffer is what the model's code made of it; other stages come to it with nothing, or not at all."""
+
+    buffers: dict[str, torch.Size] = field(default_factory=dict)
+    second: dict[str, str] = field(default_factory=dict)
+    stages: dict[str, int] = field(default_factory=dict)
+
+
+def beside_parameters(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer]) -> Beside:
+    """Of a model that is still whole. A buffer lies where the parameters around it do; where these lie on several stages, it is of the last one
+    when it was registered behind the blocks, else of the first."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    saved = model.state_dict(keep_vars=True).keys()
+    second = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False) if name in saved}
+    buffers = {name: buffer.shape for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
+    stage_of = {name: layer.stage for layer in table for name in layer.parameters}
+    order = [name for name, _ in model.named_modules()]
+    last = max(
+        (at for at, name in enumerate(order) if anatomy.blocks and f"{name}.".startswith(f"{anatomy.block(anatomy.count - 1)}.")), default=0
+    )
+
+    def stage(name: str) -> int:
+        owner = name.rpartition(".")[0]
+        around = owner
+        while around:
+            held = {at for parameter, at in stage_of.items() if parameter.startswith(f"{around}.")}
+            if held:
+                break
+            around = around.rpartition(".")[0]
+        if around and len(held) == 1:
+            return held.pop()
+        return max(stage_of.values(), default=0) if order.index(owner) > last else 0
+
+    return Beside(buffers, {name: one for name, one in second.items() if name != one}, {name: stage(name) for name in buffers})
+
+
+def check_left_out(model: nn.Module, anatomy: Anatomy, plan: Plan, carry: Wants | None) -> None:
+    """Raises InputError for what would be left out: hooks of blocks, and what is done between them, where stages leave and enter; hooks of parameters of which
+    shares are made."""
+    for index in range(anatomy.count) if plan.stages > 1 and anatomy.blocks else ():
+        block = model.get_submodule(anatomy.block(index))
+        if block._forward_hooks or block._forward_pre_hooks:
+            raise InputError(
+                f"plan {plan.name}: {anatomy.block(index)} has a hook, and stages pass by the hooks of blocks: hang it to a layer inside, or use pp1"
+            )
+    if carry is None and plan.stages > 1 and anatomy.blocks:
+        firsts = set(itertools.accumulate(plan.stage_layers(anatomy.count)))
+        for index in sorted(firsts & entered_otherwise(model, [anatomy.block(index) for index in range(anatomy.count)])):
+            raise InputError(
+                f"plan {plan.name}: {anatomy.block(index)} is given something else than {anatomy.block(index - 1)} returns, which a stage that begins there is not sent: "
+                "cut elsewhere with layers per stage, or use pp1"
+            )
+    for name, parameter in model.named_parameters() if plan.tp > 1 else ():
+        if parameter._backward_hooks and name in anatomy.splits:
+            raise InputError(
+                f"plan {plan.name}: {name} has a gradient hook, which shares of tensor ranks do not call: use tp1, or take it off"
+            )
 
 
 def stage_bounds(anatomy: Anatomy, mesh: Mesh) -> dict[int, tuple[int, int]]:
@@ -47,6 +112,49 @@ def place_layers(named: list[tuple[str, list[str]]], anatomy: Anatomy, mesh: Mes
         return last if name in ("back", "head") else 0
 
     return [Layer(name, tuple(parameters), stage_of(name)) for name, parameters in named]
+
+
+def check_shared(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer], plan: Plan) -> None:
+    """A parameter that has several names is kept equal on two stages only where it is the embedding's and the head's of a vocabulary.
+
+    Where a name was not seen to be used it counts as used where it was registered: behind the blocks means on the last stage.
+    """
+    if plan.stages == 1 or anatomy.blocks is None:
+        return
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    stage_of = {name: layer.stage for layer in table for name in layer.parameters}
+    inside = [(f"{anatomy.block(index)}.", f"block.{index}") for index in range(anatomy.count)]
+    of_block = {layer.name: layer.stage for layer in table}
+    behind = max((at for at, name in enumerate(names) if name.startswith(tuple(path for path, _ in inside))), default=-1)
+    first: dict[int, str] = {}
+    for at, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
+        one = first.setdefault(id(parameter), name)
+        if one == name or one == f"{anatomy.embedding}.weight" or one not in stage_of:
+            continue
+        block = next((layer for path, layer in inside if name.startswith(path)), None)
+        stage = of_block.get(block or "", (plan.stages - 1) * (at > behind))
+        if stage != stage_of[one]:
+            raise InputError(
+                f"plan {plan.name}: {name} is {one} itself, on stages {stage} and {stage_of[one]}; stages share only the embedding and head of "
+                "a vocabulary, where they are found: let the model return logits when it is called without labels, or use pp1"
+            )
+
+
+def check_read(anatomy: Anatomy, blocks: Sequence[str], table: Sequence[Layer], plan: Plan, reads: Reads) -> None:
+    """Raises InputError where what is read behind the last of `blocks` does not lie on the last stage."""
+    if plan.stages == 1:
+        return
+    for layer in table:
+        in_block = any(name.startswith(f"{path}.") for name in layer.parameters for path in blocks)
+        for name in layer.parameters if layer.stage != plan.stages - 1 and not in_block else ():
+            is_copied = anatomy.tied and name == f"{anatomy.embedding}.weight"  # the last stage holds it too, where its head reads it
+            around = (*blocks, anatomy.head) if is_copied and anatomy.head else blocks
+            astray = sorted(one.path for one in reads.get(name, ()) if one.begun == len(blocks) and not inside(one.path, around))
+            if astray:
+                raise InputError(
+                    f"plan {plan.name}: {name} is read past its module, in {astray[0] or 'the forward of the model'}, behind the last block, and "
+                    f"lies on stage {layer.stage}: use pp1, or let a linear layer that is tied to it read it"
+                )
 
 
 def kept_paths(anatomy: Anatomy, wants: Wants | None) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from meshwright.parallel.engine import Parallel
 from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.piece import Piece
 
-REPLICA, OUTER = "replica-", "outer/"
-"""How names of pieces begin: of a replica that goes its own way, and of what replicas meet with."""
+REPLICA, OUTER, BUFFER = "replica-", "outer/", "buffer/"
+"""How names of pieces begin: of a replica that goes its own way, of what replicas meet with, of buffers that belong to the saved state."""
 
 
 class Held(NamedTuple):
@@ -81,13 +81,19 @@ def weight_pieces(engine: Parallel, saving: bool) -> Iterator[Held]:
         yield from _runs(engine, "model", unit, unit.master.parts, saving)
 
 
-def buffer_pieces(engine: Parallel) -> Iterator[Held]:
-    """Buffers that belong to the saved state (running means, corrections of a router), whole, of the modules that this rank holds."""
-    kept = engine.model.state_dict().keys()
-    for name, buffer in engine.model.named_buffers():
-        if name in kept:
-            dtype = str(buffer.dtype).removeprefix("torch.")
-            yield Held(Piece(f"buffer/{name}", tuple(buffer.shape), dtype, None, (), 0, buffer.numel()), buffer.detach().view(-1))
+def buffer_pieces(engine: Parallel, saving: bool) -> Iterator[Held]:
+    """Buffers that belong to the saved state (running means, corrections of a router), of the modules that this rank holds; saving, of those
+    whose stage it runs. Statistics of channels are cut like the channels."""
+    plan, place = engine.mesh.plan, engine.mesh.place
+    here = plan.stages_of(place.pp)
+    for name, buffer in engine.model.named_buffers(remove_duplicate=False):
+        if name not in engine.beside.buffers or (saving and engine.beside.stages[name] not in here):
+            continue
+        shape, split = tuple(engine.beside.buffers[name]), engine.anatomy.splits.get(name) if plan.tp > 1 else None
+        held = () if split is None else intervals(split.parts or shape[split.dim], place.tp, plan.tp)
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        piece = Piece(f"{BUFFER}{name}", shape, dtype, split.dim if split else None, held, 0, buffer.numel())
+        yield Held(piece, buffer.detach().view(-1))
 
 
 def gradient_pieces(engine: Parallel) -> Iterator[Held]:
@@ -184,7 +190,7 @@ def assemble(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Te
             local[key] = (piece, torch.empty(piece.local_shape, dtype=data.dtype))
         local[key][1].view(-1)[piece.start : piece.stop] = data
     for piece, tensor in local.values():
-        name = piece.name.partition("/")[2] if piece.name.startswith(("model/", "gradient/")) else piece.name
+        name = piece.name.partition("/")[2] if piece.name.startswith(("model/", "gradient/", BUFFER)) else piece.name
         if piece.split is None:
             full[name] = tensor
             continue
@@ -194,6 +200,14 @@ def assemble(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Te
             target.narrow(piece.split, start, stop - start).copy_(tensor.narrow(piece.split, offset, stop - start))
             offset += stop - start
     return full
+
+
+def gather_state(engine: Parallel) -> dict[str, torch.Tensor] | None:
+    """The plain model's state dict on rank 0, whole and in its order of kinds: weights, shared ones under each of their names, buffers."""
+    full = gather_full(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
+    if full is None:
+        return None
+    return full | {name: full[one] for name, one in engine.beside.second.items()}
 
 
 def gather_full(engine: Parallel, held: Iterable[Held]) -> dict[str, torch.Tensor] | None:

@@ -13,6 +13,7 @@ that are built alike the first one runs, the others hand their input on. Paramet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 
 from meshwright.anatomy import Anatomy
 from meshwright.anatomy.lent import lent
+from meshwright.anatomy.observed import observed
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import SEQUENCE, Context, Path, Places, Way, is_mask, tensors_of
 from meshwright.parallel.context.call import Attending, Call, attend_plainly
@@ -46,8 +48,6 @@ class Objection(Exception):
 
 def prove(model: nn.Module, anatomy: Anatomy, ranks: int) -> Way:
     """How the model works on pieces. Raises Objection. Leaves it as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
     first = set(first_of_kind(blocks))
     prefix = f"{anatomy.blocks}."
@@ -55,14 +55,10 @@ def prove(model: nn.Module, anatomy: Anatomy, ranks: int) -> Way:
     def needed(name: str) -> bool:
         return not name.startswith(prefix) or int(name.removeprefix(prefix).partition(".")[0]) in first
 
-    try:
-        with torch.no_grad(), lent(model, needed), unsettled(model), passing(blocks, first):
-            noted, other = _noted(model, anatomy, ranks)
-            places = _places(noted, other)
-            return _compared(model, anatomy, ranks, noted, places)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with torch.no_grad(), observed(model), lent(model, needed), unsettled(model), passing(blocks, first):
+        noted, other = _noted(model, anatomy, ranks)
+        places = _places(noted, other)
+        return _compared(model, anatomy, ranks, noted, places)
 
 
 class Noted:
@@ -265,15 +261,29 @@ def first_of_kind(blocks: list[nn.Module]) -> list[int]:
 
 @contextmanager
 def unsettled(model: nn.Module) -> Iterator[None]:
-    """Constant parameters with noise on them."""
+    """Constant parameters with noise on them, and matrices so large that what they give is of the size of what they are given: as initialized,
+    a convolution over the sequence may add less to the hidden state than a comparison sees."""
     generator = torch.Generator().manual_seed(0)
     there = [tensor for tensor in model.parameters() if tensor.numel() > 1 and not tensor.is_meta]
     constant = [tensor for tensor in there if bool((tensor == tensor.flatten()[0]).all())]
     before = [tensor.detach().clone() for tensor in constant]
+    raised = [(tensor, _raise(tensor)) for tensor in there if tensor.ndim > 1 and tensor.is_floating_point()]
     try:
+        for tensor, factor in raised:
+            tensor.data *= factor
         for tensor in constant:
             tensor.data += 0.1 * torch.randn(tensor.shape, generator=generator).to(tensor)
         yield
     finally:
         for tensor, value in zip(constant, before, strict=True):
             tensor.data.copy_(value)
+        for tensor, factor in raised:
+            if all(tensor is not one for one in constant):
+                tensor.data /= factor
+
+
+def _raise(tensor: torch.Tensor) -> float:
+    """A power of two, so that dividing by it gives the same bits again."""
+    size = float(tensor.detach().float().square().mean().sqrt())
+    wanted = (tensor.numel() / len(tensor)) ** -0.5
+    return 2.0 ** math.ceil(math.log2(wanted / size)) if 0 < size < wanted else 1.0

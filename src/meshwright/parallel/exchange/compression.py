@@ -28,45 +28,98 @@ if TYPE_CHECKING:
     from meshwright.parallel.exchange.group import Group
 
 
+TILE = 1 << 18
+"""Elements that are coded at a time, so that they stay in the cache; a multiple of BLOCK."""
+
+
 class Code(Protocol):
-    """A vector as bytes and back; equally many bytes for vectors of one length."""
+    """A vector of at most TILE elements as bytes and back."""
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor: ...
+    def size(self, numel: int) -> int:
+        """Bytes of so many elements."""
 
-    def decode(self, said: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+    def say(self, values: torch.Tensor, said: torch.Tensor) -> None:
+        """`said` becomes the bytes of `values`, and these become what they do not say; zero where they are no numbers."""
+
+    def hear(self, said: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+        """`values` become what `said` says, or with `add` grow by it."""
 
 
 class Bfloat16:
     """
-    >>> code, values = Bfloat16(), torch.tensor([1.0, 1.001])
-    >>> code.decode(code.encode(values), 2, torch.float32).tolist()
-    [1.0, 1.0]
+    >>> code, values, said = Bfloat16(), torch.tensor([1.0, 1.0009765625]), torch.empty(4, dtype=torch.uint8)
+    >>> code.say(values, said)
+    >>> rest = values.tolist()
+    >>> code.hear(said, values, add=False)
+    >>> values.tolist(), rest
+    ([1.0, 1.0], [0.0, 0.0009765625])
     """
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(torch.bfloat16).view(torch.uint8)
+    def size(self, numel: int) -> int:
+        return 2 * numel
 
-    def decode(self, said: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return said.view(torch.bfloat16).to(dtype)
+    def say(self, values: torch.Tensor, said: torch.Tensor) -> None:
+        coded = said.view(torch.bfloat16)
+        coded.copy_(values)
+        values.sub_(coded).nan_to_num_(0.0, 0.0, 0.0)
+
+    def hear(self, said: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+        coded = said.view(torch.bfloat16)
+        if add:
+            values.add_(coded.to(values.dtype))
+        else:
+            values.copy_(coded)
 
 
 class Int8:
-    """
-    >>> code, values = Int8(), torch.tensor([127.0, -3.4, 0.6])
-    >>> code.decode(code.encode(values), 3, torch.float32).tolist()
-    [127.0, -3.0, 1.0]
+    """Scales of all blocks, then their elements.
+
+    >>> code, values, said = Int8(), torch.tensor([127.0, -3.5, 0.75]), torch.empty(4 + BLOCK, dtype=torch.uint8)
+    >>> code.say(values, said)
+    >>> rest = values.tolist()
+    >>> code.hear(said, values, add=False)
+    >>> values.tolist(), rest
+    ([127.0, -4.0, 1.0], [0.0, 0.5, -0.25])
     """
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        padded = torch.nn.functional.pad(values.float(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-        scales = padded.abs().amax(1, keepdim=True) / 127
-        quantized = (padded / scales.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8)
-        return torch.cat([scales.view(-1).view(torch.uint8), quantized.view(-1).view(torch.uint8)])
+    def size(self, numel: int) -> int:
+        return -(-numel // BLOCK) * (4 + BLOCK)
 
-    def decode(self, said: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        blocks = -(-numel // BLOCK)
-        scales, quantized = said[: 4 * blocks].view(torch.float32), said[4 * blocks :].view(torch.int8)
-        return (quantized.view(blocks, BLOCK) * scales[:, None]).view(-1)[:numel].to(dtype)
+    def say(self, values: torch.Tensor, said: torch.Tensor) -> None:
+        scales, coded = self._parts(said, values.numel())
+        blocks = self._blocks(values)
+        whole = blocks.float().abs()
+        torch.amax(whole, 1, keepdim=True, out=scales).div_(127)
+        torch.div(blocks, scales.clamp_min(torch.finfo(torch.float32).tiny), out=whole).round_()
+        coded.copy_(whole)
+        blocks.addcmul_(whole.to(blocks.dtype), scales.to(blocks.dtype), value=-1)
+        if not bool(torch.isfinite(scales).all()):  # of a step that all ranks skip
+            blocks.nan_to_num_(0.0, 0.0, 0.0)
+        _give(values, blocks)
+
+    def hear(self, said: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+        scales, coded = self._parts(said, values.numel())
+        blocks = self._blocks(values)
+        if add:
+            blocks.addcmul_(coded.to(blocks.dtype), scales.to(blocks.dtype))
+        else:
+            blocks.copy_(coded).mul_(scales)
+        _give(values, blocks)
+
+    def _blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """A block a row: where they lie, or padded with zeros."""
+        short = -values.numel() % BLOCK
+        return (torch.nn.functional.pad(values, (0, short)) if short else values).view(-1, BLOCK)
+
+    def _parts(self, said: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ends = 4 * -(-numel // BLOCK)
+        return said[:ends].view(torch.float32).view(-1, 1), said[ends:].view(torch.int8).view(-1, BLOCK)
+
+
+def _give(values: torch.Tensor, blocks: torch.Tensor) -> None:
+    """What was done to a padded copy."""
+    if blocks.data_ptr() != values.data_ptr():
+        values.copy_(blocks.view(-1)[: values.numel()])
 
 
 CODES: dict[str, Callable[[], Code]] = {"bf16": Bfloat16, "int8": Int8}
@@ -88,23 +141,28 @@ class Coded:
         heard = torch.empty_like(said)
         return self._then(all_to_all(heard, said, group), heard, out, group)
 
+    def _sizes(self, numel: int) -> list[int]:
+        """Bytes of the tiles of so many elements."""
+        return [self.code.size(min(TILE, numel - first)) for first in range(0, numel, TILE)]
+
     def _say(self, rows: torch.Tensor) -> torch.Tensor:
         """Each row of `rows` and what was kept of it, as bytes; what they do not say is kept."""
-        kept = self.kept.view(rows.shape)
-        kept.add_(rows)
-        said = torch.stack([self.code.encode(row) for row in kept])
-        for row, bytes_of in zip(kept, said, strict=True):
-            row.sub_(self.code.decode(bytes_of, row.numel(), row.dtype))
-        kept.nan_to_num_(0.0, 0.0, 0.0)  # of a step that all ranks skip
+        sizes = self._sizes(rows.shape[1])
+        said = torch.empty(len(rows), sum(sizes), dtype=torch.uint8, device=rows.device)
+        for row, kept, into in zip(rows, self.kept.view(rows.shape), said, strict=True):
+            for more, values, tile in zip(row.split(TILE), kept.split(TILE), into.split(sizes), strict=True):
+                self.code.say(values.add_(more), tile)
         return said
 
     def _then(self, work: Pending, heard: torch.Tensor, out: torch.Tensor, group: Group) -> Pending:
+        sizes = self._sizes(out.numel())
+
         def add() -> None:
             work.wait()
-            first, *rest = (self.code.decode(said, out.numel(), out.dtype) for said in heard.view(group.size, -1))
-            for each in rest:
-                first += each
-            out.copy_(first)
+            parts = (part.split(sizes) for part in heard.view(group.size, -1))
+            for into, *all_said in zip(out.split(TILE), *parts, strict=True):
+                for place, said in enumerate(all_said):
+                    self.code.hear(said, into, add=place > 0)
 
         return work.before(add)
 

@@ -16,7 +16,7 @@ done whenever another one begins, so that little is left to do, and to wait for,
 
 [Note: slots] What does not lie in shared memory is copied into a slot, memory that this rank keeps for it; who can fill a slot itself
 (`stage`) saves the copy. A slot is free again when everyone is done with its collective. Collectives under way keep UNDER_WAY at most, which
-is also what ZeRO 2 and 3 hold of whole gradients: whoever asks for another one then waits for the oldest, which every rank that came as far
+is also what ZeRO 2 and 3 hold of whole gradients (slots.py): whoever asks for another one then waits for the oldest, which every rank that came as far
 as this one has finished, so that nobody waits in a circle.
 """
 
@@ -24,20 +24,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.parallel.exchange.shared import PAGE, Host, Segment
+from meshwright.parallel.exchange.shared import Host
+from meshwright.parallel.exchange.slots import Slots
 from meshwright.parallel.exchange.underway import Crossing, UnderWay
 
 if TYPE_CHECKING:
     from meshwright.parallel.exchange.group import Group
 
 LANES = 16
-UNDER_WAY = 2
 POSTED, HALFWAY, DONE, _NUMBER, _FILE, _OFFSET, _SLOT, _WHAT, _SIZE = range(9)
 LANE_WORDS = LANES * _SIZE
 """`_SLOT`: 1 + the number of the slot that the part lies in, whose memory another one follows when it grows; 0 for other memory. `_WHAT`: how many elements of which type, so that ranks that are not
@@ -62,14 +61,6 @@ class Across(Protocol):
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, group: Group, later: Group) -> Crossing: ...
 
 
-@dataclass
-class _Slot:
-    """`number` of the collective that reads it, None while it is being filled."""
-
-    segment: Segment
-    number: int | None = None
-
-
 class Lanes:
     """The collectives of the ranks `ranks` (this one among them), who speak through their words from `first` on."""
 
@@ -78,12 +69,14 @@ class Lanes:
         self.index = self.ranks.index(host.rank)
         self.between: tuple[Group, ...] = ()
         self.others = [rank for rank in self.ranks if rank != host.rank]
-        self._slots: list[_Slot] = []
         self._read_slots: dict[tuple[int, int], int] = {}
         self._number = 0
         own = weakref.ref(self)  # no cycle: memory goes when the last one lets go
         self.under_way = UnderWay(
             lambda number, word: _alive(own)._is_there(number, word), lambda number, word: _alive(own)._everyone(number, word)
+        )
+        self.slots = Slots(
+            host, self.under_way, lambda number: _alive(own)._is_there(number, DONE), lambda number: _alive(own)._everyone(number, DONE)
         )
         self.close = weakref.finalize(self, _part, host, self.others, first, self.under_way.finished)
 
@@ -149,15 +142,18 @@ class Lanes:
 
     def stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that the others can read, to be filled with anything and given to a collective once. What was in it is still there."""
-        slot = self._slot(numel * dtype.itemsize)
-        slot.number = None
-        return slot.segment.bytes[: numel * dtype.itemsize].view(dtype)
+        return self.slots.taken(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
+
+    def stage_slowly(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same for what is filled little by little, and asked for in the same order on every rank ([Note: in turn] of slots.py)."""
+        return self.slots.next(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def settle(self) -> None:
         """Wait until nobody reads this rank's memory any more; nothing may be under way."""
         assert not self.under_way.open, "collectives are under way"
         for number in range(max(self._number - LANES, 0) + 1, self._number + 1):
             self._everyone(number, DONE)
+        self.slots.settled()
 
     # --- one collective ---------------------------------------------------------------------------------------------------------
 
@@ -188,44 +184,9 @@ class Lanes:
         segment, offset = place
         words, at = self.host.words[self.host.rank], self.at(number, 0)
         words[at + _NUMBER], words[at + _FILE], words[at + _OFFSET] = segment.number, segment.file, offset
-        words[at + _SLOT], words[at + _WHAT] = self._filled(segment, number), _what(memory.numel(), memory.dtype)
+        words[at + _SLOT], words[at + _WHAT] = self.slots.filled(segment, number), _what(memory.numel(), memory.dtype)
         self.host.say(at + POSTED, number)
         return memory
-
-    def _filled(self, segment: Segment, number: int) -> int:
-        """1 + the slot that `segment` is, which collective `number` reads from now on; 0 if it is none."""
-        for index, slot in enumerate(self._slots):
-            if slot.segment is segment:
-                slot.number = number
-                return index + 1
-        return 0
-
-    def _slot(self, size: int) -> _Slot:
-        """One that nobody reads: the tightest that is free, else a new one, else a free one made larger."""
-        size = -(-size // PAGE) * PAGE
-        free = sorted((slot for slot in self._slots if self._is_free(slot)), key=lambda slot: slot.segment.size)
-        for slot in free:
-            if slot.segment.size >= size:
-                return slot
-        if not free:
-            busy = [slot for slot in self._slots if slot.number is not None]
-            if len(busy) <= UNDER_WAY:
-                self._slots.append(_Slot(self.host.segment(size)))
-                return self._slots[-1]
-            free = [min(busy, key=lambda slot: slot.number or 0)]
-            self._free(free[0])
-        if free[-1].segment.size < size:
-            self.host.drop(free[-1].segment)
-            free[-1].segment = self.host.segment(size)
-        return free[-1]
-
-    def _free(self, slot: _Slot) -> None:
-        assert slot.number is not None
-        self.under_way.finish(slot.number)
-        self._everyone(slot.number, DONE)
-
-    def _is_free(self, slot: _Slot) -> bool:
-        return slot.number is not None and slot.number <= self.under_way.finished[0] and self._is_there(slot.number, DONE)
 
     def parts(self, number: int, own: torch.Tensor, numels: Sequence[int] = ()) -> list[torch.Tensor]:
         """Every rank's part, this one's among them, once they are there; of `numels` elements where they differ."""
@@ -308,16 +269,15 @@ def _part(host: Host, others: Sequence[int], first: int, finished: list[int]) ->
 
 def reduce_parts(parts: list[torch.Tensor], taken: slice, out: torch.Tensor, largest: bool = False) -> None:
     """`out` becomes the sum of `parts[...][taken]`, or their largest, in order; it may be one of them."""
-    rows = [part[taken] for part in parts]
-    for start in range(0, out.numel(), TILE):
-        tile = slice(start, start + TILE)
-        first, *rest = [row[tile] for row in rows]
+    rows = [part[taken].split(TILE) for part in parts]
+    for into, first, *rest in zip(out.split(TILE), *rows, strict=True):
         if largest:
             total = first.clone()
             for row in rest:
                 torch.maximum(total, row, out=total)
-        else:
-            total = first.float() + rest[0] if first.dtype in _LOW else first + rest[0]
-            for row in rest[1:]:
-                total += row
-        out[tile].copy_(total)
+            into.copy_(total)
+            continue
+        total = first.float() if first.dtype in _LOW else first
+        for row in rest[:-1]:
+            total = total + row
+        torch.add(total, rest[-1], out=into)

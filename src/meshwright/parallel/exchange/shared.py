@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.base.pulse import WAITS
+
 SWITCH = "MESHWRIGHT_SHARED"
 """Environment variable: 0 leaves shared memory unused."""
 
@@ -147,6 +149,7 @@ class Host:
         while (now := words[at]) < value:
             self._system(_FUTEX, address, _WAIT, ctypes.c_uint32(now & 0xFFFFFFFF), self._nap, None, 0)
             if words[at] < value:
+                self.waiting[0] += WAITS
                 self._check(rank, time.monotonic() - began)
         self.waiting[0] = 0
 

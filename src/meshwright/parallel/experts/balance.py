@@ -123,6 +123,11 @@ def balance_of(model: nn.Module, loss: object | None, mesh: Mesh, cut: Callable[
     coefficient = coefficient_of(model)
     if loss is not None or not coefficient:
         return None
+    if mesh.plan.micro_batch_sizes:
+        raise InputError(
+            f"plan {mesh.plan.name}: the balance loss of {type(model).__name__} is a mean over micro-batches, which are of one size: "
+            f"use mb{min(mesh.plan.micro_batch_sizes)}, or set {FLAG} to false"
+        )
     theirs = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     routing = None if theirs is None else _routing(model, config)
     if routing is None or not _same(theirs, routing):

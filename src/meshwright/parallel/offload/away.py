@@ -22,7 +22,7 @@ import torch
 
 from meshwright.parallel.offload.scratch import Scratch, aligned, paged
 from meshwright.parallel.zero.master import RUN
-from meshwright.spec.plan import FILES, OPTIMIZER, Offload, Plan
+from meshwright.spec.plan import FILES, OPTIMIZER, PARAMETERS, Offload, Plan
 
 if TYPE_CHECKING:
     from meshwright.parallel.zero.flat import FlatUnit
@@ -100,9 +100,12 @@ W = TypeVar("W", bound=Window)
 class Away:
     """Of one rank: its scratch file, its slots, the threads between them."""
 
-    def __init__(self, folder: Path | None, device: torch.device, optimizer: Offload | None, share: float = 1.0) -> None:
-        """`folder` None: nothing waits in files. `optimizer`: where `share` of its states wait, None where they stay."""
-        self.share = share
+    def __init__(
+        self, folder: Path | None, device: torch.device, optimizer: Offload | None, share: float = 1.0, weights: float = 1.0
+    ) -> None:
+        """`folder` None: nothing waits in files. `optimizer`: where `share` of its states wait, None where they stay. `weights`: the share of them
+        that waits, where any do."""
+        self.share, self.weights = share, weights
         self._seen = self._gone = self._rotated = 0
         self._fetching: deque[tuple[Window, Future[None]]] = deque()
         self.scratch = None if folder is None else Scratch(folder)
@@ -129,6 +132,18 @@ class Away:
         stays = numel if not wanted else (numel - wanted) // RUN * RUN
         self._gone += numel - stays
         return stays
+
+    def stays(self, numel: int) -> bool:
+        """Whether the next unit's weights do, `numel` of this rank: whole units wait, so that of all units so far at least the share does.
+
+        >>> away = Away(None, torch.device("cpu"), None, weights=0.5)
+        >>> [away.stays(numel) for numel in (4, 3, 3, 3)]
+        [False, True, False, True]
+        """
+        self._seen += numel
+        waits = self._gone < self.weights * self._seen - 1e-6
+        self._gone += numel * waits
+        return not waits
 
     def number(self, stays: bool) -> tuple[int, Slot]:
         """The next window's number and slot: neighbours never share a slot, and one that stays has its own."""
@@ -224,4 +239,6 @@ def away_of(plan: Plan, device: torch.device, folder: str | Path | None) -> Away
         return None
     optimizer = next((what for what in kept if what in OPTIMIZER), None)
     files = any(what in FILES for what in kept)
-    return Away(Path(folder or tempfile.gettempdir()) if files else None, device, optimizer, plan.offload_share / 100)
+    share, of_weights = plan.offload_share / 100, any(what in PARAMETERS for what in kept)
+    shares = (1.0, share) if of_weights else (share, 1.0)
+    return Away(Path(folder or tempfile.gettempdir()) if files else None, device, optimizer, *shares)

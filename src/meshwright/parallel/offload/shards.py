@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from meshwright.parallel.offload.away import Away
-from meshwright.spec.plan import Offload, Plan
+from meshwright.spec.plan import PARAMETERS, Offload, Plan
 
 
 class Shard(Protocol):
@@ -122,7 +122,9 @@ class HostShard:
 
 
 def shard_away(away: Away | None, plan: Plan, values: torch.Tensor) -> Shard | None:
-    """`values` where `plan` lets weights wait; None where they stay: the memory of ranks on CPUs is their host's."""
-    if away is not None and Offload.parameters_files in plan.offload:
+    """`values` where `plan` lets weights wait; None where they stay: those of units beyond the share, and the memory of ranks on CPUs is their host's."""
+    if away is None or not set(PARAMETERS) & set(plan.offload) or away.stays(values.numel()):
+        return None
+    if Offload.parameters_files in plan.offload:
         return FileShard(away, values)
-    return HostShard(away, values) if away is not None and Offload.parameters in plan.offload and away.device.type == "cuda" else None
+    return HostShard(away, values) if away.device.type == "cuda" else None

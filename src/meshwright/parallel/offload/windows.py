@@ -126,7 +126,9 @@ class AwayMaster(Master):
         self.away, self.shard, self.dtype = away, shard, dtype
         self.file = None if isinstance(shard, torch.Tensor) else shard
         values = shard if isinstance(shard, torch.Tensor) else shard.whole()
-        self.numel, self.border, self.device = len(values), away.border(len(values)), values.device
+        self.numel, self.device = len(values), values.device
+        stay = away.optimizer is None and self.file is None  # beside units whose weights wait
+        self.border = self.numel if stay else away.border(self.numel) if away.optimizer else 0
         copied = dtype != values.dtype
         self.kinds: dict[str, torch.dtype] = {}
         self.staying: dict[str, torch.Tensor] = {}
@@ -199,7 +201,8 @@ class AwayMaster(Master):
         return self.border * self.dtype.itemsize if MASTER in self.staying else 0
 
     def state_bytes(self) -> int:
-        return sum(self.border * kept.dtype.itemsize for kind, kept in self.staying.items() if kind != MASTER)
+        staying = self.staying if self.away.optimizer else {}  # else the optimizer's own states are counted
+        return sum(self.border * kept.dtype.itemsize for kind, kept in staying.items() if kind != MASTER)
 
     def bytes_away(self) -> int:
         """On the host, or in the file, of states."""

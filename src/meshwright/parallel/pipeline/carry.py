@@ -20,7 +20,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten
 
 from meshwright.anatomy import Anatomy
-from meshwright.anatomy.inputs import arguments
+from meshwright.anatomy.experts import standing_in
+from meshwright.anatomy.inputs import Unasked, arguments
+from meshwright.anatomy.observed import observed
 from meshwright.base.errors import InputError
 
 Key = tuple[int, int]
@@ -109,25 +111,36 @@ def carried(model: nn.Module, anatomy: Anatomy) -> Wants | None:
         handles.append(block.register_forward_pre_hook(_note(calls, number), with_kwargs=True))
         handles.append(block.register_forward_hook(_count(returns, number)))
     args, kwargs = arguments(model)
-    training = model.training
     try:
-        with torch.enable_grad(), torch.device("meta"):
-            functional_call(model.eval(), state, args, kwargs)
+        with observed(model), torch.enable_grad(), torch.device("meta"), Unasked(), standing_in(model):
+            output = functional_call(model, state, args, kwargs)
     except Exception as error:
         raise InputError(
             f"what goes from stage to stage of this model cannot be told ({str(error).splitlines()[0][:80]}): use pp1"
         ) from None
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     if len(calls) < len(paths):
         raise InputError(f"block {paths[min(set(range(len(paths))) - calls.keys())]} did not run on token ids alone: use pp1")
-    return _wants(model, anatomy, state, calls, returns)
+    return _wants(model, anatomy, state, calls, returns, _idle(model, state, output))
+
+
+def _idle(model: nn.Module, state: Mapping[str, torch.Tensor], output: Any) -> set[str]:
+    """Parameters that no gradient comes to, such as a table of sines: they stand with what begins the model."""
+    weights = {name: state[name] for name, _ in model.named_parameters() if state[name].requires_grad}
+    ends = [leaf for leaf in tree_flatten(output)[0] if _is_made(leaf)]
+    found = torch.autograd.grad(ends, list(weights.values()), [torch.empty_like(end) for end in ends], retain_graph=True, allow_unused=True)
+    return {name for name, gradient in zip(weights, found, strict=True) if gradient is None}
 
 
 def _wants(
-    model: nn.Module, anatomy: Anatomy, state: Mapping[str, torch.Tensor], calls: Mapping[int, list[Any]], returns: Mapping[int, int]
+    model: nn.Module,
+    anatomy: Anatomy,
+    state: Mapping[str, torch.Tensor],
+    calls: Mapping[int, list[Any]],
+    returns: Mapping[int, int],
+    idle: set[str],
 ) -> Wants:
     ends = [0]
     for _, count in anatomy.stacks:
@@ -136,7 +149,7 @@ def _wants(
     needs = tuple(tuple(place for place, leaf in enumerate(calls[block]) if _is_made(leaf)) for block in range(ends[-1]))
     weights = {name: state[name] for name, _ in model.named_parameters() if state[name].requires_grad}
     early: set[Key] = set()
-    front: set[str] = set()
+    front: set[str] = set(idle)
     between: list[frozenset[str]] = []
     for at, first in enumerate(ends[:-1]):
         behind: set[str] = set()

@@ -6,6 +6,10 @@ of the stage takes the hidden state that arrived instead of its input; after the
 which carries the hidden state out. What a rank does not hold is replaced by `Absent` (absent.py). Names never change.
 
 A gate is also where weights are gathered (ZeRO 3), where a layer is recomputed, and where the sequence is cut and joined.
+
+[Note: through] Autograd runs what was made last first, so that when the gradient of what entered a block is there (of a view of its own, made on
+entry), all that the block does to its parameters is done. Parameters without a gradient by then, such as experts that were not chosen, get none.
+That holds for the first call of a pass, and for parameters that no other module reads.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.parallel.pipeline.absent import check_beside, hidden_of
 from meshwright.parallel.pipeline.carry import Carry
-from meshwright.parallel.pipeline.keeping import Keeping
+from meshwright.parallel.pipeline.keeping import Keeping, buffers_kept
 from meshwright.parallel.zero.flat import FlatUnit
 
 
@@ -42,6 +46,17 @@ class Run:
     received: torch.Tensor | None = None
     keeping: Keeping = field(default_factory=Keeping)
     carry: Carry | None = None
+    passes: int = 0
+    """Passes that have begun."""
+    entered: set[int] = field(default_factory=set)
+    """Blocks that ran in this one."""
+    entered_first: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Those of the first pass, by where the stage begins."""
+
+    def uneven(self) -> int | None:
+        """A block that ran in this pass and not in the first one of its stage, or the other way round."""
+        ran = frozenset(self.entered)
+        return min(ran ^ self.entered_first.setdefault(self.start, ran), default=None)
 
 
 def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -57,12 +72,19 @@ class Gate:
     def __init__(self, module: nn.Module, run: Run, index: int | None = None, returns: int = 0) -> None:
         """`returns`: values that the block returns, 0 for a bare tensor."""
         self.inner: Callable[..., Any] = module.forward
+        self.running = buffers_kept(module) if index is not None else []
         self.run, self.index, self.returns = run, index, returns
         self.checked = False
         self.units: list[FlatUnit] = []
         self.previous: list[FlatUnit] = []
         self.following: list[FlatUnit] = []
         self.needs_weights_backward = not isinstance(module, nn.Embedding)
+        self.is_alone = False
+        """Nothing else reads the weights that this gate gathers."""
+        self.called = 0
+        """The last pass that came by."""
+        self.is_tied = False
+        """Weights of another gate too: their gradient is whole, and they are closed for it, long after this one is through with them."""
         self.before: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.after: Callable[[torch.Tensor], torch.Tensor] | None = None
         module.forward = self  # type: ignore[method-assign]
@@ -103,14 +125,22 @@ class Gate:
         return carry.skipped(index, hidden_of(args, kwargs))
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.index is not None:
+            self.run.entered.add(self.index)
         _open(self.units, self.following)
         entering = hidden_of(args, kwargs)
-        if (
-            any(unit.backlog or unit.frozen for unit in self.units) and isinstance(entering, torch.Tensor) and entering.requires_grad
-        ):  # W and reductions, which end others, need no weights
-            entering.register_hook(self._close_behind_backward)
+        if self.units and isinstance(entering, torch.Tensor) and entering.requires_grad:
+            if self.is_alone and self.called != self.run.passes:
+                entering = entering.view_as(entering)
+                args, kwargs = with_hidden(args, kwargs, entering)
+                entering.register_hook(self._end_of_backward)
+            if any(
+                unit.backlog or unit.frozen or self.is_tied for unit in self.units
+            ):  # W and reductions, which end others, need no weights
+                entering.register_hook(self._close_behind_backward)
+        self.called = self.run.passes
         if self.index is not None and torch.is_grad_enabled():
-            output = self.run.keeping(self.inner, self.index - self.run.start, args, kwargs)
+            output = self.run.keeping(self.inner, self.index - self.run.start, args, kwargs, self.running)
         else:
             output = self.inner(*args, **kwargs)
         for unit in self.units:
@@ -123,6 +153,11 @@ class Gate:
 
     def _open_for_backward(self, gradient: torch.Tensor) -> None:
         _open(self.units, self.previous)
+
+    def _end_of_backward(self, gradient: torch.Tensor) -> None:
+        for unit in reversed(self.units):
+            if unit.stage is not None and unit.backlog is None:
+                unit.stage.through(unit)
 
     def _close_behind_backward(self, gradient: torch.Tensor) -> None:
         for unit in self.units:

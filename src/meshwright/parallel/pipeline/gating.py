@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.anatomy.readers import Reads, inside
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.absent import Absent
 from meshwright.parallel.pipeline.gates import Gate, Run
@@ -20,10 +22,19 @@ COPY = "embedding's copy"
 
 
 def set_gates(
-    model: nn.Module, anatomy: Anatomy, mesh: Mesh, run: Run, by_layer: dict[str, list[FlatUnit]], table: Mapping[str, Sequence[str]]
+    model: nn.Module,
+    anatomy: Anatomy,
+    mesh: Mesh,
+    run: Run,
+    by_layer: dict[str, list[FlatUnit]],
+    table: Mapping[str, Sequence[str]],
+    reads: Reads,
 ) -> list[Gate]:
     plan = mesh.plan
     gates: list[Gate] = []
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)].append(name.rpartition(".")[0])
     if anatomy.blocks is not None:
         region = SequenceRegion(mesh.tp) if plan.sequence_parallel else None
         for index in range(anatomy.count):
@@ -33,15 +44,17 @@ def set_gates(
             gate = Gate(block, run, index, anatomy.returns)
             held = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
             gate.units = held if plan.zero == 3 else []
+            gate.is_alone = plan.zero == 3 and _is_alone(anatomy.block(index), held, owners, reads)
             if region is not None:
                 gate.before = region.enter if index == 0 else None
                 gate.after = region.leave if index == anatomy.count - 1 else None
             gates.append(gate)
     if plan.zero == 3:
-        gates += _outer_gates(plan, model, anatomy, run, by_layer, table)
+        gates += _outer_gates(plan, model, anatomy, run, by_layer, table, reads)
         blocks = [gate for gate in gates if gate.index is not None]
         for gate in gates:
             for unit in gate.units:
+                gate.is_tied |= unit.gated
                 unit.gated = True
         for first, second in pairwise(blocks):
             first.following, second.previous = second.units, first.units
@@ -49,30 +62,61 @@ def set_gates(
 
 
 def _outer_gates(
-    plan: Plan, model: nn.Module, anatomy: Anatomy, run: Run, by_layer: dict[str, list[FlatUnit]], table: Mapping[str, Sequence[str]]
+    plan: Plan,
+    model: nn.Module,
+    anatomy: Anatomy,
+    run: Run,
+    by_layer: dict[str, list[FlatUnit]],
+    table: Mapping[str, Sequence[str]],
+    reads: Reads,
 ) -> list[Gate]:
-    """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is one."""
+    """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is one. What is read elsewhere too
+    (`F.linear(x, table.weight)`) stays whole through the step."""
     gates = []
     modules = dict(model.named_modules(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    also = {first: others for first, *others in names.values()}
     by_path: dict[str, list[FlatUnit]] = {}
+    astray: set[str] = set()
     for layer, parameters in table.items():
         if layer in by_layer and not (anatomy.blocks and layer.startswith("block.")):
-            owners = {name.rpartition(".")[0] for name in parameters}
+            owners = {name.rpartition(".")[0] for first in parameters for name in (first, *also.get(first, ()))}
             sharing = _sharing_table(model, anatomy) if layer == "embedding" else []
-            for path in sharing or [_common_path(owners)]:
+            paths = sharing or [_common_path(owners)]
+            tied = [anatomy.head] if layer == "embedding" and anatomy.tied and anatomy.head else []
+            if any(not inside(reader.path, (*paths, *tied)) for name in parameters for reader in reads.get(name, ())):
+                astray.add(layer)
+                continue
+            for path in paths:
                 by_path.setdefault(path, []).extend(by_layer[layer])
-    if anatomy.tied and anatomy.head is not None:
+    if anatomy.tied and anatomy.head is not None and "embedding" not in astray:
         by_path.setdefault(anatomy.head, []).extend(by_layer.get(COPY, by_layer.get("embedding", ())))
     around = tuple(anatomy.block(index) for index in range(anatomy.count)) if anatomy.blocks is not None else ()
     for path, held in by_path.items():
         module = modules.get(path)
         if plan.stages > 1 and any(block.startswith(f"{path}.") for block in around):
             continue  # such a module is left in the middle, at the end of a stage: what it needs stays whole through the step
-        if path and module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict | Absent):
+        if (
+            path
+            and module is not None
+            and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | Absent)
+        ):
             gate = Gate(module, run)
             gate.units = held
             gates.append(gate)
     return gates
+
+
+def _is_alone(block: str, held: Sequence[FlatUnit], owners: Mapping[int, Sequence[str]], reads: Reads) -> bool:
+    """Whether no module outside of `block` holds or reads a parameter of the units."""
+    parameters = [(name, parameter) for unit in held for name, parameter in unit.parameters.items()]
+    return all(
+        inside(path, (block,))
+        for name, parameter in parameters
+        for path in (*owners[id(parameter)], *(reader.path for reader in reads.get(name, ())))
+    )
 
 
 def _sharing_table(model: nn.Module, anatomy: Anatomy) -> list[str]:

@@ -7,17 +7,19 @@ Source of `selective`: Korthikanti et al., arXiv 2205.05198, section 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.offload.activations import Activations
 from meshwright.spec.plan import Offload, Plan, Recompute
 
 Forward = Callable[..., Any]
@@ -25,56 +27,55 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Keeping:
-    """For all blocks of a rank. `layers`: the first blocks of each stage that recompute, 0 for all. `weights`: storages that stay where they are."""
+    """For all blocks of a rank. `layers`: the first blocks of each stage that recompute, 0 for all. `away`: where what they keep waits; None where
+    it stays."""
 
     recompute: Recompute = Recompute.none
     layers: int = 0
-    offload: bool = False
-    weights: Collection[int] = ()
+    away: Activations | None = None
 
     @classmethod
-    def of(cls, plan: Plan, weights: Collection[int]) -> Keeping:
-        """Context ranks, who compute attention by other means, see to its core themselves (context/setup.py)."""
+    def of(cls, plan: Plan, device: torch.device, weights: Collection[int]) -> Keeping:
+        """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its core themselves (context/setup.py)."""
         elsewhere = plan.recompute == Recompute.selective and plan.cp > 1
         recompute = Recompute.none if elsewhere else plan.recompute
-        return cls(recompute, plan.recompute_layers, Offload.activations in plan.offload, weights)
+        return cls(recompute, plan.recompute_layers, Activations(device, weights) if Offload.activations in plan.offload else None)
 
-    def __call__(self, forward: Forward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's `forward`; it is the block number `place` of its stage."""
+    def __call__(self, forward: Forward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], once: Sequence[torch.Tensor]) -> Any:
+        """The block's `forward`; it is the block number `place` of its stage. `once`: buffers that a pass moves on, and the same pass again must not."""
         again = not self.layers or place < self.layers
         if self.recompute == Recompute.layer and again:
-            run: Forward = _again(forward)
+            run: Forward = _again(forward, once)
         elif self.recompute == Recompute.selective:
             run = _core_again(forward)
         else:
             run = forward
-        if not self.offload:
+        if self.away is None:
             return run(*args, **kwargs)
-        with saved_tensors_hooks(self._to_host, _from_host):
+        with self.away.kept_by(place):
             return run(*args, **kwargs)
 
-    def _to_host(self, tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
-        """Where `tensor` was and its copy in host memory, which on an accelerator is pinned and filled while the device goes on."""
-        if storage_of(tensor) in self.weights:
-            return None, tensor
-        pinned = tensor.device.type == "cuda"
-        host = torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-        host.copy_(tensor, non_blocking=pinned)
-        return tensor.device, host
+
+def _again(forward: Forward, once: Sequence[torch.Tensor]) -> Forward:
+    contexts: Any = {"context_fn": lambda: (nullcontext(), as_it_was(once))} if once else {}
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """The same number as long as the storage lives, also when it is emptied and filled again (ZeRO 3)."""
-    return tensor.untyped_storage()._cdata
+def buffers_kept(module: nn.Module) -> list[torch.Tensor]:
+    """Those of the saved state: running means among them."""
+    kept = module.state_dict().keys()
+    return [buffer for name, buffer in module.named_buffers() if name in kept]
 
 
-def _from_host(kept: tuple[torch.device | None, torch.Tensor]) -> torch.Tensor:
-    device, tensor = kept
-    return tensor if device is None else tensor.to(device, non_blocking=True)
-
-
-def _again(forward: Forward) -> Forward:
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+@contextmanager
+def as_it_was(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What happens inside leaves `buffers` as they are; past autograd, which keeps them for backward and does not read them."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)
 
 
 def _core_again(forward: Forward) -> Forward:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.anatomy.observed import observed
 from meshwright.base.errors import InputError
 from meshwright.parallel.mesh import Mesh
 
@@ -24,9 +25,7 @@ Forward = Callable[[int, dict[str, Any], tuple[torch.Tensor, ...]], tuple[torch.
 def rehearse(model: nn.Module, mesh: Mesh, forward: Forward, batch: dict[str, Any]) -> None:
     """Nothing, or InputError on every rank with what the first stage that cannot run says. Every rank calls it."""
     forms: list[Form] = []
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with observed(model):
         for stage in range(mesh.plan.stages):
             said: tuple[str, list[Form]] = ("", [])
             if mesh.plan.rank_of(stage) == mesh.place.pp:
@@ -40,9 +39,6 @@ def rehearse(model: nn.Module, mesh: Mesh, forward: Forward, batch: dict[str, An
                 if line:
                     raise InputError(line)
             forms = everyone[mesh.pipeline_rank(mesh.plan.rank_of(stage))][1]
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _tried(mesh: Mesh, stage: int, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[str, list[Form]]:

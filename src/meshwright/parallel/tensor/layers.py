@@ -12,6 +12,7 @@ Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Redu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def shard_model(model: nn.Module, anatomy: Anatomy, group: Group | None, sequenc
     ranks, index = group.size, group.index
     anatomy = anatomy.over(ranks)
     check(model, anatomy, ranks, sequence_parallel)
-    table = model.get_submodule(anatomy.embedding).weight if anatomy.embedding else None
+    table = model.get_submodule(anatomy.embedding or "").weight if anatomy.divides(anatomy.embedding) else None
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is table]
     _shard_parameters(model, anatomy, index, ranks)
     columns = {f"{path}.weight" for region in anatomy.regions for path in region.columns}
@@ -65,8 +66,8 @@ def shard_model(model: nn.Module, anatomy: Anatomy, group: Group | None, sequenc
         set_counts(model, region, ranks)
     for module in tables:  # an encoder and a decoder may each have one that holds the weight
         Vocabulary(module, intervals(anatomy.vocabulary, index, ranks)[0], group)
-    if anatomy.head is not None:
-        head, entry = model.get_submodule(anatomy.head), Entry(group, False, 1)
+    if anatomy.divides(anatomy.head):
+        head, entry = model.get_submodule(anatomy.head or ""), Entry(group, False, 1)
         head.register_forward_pre_hook(entry, with_kwargs=True)
         _by_columns(head, entry, Split(0))
     draw_apart(model, anatomy, group, sequence_parallel)
@@ -75,13 +76,11 @@ def shard_model(model: nn.Module, anatomy: Anatomy, group: Group | None, sequenc
 def check(model: nn.Module, anatomy: Anatomy, ranks: int, sequence_parallel: bool) -> None:
     """Every size that `ranks` tensor ranks must divide; one InputError that names them all."""
     wrong = [f"{name} ({size})" for name, size in anatomy.divisible.items() if size % ranks and (name != "kv_heads" or ranks % size)]
-    vocabulary = {
-        id(tensor) for path in (anatomy.embedding, anatomy.head) if path for tensor in model.get_submodule(path).parameters()
-    }  # its shares may be unequal
+    vocabulary = _along_vocabulary(model, anatomy)  # its shares may be unequal
     for name, split in anatomy.splits.items() if not wrong else ():
         tensor = _tensor(model, name)
         sizes = split.parts or (tensor.shape[split.dim],)
-        wrong += [f"{name} ({size})" for size in sizes if id(tensor) not in vocabulary and size % ranks]
+        wrong += [f"{name} ({size})" for size in sizes if name not in vocabulary and size % ranks]
     if wrong:
         raise InputError(f"tp({ranks}) must divide {', '.join(wrong)}: choose another tp")
     if not (anatomy.regions or anatomy.experts):
@@ -90,6 +89,22 @@ def check(model: nn.Module, anatomy: Anatomy, ranks: int, sequence_parallel: boo
         raise InputError(f"tp({ranks}) leaves tensor rank {ranks - 1} none of the vocabulary ({anatomy.vocabulary}): choose a smaller tp")
     if sequence_parallel and anatomy.against_sequence:
         raise InputError(f"sp: {anatomy.against_sequence}: leave sequence parallelism out")
+
+
+def with_whole_logits(model: nn.Module, anatomy: Anatomy) -> Anatomy:
+    """For a loss of one's own, which reads logits: no rank holds a share of them."""
+    if not anatomy.divides(anatomy.head):
+        return anatomy
+    table = None if anatomy.tied else model.get_submodule(anatomy.embedding or "").weight
+    whole = {name for name in _along_vocabulary(model, anatomy) if _tensor(model, name) is not table}
+    return replace(anatomy, splits={name: split for name, split in anatomy.splits.items() if name not in whole})
+
+
+def _along_vocabulary(model: nn.Module, anatomy: Anatomy) -> set[str]:
+    """Parameters and buffers that are cut by words."""
+    inside = tuple(f"{path}." for path, _ in anatomy.stacks)
+    outside = {name: split for name, split in anatomy.splits.items() if not name.startswith(inside)}
+    return {name for name, split in outside.items() if _tensor(model, name).shape[split.dim] == anatomy.vocabulary}
 
 
 def _tensor(model: nn.Module, name: str) -> torch.Tensor:
@@ -106,8 +121,8 @@ def partial_names(model: nn.Module, anatomy: Anatomy, sequence_parallel: bool = 
     Under sequence parallelism everything whole inside the blocks (norms, biases of row layers) sees a slice of the sequence; without it
     only parameters that work on shared features (a norm of each head) are partial.
     """
-    prefix = f"{anatomy.blocks}."
-    whole = {name for name, _ in model.named_parameters() if name.startswith(prefix) and name not in anatomy.splits}
+    inside = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
+    whole = {name for name, _ in model.named_parameters() if name.startswith(inside) and name not in anatomy.splits}
     return whole if sequence_parallel else whole & set(anatomy.partial)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -34,11 +35,22 @@ from meshwright.parallel.update.lean import Lean
 from meshwright.parallel.zero.exact import Sums
 from meshwright.parallel.zero.master import Master
 from meshwright.spec.compression import Compression
-from meshwright.spec.layout import Unit, shard_bounds
+from meshwright.spec.layout import Unit, align, shard_bounds
+from meshwright.spec.plan import Offload
 from meshwright.spec.precision import Recipe
 
 GRADIENTS = {2: torch.bfloat16, 4: torch.float32}
 """By the bytes that a recipe reduces in."""
+
+
+class Passing(Protocol):
+    """What a unit tells of its gradients (zero.py). `passes`: backward passes that are over."""
+
+    passes: int
+
+    def complete(self, unit: FlatUnit) -> None: ...
+
+    def through(self, unit: FlatUnit) -> None: ...
 
 
 class FlatUnit:
@@ -56,7 +68,7 @@ class FlatUnit:
         self.arrivals = 1
         self._arrived = dict.fromkeys(unit.offsets, 0)
         self._full_gradient: torch.Tensor | None = None
-        self.on_complete: Callable[[FlatUnit], None] | None = None
+        self.stage: Passing | None = None
         self.backlog: Backlog | None = None
         self._gaps = _gaps(unit, parameters)
         self._gathering: Pending | None = None
@@ -112,7 +124,8 @@ class FlatUnit:
         self.has_master = bool(recipe.master) and not self.frozen
         vectors = [(start - self.own.start, stop - self.own.start) for start, stop in _vectors(self.unit, self.parameters, self.own)]
         file, away = self.elsewhere if isinstance(self.elsewhere, FileShard) else None, self.mesh.away
-        if away is not None and not self.frozen and (away.optimizer or (file and not self.has_master)):
+        in_files = Offload.parameters_files in self.mesh.plan.offload
+        if away is not None and not self.frozen and (away.optimizer or (in_files and not self.has_master)):
             kind = torch.float32 if self.has_master else self.dtype
             self.master: Master = AwayMaster(away, file or self.shard, kind, vectors)
             self.has_master = self.master.copies
@@ -153,6 +166,7 @@ class FlatUnit:
         if self.sums is not None:
             gradient = self.sums.take(gradient)
         arrived = self._arrived[name] = self._arrived[name] + 1
+        assert self.stage is None or arrived <= self.stage.passes + 1, f"a gradient of {name} came when its unit was through"
         if self.zero < 2:
             target = self.view(self.gradients, name)
             target.copy_(gradient) if arrived == 1 else target.add_(gradient)
@@ -160,8 +174,8 @@ class FlatUnit:
         else:
             self.view(self._full(), name).copy_(gradient)
             complete = min(self._arrived.values()) == arrived
-        if complete and self.on_complete is not None:
-            self.on_complete(self)
+        if complete and self.stage is not None:
+            self.stage.complete(self)
 
     def finish_backward(self, passes: int) -> bool:
         """After backward pass number `passes`: parameters that took no part count as zero. True when that completes the unit."""
@@ -179,7 +193,7 @@ class FlatUnit:
         if self._full_gradient is None:
             lanes = self.group.lanes if self.group is not None else None
             if lanes is not None:
-                self._full_gradient = lanes.stage(self.unit.numel, self.gradients.dtype)
+                self._full_gradient = lanes.stage_slowly(self.unit.numel, self.gradients.dtype)
             else:
                 self._full_gradient = torch.empty(self.unit.numel, dtype=self.gradients.dtype, device=self.mesh.device)
             for gap in self._gaps:
@@ -327,8 +341,9 @@ def _gaps(unit: Unit, parameters: dict[str, nn.Parameter]) -> list[slice]:
 
 
 def _vectors(unit: Unit, parameters: dict[str, nn.Parameter], own: slice) -> Iterator[tuple[int, int]]:
-    """Where the run `own` of a buffer holds biases and norms."""
+    """Where the run `own` of a buffer holds biases and norms, with the room behind each: runs of an optimizer end at multiples of ALIGN alone, so
+    that fused kernels, whose rounding is another behind the last full vector of a run, round an element alike wherever it lies."""
     for name, offset in sorted(unit.offsets.items(), key=lambda item: item[1]):
-        start, stop = max(offset, own.start), min(offset + parameters[name].numel(), own.stop)
+        start, stop = max(offset, own.start), min(offset + align(parameters[name].numel()), own.stop)
         if parameters[name].ndim < 2 and start < stop:
             yield start, stop

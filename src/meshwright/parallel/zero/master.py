@@ -99,11 +99,22 @@ class Master:
             if is_elementwise(first, self.runs[0]):
                 if key not in self._states:
                     self._states[key] = torch.empty_like(self.flat, dtype=first.dtype)
-                for run, view in zip(self.runs, self._split(self._states[key]), strict=True):
-                    held = optimizer.state[run]
-                    if held[key].data_ptr() != view.data_ptr():
-                        held[key] = view.copy_(held[key])
+                if not self._lies_together(optimizer, key):
+                    for run, view in zip(self.runs, self._split(self._states[key]), strict=True):
+                        held = optimizer.state[run]
+                        if held[key].data_ptr() != view.data_ptr():
+                            held[key] = view.copy_(held[key])
         return self._states
+
+    def _lies_together(self, optimizer: torch.optim.Optimizer, key: str) -> bool:
+        """Whether the optimizer's states are the views of ours, which is looked at in every step: without making them."""
+        whole = self._states[key]
+        at, size = whole.data_ptr(), whole.element_size()
+        for run in self.runs:
+            if optimizer.state[run][key].data_ptr() != at:
+                return False
+            at += run.numel() * size
+        return True
 
     def scalars(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
         """States that have one number for all weights, such as the count of steps."""

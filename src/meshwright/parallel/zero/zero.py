@@ -3,6 +3,8 @@
 [Note: fixed order] Units of a stage are reduced strictly in backward order, whatever order autograd finishes them in, so that every rank
 starts the same collectives in the same order and sums are the same in every step and after every resume (torch's DDP rebuilds its buckets
 after the first step). ZeRO 0 and 1 reduce once a step, after the last micro-batch; ZeRO 2 and 3 after each, which is what frees the memory.
+An expert that no token of this rank chose gets no gradient: backward leaving its block counts it as zero, so that the reduction begins before
+the next block is gathered, on this rank as on the others, whatever the data ([Note: through] of gates.py).
 """
 
 from __future__ import annotations
@@ -38,9 +40,21 @@ class Stage:
     """Units of one virtual stage that one kind of action makes whole, in forward order, and how many of these it has seen this step."""
 
     units: list[FlatUnit]
+    start: Callable[[FlatUnit], None]
     passes: int = 0
     waiting: deque[FlatUnit] = field(default_factory=deque)
     ready: set[int] = field(default_factory=set)
+
+    def complete(self, unit: FlatUnit) -> None:
+        """All gradients of the unit are there: it is reduced when those behind it are."""
+        self.ready.add(id(unit))
+        while self.waiting and id(self.waiting[0]) in self.ready:
+            self.start(self.waiting.popleft())
+
+    def through(self, unit: FlatUnit) -> None:
+        """No more gradients of the unit come in this pass: what got none counts as zero."""
+        if unit.finish_backward(self.passes + 1):
+            self.complete(unit)
 
 
 class Zero:
@@ -54,7 +68,9 @@ class Zero:
         self.stages: dict[tuple[int, Kind], Stage] = {}
         for number, held in stages.items():
             for kind, late in ((Kind.B, False), (Kind.W, True)):
-                self.stages[number, kind] = Stage([unit for unit in held if not unit.frozen and (unit.backlog is not None) == late])
+                self.stages[number, kind] = Stage(
+                    [unit for unit in held if not unit.frozen and (unit.backlog is not None) == late], self._start
+                )
         self.units = [unit for units in stages.values() for unit in units]
         self.trained = [unit for unit in self.units if not unit.frozen]
         self.tied = [(unit, counts) for unit in self.units if (counts := tied.get(id(unit))) is not None]
@@ -66,7 +82,7 @@ class Zero:
         self.exposed = 0.0
         for stage in self.stages.values():
             for unit in stage.units:
-                unit.on_complete = self._completer(stage)
+                unit.stage = stage
 
     # --- while backward runs --------------------------------------------------------------------------------------------------
 
@@ -85,14 +101,6 @@ class Zero:
     def _expect(self, stage: Stage) -> None:
         stage.waiting = deque(reversed(stage.units))
         stage.ready.clear()
-
-    def _completer(self, stage: Stage) -> Callable[[FlatUnit], None]:
-        def complete(unit: FlatUnit) -> None:
-            stage.ready.add(id(unit))
-            while stage.waiting and id(stage.waiting[0]) in stage.ready:
-                self._start(stage.waiting.popleft())
-
-        return complete
 
     def _start(self, unit: FlatUnit) -> None:
         if unit.zero >= 2:
@@ -114,11 +122,9 @@ class Zero:
             if unit.gated:
                 unit.close()
         stage = self.stages[action.stage, action.kind]
-        stage.passes += 1
-        complete = self._completer(stage)
         for unit in reversed(stage.units):
-            if unit.finish_backward(stage.passes):
-                complete(unit)
+            stage.through(unit)
+        stage.passes += 1
         if self.mesh.plan.zero >= 2:
             assert not stage.waiting, "a unit was not reduced"
             self._expect(stage)

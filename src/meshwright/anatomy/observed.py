@@ -1,0 +1,43 @@
+"""A model that is run only to be looked at, and is left as it was.
+
+Rule: it runs in eval mode, and what its modules keep beside their parameters is put back afterwards: modes (of each module: a part may be frozen in
+eval mode), attributes that a forward writes (NLLB-MoE notes a capacity of its experts, RWKV in which form its weights are, caches of positions are
+kept as plain tensors), and the numbers of buffers. What stayed behind of a look would be another model from the first step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+OWN = frozenset({"_parameters", "_buffers", "_modules"})
+"""What holds tensors and modules: put back by those who lend or replace them."""
+
+
+@contextmanager
+def observed(model: nn.Module) -> Iterator[None]:
+    """`model` in eval mode; everything but its parameters is that of before when the look ends."""
+    kept = [(module, {name: value for name, value in vars(module).items() if name not in OWN}) for module in model.modules()]
+    buffers = [(module, name, buffer, _copy(buffer)) for module in model.modules() for name, buffer in module._buffers.items()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, before in kept:
+            state: dict[str, Any] = vars(module)
+            for name in state.keys() - before.keys() - OWN:
+                del state[name]
+            state.update(before)
+        for module, name, buffer, numbers in buffers:
+            if buffer is not None and numbers is not None:
+                with torch.no_grad():
+                    buffer.copy_(numbers)
+            module._buffers[name] = buffer
+
+
+def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return None if buffer is None or buffer.is_meta else buffer.detach().clone()

@@ -1,0 +1,158 @@
+"""Plain modules that no library wrote: with a loss of their own, weights tied by hand, an autograd function, buffers. Equal to one device, or one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.base.errors import InputError
+from meshwright.train.trainer import parallelize
+
+WORDS, WIDTH = 32, 16
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        share = x.sigmoid()
+        return gradient * (share + x * share * (1 - share))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(Swish.apply(self.up(x * self.scale)))
+
+
+class Stack(nn.Module):
+    """Demands labels and returns its loss in a dict; the head is the embedding, tied by hand. `recurrent`: an LSTM instead of blocks."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(0 if recurrent else 4))
+        self.memory = nn.LSTM(WIDTH, WIDTH, batch_first=True) if recurrent else None
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.words(input_ids)
+        x = self.memory(x)[0] if self.memory is not None else x
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+def make(recurrent: bool) -> Stack:
+    torch.manual_seed(0)
+    return Stack(recurrent).double()
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(0, WORDS, (3, 4, 8), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def under(plan: str, recurrent: bool, own_loss: bool = True) -> list[float] | str:
+    loss = {"loss": lambda output, batch: output["loss"]} if own_loss else {}
+    try:
+        trainer = parallelize(make(recurrent), adamw, plan, precision="fp64", **loss)
+    except InputError as error:
+        return str(error)
+    return [trainer.step(batch).loss for batch in batches()]
+
+
+def alone(recurrent: bool) -> list[float]:
+    model, losses = make(recurrent), []
+    optimizer = adamw(model.parameters())
+    for batch in batches():
+        optimizer.zero_grad()
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3"])
+def test_a_model_with_a_loss_and_a_tie_of_its_own_trains_as_on_one_device(ranks: Any, plan: str, recurrent: bool) -> None:
+    for losses in ranks.run(2, under, plan, recurrent):
+        assert losses == pytest.approx(alone(recurrent), rel=1e-10)
+
+
+def test_a_tie_between_stages_that_was_not_understood_is_refused(ranks: Any) -> None:
+    for said in ranks.run(2, under, "pp2", False):
+        assert said.startswith("plan pp2: head.weight is words.weight itself, on stages 1 and 0")
+
+
+def test_a_model_that_demands_labels_is_told_to_bring_its_loss(ranks: Any) -> None:
+    for said in ranks.run(2, under, "dp2", False, False):
+        assert said.startswith("Stack.forward demands labels, which are kept for the loss")
+
+
+class Remembering(nn.Module):
+    """Each block is given what the one before it returned beside the hidden state, as the routers of Zaya are."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.up, self.down, self.note = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = number == 0
+
+    def forward(self, x: torch.Tensor, noted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        note = self.note(x)
+        if noted is not None and not self.first:
+            note = note + noted
+        return x + self.down(F.silu(self.up(x + note))), note
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(map(Remembering, range(4)))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, noted = self.words(input_ids), None
+        for layer in self.layers:
+            x, noted = layer(x, noted)
+        return self.head(x)
+
+
+def chained(plan: str) -> list[float]:
+    torch.manual_seed(0)
+    trainer = parallelize(Chain().double(), adamw, plan, precision="fp64")
+    return [trainer.step(batch).loss for batch in batches()]
+
+
+@pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb2.zbv", "pp2.mb2.z3.rc-layer"])
+def test_what_blocks_hand_to_one_another_beside_the_hidden_state_goes_along_from_stage_to_stage(ranks: Any, plan: str) -> None:
+    torch.manual_seed(0)
+    model = Chain().double()
+    optimizer, losses = adamw(model.parameters()), []
+    for batch in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for found in ranks.run(2, chained, plan):
+        assert found == pytest.approx(losses, rel=1e-10)
