@@ -20,8 +20,10 @@ from meshwright.train.trainer import parallelize
 SAMPLE = [
     ("llama", "dp2.sh6-2"), ("llama", "dp2.z1.mb2.sh1-3"), ("llama-tied", "dp2.pp2.z1.sh5-3"), ("llama", "dp2x2.z1.sh1-2-4-1"),
     ("gpt2", "dp2.tp2.z1.mb2.sh3-1"), ("llama", "dp4.rc-layer.sh1-1-2-4"),
+    ("llama", "dp2.mb3-1.sh2-2"), ("llama-tied", "dp2.z3.mb3-1"), ("gpt2", "dp2.pp2.z1.mb2-1.sh3-2"), ("llama", "dp2.tp2.z2.mb3-1"),
 ]  # fmt: skip
-MORE = [(model, plan) for model in ("llama", "bert", "gpt2") for plan in ("dp2.pp2.gpipe.sh7-1", "dp2.pp2.zb1.sh3-5", "dp2.pp2.zbv.sh5-3", "dp2.cp2.z1.sh3-5", "dp3.z1.sh2-5-1")
+MORE = [(model, plan) for model in ("llama", "bert", "gpt2") for plan in ("dp2.pp2.gpipe.sh7-1", "dp2.pp2.zb1.sh3-5", "dp2.pp2.zbv.sh5-3", "dp2.cp2.z1.sh3-5", "dp3.z1.sh2-5-1",
+    "dp2.pp2.z3.mb3-1.interleaved2", "dp2.pp2.z1.mb2-1.zbv.sh3-2", "dp2.cp2.z1.mb1-2.sh4-2", "dp2x2.z1.mb4-2-1-1.sh1-1-1-1", "dp2.z2.mb3-1.rc-layer")
     if not (model == "bert" and "cp" in plan)]  # fmt: skip
 
 
@@ -44,6 +46,9 @@ def test_unlike_shares_of_every_schedule_train_to_the_loss_of_one_device(ranks: 
         ("dp4.z1.sh3-1", "give each of dp(4) replicas at least one"),
         ("dp2.sh3-0", "at least one micro-batch"),
         ("dp2.pp2.interleaved2.sh3-1", "interleaved orders one number"),
+        ("dp2.mb2-2", "where all are equal write it alone"),
+        ("dp3.mb2-1", "give each of dp(3) replicas at least one sequence"),
+        ("dp2.z1.ep2.mb2-1", "use ep1"),
     ],
 )
 def test_shares_that_would_hang_are_refused_in_one_line(plan: str, words: str) -> None:
@@ -62,20 +67,31 @@ def test_shares_read_back_from_their_name_and_must_sum_to_the_batch() -> None:
     assert reduced(parse_plan("dp2.tp8.z1.sh30-10")).name == "dp2.tp4.z1.sh3-2"
 
 
-def slowed(naps: tuple[float, float], most: int) -> tuple[list[float], list[str], str]:
+def test_sizes_read_back_from_their_name_and_rows_lie_one_replica_behind_the_other() -> None:
+    plan = parse_plan("dp2.z1.mb3-1.sh2-4")
+    assert (plan.name, plan.micro_batch, plan.micro_batch_sizes) == ("dp2.z1.mb3-1.sh2-4", 3, (3, 1))
+    assert plan.ranges(10, 0) == [(0, 3), (3, 3)] and plan.ranges(10, 1) == [(6, 1), (7, 1), (8, 1), (9, 1)]
+    assert [fault.message for fault in batch_faults(plan, 16)] == ["shares: 2*3+4*1 = 10 but the batch is 16"]
+    even = parse_plan("dp2.z3.mb3-1")
+    assert even.ranges(8, 1) == [(6, 1), (7, 1)]
+    assert [fault.message for fault in batch_faults(even, 9)] == ["batch 9 is not a multiple of 3+1 = 4"]
+    assert reduced(parse_plan("dp2.tp8.z1.mb32-8.sh2-3")).name == "dp2.tp4.z1.mb2-1.sh2-3"
+
+
+def slowed(naps: tuple[float, float], most: int, name: str = "dp2.z1") -> tuple[list[float], list[str], str]:
     """Steps of two replicas that sleep so many seconds in each micro-batch, at most `most` until shares change and two more: losses, what was said, the plan at
     the end. A machine that is busy with other things may take a few steps more to tell."""
     said: list[str] = []
     model, nap = make_model("llama"), naps[dist.get_rank()]
-    model.register_forward_pre_hook(lambda *_: time.sleep(nap))
-    trainer = parallelize(model, make_optimizer, "dp2.z1", precision="fp64", clip=1.0)
+    model.register_forward_pre_hook(lambda _, args, inputs: time.sleep(nap * len(inputs["input_ids"])), with_kwargs=True)
+    trainer = parallelize(model, make_optimizer, name, precision="fp64", clip=1.0)
     watch, losses, since = Watch(trainer.plan, 8, said.append), [], 0
     for step in range(most):
         record = trainer.step(make_batch("llama", step))
         losses.append(record.loss)
         _, _, phases, _ = agree(record, (0.0,), trainer.mesh.world)
         assert phases is not None
-        changed = trainer.plan.shares
+        changed = trainer.plan.name != name
         trainer.plan = watch.heed(phases, step + 1, balance=True) or trainer.plan
         if changed and len(losses) - since == 2:
             break
@@ -89,5 +105,15 @@ def test_a_rank_that_is_slow_is_named_its_shares_shrink_while_it_runs_and_the_lo
         assert losses == results[0][0]
         assert len(said) == 2 and "rank 1 computes" in said[0] and f"{plan} from here on" in said[1]
         assert plan in ("dp2.z1.sh6-2", "dp2.z1.sh7-1", "dp2.z1.sh5-3")
+    expected = alone("llama", "fp64", len(results[0][0]))["losses"]
+    assert max(abs(ours / theirs - 1.0) for ours, theirs in zip(results[0][0], expected, strict=True)) <= 1e-10
+
+
+def test_halves_of_micro_batches_are_shared_out_while_it_runs_and_the_loss_stays_that_of_one_device(ranks: Any) -> None:
+    """Of two micro-batches of four sequences neither can be given away; of halves the slow rank keeps one."""
+    results = ranks.run(2, slowed, (0.01, 0.03), 2 * (FIRST + WINDOW + STEADY), "dp2.z1.mb4")
+    for losses, _, plan in results:
+        assert losses == results[0][0]
+        assert plan == "dp2.z1.mb3-2.sh2-1"
     expected = alone("llama", "fp64", len(results[0][0]))["losses"]
     assert max(abs(ours / theirs - 1.0) for ours, theirs in zip(results[0][0], expected, strict=True)) <= 1e-10

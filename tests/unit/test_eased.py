@@ -35,6 +35,31 @@ def test_what_waits_and_what_stays_of_a_share_are_all_of_the_states() -> None:
         assert found.memory.optimizer == pytest.approx(here.memory.optimizer * (1 - share / 100))
 
 
+def test_of_a_share_of_the_weights_the_rest_is_on_the_device() -> None:
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
+    here, away = (estimate(job, parse_plan(f"dp8.z3{way}")) for way in ("", ".off-parameters"))
+    for share in (1, 25, 99):
+        found = estimate(job, parse_plan(f"dp8.z3.off-parameters{share}"))
+        assert found.offloaded == pytest.approx(here.memory.parameters * share / 100)
+        assert found.memory.parameters == pytest.approx(here.memory.parameters * (1 - share / 100))
+        assert here.time.step < found.time.step < away.time.step
+
+
+def test_the_search_keeps_as_many_weights_on_the_device_as_leave_the_same_margin() -> None:
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
+    job = job.but(pins={"offload": ("parameters",), "zero": 3, "tp": 1, "pp": 1, "recompute": "none", "micro_batch": 1})
+    tight = job.but(cluster=job.cluster.but(budget=0.999 * estimate(job, parse_plan("dp8.z3")).memory.total))
+    best = search(tight, top=1).plans[0]
+    whole = estimate(tight, best.plan.but(offload_share=100))
+    safe = [
+        share
+        for share in range(STEP, 101, STEP)
+        if SAFE.index(estimate(tight, best.plan.but(offload_share=share)).verdict) >= SAFE.index(whole.verdict)
+    ]
+    assert best.plan.offload_share == min(safe) < 100
+    assert best.estimate == estimate(tight, best.plan)
+
+
 def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhere() -> None:
     job = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16")
     found = search(job.but(pins={"offload_share": 80}), top=1).plans[0]
@@ -48,7 +73,7 @@ def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhe
     [
         ("dp1.off-optimizer0", "greater than or equal to 1"),
         ("dp1.off-activations50", "is not understood"),
-        ("dp1.z3.off-optimizer50.off-parameters", "take all of their states along"),
+        ("dp1.z3.off-optimizer50.off-parameters", "leave the share or one of the two out"),
     ],
 )
 def test_a_share_that_means_nothing_is_one_line(name: str, words: str) -> None:

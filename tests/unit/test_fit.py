@@ -15,8 +15,7 @@ from meshwright.cost.step import estimate
 from meshwright.intake.clusters import read_cluster
 from meshwright.intake.generic import generic_sizes, size_of, title
 from meshwright.intake.models import read_model, read_sizes
-from meshwright.report.plans import WIDTH
-from meshwright.report.text import columns_of
+from meshwright.report.text import WIDTH, columns_of
 from meshwright.search.fit import ANY, STRATEGIES, bytes_per_parameter, chart, counts, kinds, part_of, smallest
 from meshwright.search.improve import improvements
 from meshwright.search.rank import search

@@ -87,6 +87,13 @@ def test_a_model_in_the_place_of_a_job_is_told_so() -> None:
         load("llama3-8b")
 
 
+def test_what_set_says_of_the_cluster_that_an_option_chooses_counts() -> None:
+    file = read_job(None, ["cluster.budget=20GiB"], {"cluster.name": "1x8:a100-80gb"})
+    assert file.cluster.name == "1x8:a100-80gb" and file.cluster.budget == 20 * 2**30
+    with pytest.raises(InputError, match="no field 'nonsense'"):
+        read_job(None, ["cluster.nonsense=1"], {"cluster.name": "1x8:a100-80gb"})
+
+
 def test_options_beat_set_and_set_beats_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, JOB)
     file = read_job(path, ["workload.batch=64", "workload.steps=5", "workload.optimizer.lr=1e-3"], {"workload.batch": 8})
@@ -435,6 +442,7 @@ def test_pins_read_as_letters_or_as_fields() -> None:
         ("tp=two", "pins.tp: input should be a valid integer"),
         ("zero=4", "pins.zero: input should be less than or equal to 3, got 4"),
         ("schedule=2f2b", "pins.schedule: input should be 'gpipe'"),
+        ("schedule=nowhere.txt", "schedule 'nowhere.txt' does not exist"),
     ],
 )
 def test_a_mistake_in_a_pin_says_which(text: str, message: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from jobs import cluster, decoder, device, small_job
@@ -11,7 +11,7 @@ from meshwright.base.errors import InputError
 from meshwright.cost.box import box_of
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
-from meshwright.search import shares
+from meshwright.search import shares, sizes
 from meshwright.search.rank import search
 from meshwright.search.ranking import family_of
 from meshwright.search.shares import whole
@@ -146,3 +146,70 @@ def test_no_ranked_plan_is_better_than_what_is_said_to_be_the_best_of_its_family
     for entry in answer.plans:
         assert best[family_of(entry.plan)] <= entry.estimate.time.step * (1 + TIGHT_GAIN)
     assert answer.chosen.plan in [family.plan for family in answer.families]
+
+
+def every_size(job: Job, layouts: tuple[str, ...]) -> list[Plan]:
+    """Every size of micro-batches on each of the two groups, and all numbers of them, evenly inside of a group."""
+    batch, found = job.workload.batch, []
+    for layout in layouts:
+        plain = parse_plan(layout)
+        half = plan_dp // 2 if (plan_dp := plain.dp) > 1 else 1
+        each = [size for size in range(1, batch) if batch % size == 0 and batch // size >= plan_dp]
+        for pair in product(each, each):
+            for counts in product(range(half, batch), range(half, batch)):
+                if sum(count * size for count, size in zip(counts, pair, strict=True)) != batch or pair[0] == pair[1]:
+                    continue
+                shares_of = [count // half + (at < count % half) for count in counts for at in range(half)]
+                if plain.zero > 1 and len(set(shares_of)) > 1:
+                    continue
+                found.append(
+                    plain.but(
+                        micro_batch=max(pair),
+                        micro_batch_sizes=[size for size in pair for _ in range(half)],
+                        shares=shares_of if len(set(shares_of)) > 1 else (),
+                    )
+                )
+    return [plan for plan in found if not any(faults(job, plan))]
+
+
+LAYOUTS = ("dp4", "dp4.z1", "dp2.tp2.z1", "dp4.z1.rc-layer", "dp4.z3.rc-layer", "dp2.tp2.z2")
+
+
+def with_less(job: Job, less: float) -> Job:
+    """The second group with so much less memory."""
+    first, last = job.cluster.groups
+    return job.but(cluster=job.cluster.but(groups=(first, last.but(device=last.device.but(memory=last.device.memory / less)))))
+
+
+@pytest.mark.parametrize(("slower", "less", "batch"), [(2.5, 1.0, 10), (1.7, 8.0, 12), (3.0, 12.0, 8)])
+def test_no_sizes_of_their_own_are_better_than_what_is_found_by_more_than_is_worth_it(slower: float, less: float, batch: int) -> None:
+    job = with_less(heavy_job(slower, batch), less)
+    best = min(score for score, _ in shares.plans(job, 50))
+    expected = [found for plan in every_size(job, LAYOUTS) if (found := score(job, plan)) is not None]
+    assert best * sizes.WORTH <= min(expected) * (1 + 1e-9)
+
+
+def test_slow_replicas_take_smaller_micro_batches_where_one_size_is_too_coarse() -> None:
+    best = min(shares.plans(heavy_job(2.5, 10), 5), key=lambda pair: pair[0])[1]
+    assert best.name == "dp4.z1.mb2-2-1-1.sh2-2-1-1"
+
+
+def test_a_group_with_less_memory_takes_smaller_micro_batches() -> None:
+    job = with_less(heavy_job(1.0, 64), 12.0)
+    best = min(shares.plans(job, 5), key=lambda pair: pair[0])[1]
+    assert best.name == "dp2.pp2.z1.mb2-1.sh16-32.ax-dp-pp-tp"
+    assert estimate(job, best).fits and not estimate(job, parse_plan("dp2.pp2.z1.mb2.sh17-15.ax-dp-pp-tp")).fits
+
+
+def test_whole_numbers_of_micro_batches_of_any_sizes_end_as_early_as_can_be() -> None:
+    """Brute force over three kinds: sums that no numbers reach, and the least end of those that some do."""
+    kinds = [sizes.Kind(2, 4, 3.0, 0.5), sizes.Kind(1, 3, 2.5, 0.1), sizes.Kind(3, 1, 2.0, 0.0)]
+    for batch in range(10, 41):
+        ends = [
+            max(-(-total // kind.replicas) * kind.each + kind.once for total, kind in zip(totals, kinds, strict=True))
+            for totals in product(*(range(kind.replicas, 41) for kind in kinds))
+            if sum(total * kind.size for total, kind in zip(totals, kinds, strict=True)) == batch
+        ]
+        end, counts = sizes.whole(kinds, batch)
+        assert end == pytest.approx(min(ends, default=float("inf")))
+        assert not counts or sum(sum(held) * kind.size for held, kind in zip(counts, kinds, strict=True)) == batch

@@ -123,13 +123,31 @@ def test_what_a_change_of_shares_gained_is_said_beside_what_it_promised_and_a_ra
     assert len(measured) == len(plans) and all(found == pytest.approx(promised, rel=0.05) for found, promised in measured)
 
 
+@pytest.mark.parametrize(("times", "name"), [(1.5, "dp4.z1.mb3-3-3-2.sh6-6-6-5"), (4.0, "dp4.z1.mb4.sh5-5-5-1")])
+def test_micro_batches_are_halved_where_whole_ones_are_too_coarse_and_are_whole_again_when_all_is_well(times: float, name: str) -> None:
+    watch, optimum = Watch(parse_plan("dp4.z1.mb4"), 64), 64 / (3 + 1 / times)
+    plans, ends = [], []
+    for step in range(90):
+        slow = times if 20 <= step < 60 else 1.0
+        busy = tuple(0.01 * count * (slow if rank == 3 else 1.0) for rank, count in enumerate(watch.counts))
+        plan = watch.heed(Phases(busy, (0.0,) * 4, tuple(max(busy) + 0.001 - each for each in busy)), step, balance=True)
+        plans += [plan.name] if plan is not None else []
+        ends.append(max(busy))
+    assert plans == [name, "dp4.z1.mb4"]
+    assert 0.01 * optimum / ends[59] > 0.95
+    coarse = Watch(parse_plan("dp4.z1.mb4"), 64, halves=False)
+    steps(coarse, 20, 0, slow={3: times})
+    changed = coarse.better()
+    assert changed is not None and changed[0].micro_batch_sizes == () and changed[0].micro_batch == 4
+
+
 def asked(name: str, slow: float) -> list[dict[str, object]]:
     """What is told of 100 steps in which rank 3 computes so many times as long from step 30 on, and all wait for it."""
     told: list[dict[str, object]] = []
     plan = parse_plan(name)
     watch = Watch(plan, 32, tell=lambda kind, **entries: told.append({"kind": kind, **entries}))
     for step in range(100):
-        each = 0.1 / plan.micro_batches(32)
+        each = 0.1 / watch.counts[0]
         busy = tuple(each * count * (slow if rank == 3 and step >= 30 else 1.0) for rank, count in enumerate(watch.counts))
         watch.heed(Phases(busy, (0.0,) * 4, tuple(max(busy) + 0.02 - each for each in busy)), step, balance=True)
     return told

@@ -14,8 +14,7 @@ from test_search import small_jobs
 
 from meshwright.base.errors import InputError, MeshwrightError, NothingFits
 from meshwright.cli.main import main
-from meshwright.report.plans import WIDTH
-from meshwright.report.text import columns_of
+from meshwright.report.text import WIDTH, columns_of
 from meshwright.search.explain import explain
 from meshwright.search.near import NoPlanFits
 from meshwright.search.rank import search

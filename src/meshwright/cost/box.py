@@ -22,7 +22,7 @@ import numpy as np
 
 from meshwright.spec.model import Parameter
 from meshwright.spec.plan import AXES as PLAN_AXES
-from meshwright.spec.plan import OPTIMIZER, PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule, lies_as_v
+from meshwright.spec.plan import PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule, goes_in_part, lies_as_v
 from meshwright.spec.rules import micro_batches_of
 
 AXES = "robsczf"
@@ -185,7 +185,7 @@ class Box:
     loss_chunks: int = 1
     compile: bool = False
     offload_share: float = 1.0
-    """Of the optimizer's states where they wait elsewhere."""
+    """Of the optimizer's states, or of the weights, where these wait elsewhere."""
 
     @property
     def tp(self) -> int:
@@ -312,7 +312,7 @@ class Box:
             recompute=again.kind,
             recompute_layers=again.blocks(order) if again.some else 0,
             offload=offload,
-            offload_share=round(100 * self.offload_share) if set(offload) & set(OPTIMIZER) else 100,
+            offload_share=round(100 * self.offload_share) if goes_in_part(offload) else 100,
             bucket=self.bucket,
             loss_chunks=self.loss_chunks,
             context=micro_batch.context,

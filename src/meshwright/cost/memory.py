@@ -48,6 +48,9 @@ class States(NamedTuple):
     closing: Array
     filling: Array
     largest: Array
+    staged_once: Array
+    staged_twice: Array
+    staged_often: Array
     experts: Array
     expert_units: Array
     expert: Array
@@ -130,24 +133,27 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     """Buffers that come and go.
 
     ZeRO 2 and 3 reduce each unit as soon as it is whole; the reductions that one backward starts last are waited for by the next one, so
-    that with several micro-batches they lie beside all activations. ZeRO 3 holds the layer that runs and the one fetched ahead.
+    that with several micro-batches they lie beside all activations. Ranks of one host fill them in slots, which stay. ZeRO 3 holds the layer
+    that runs and the one fetched ahead.
     """
     size, head, where = setting.recipe.size, setting.head, away(box)
     zero, shards = box.zero, lift(box.holders, "z")
     again = lift(np.minimum(box.counts - 1, constants.REDUCTIONS_IN_FLIGHT), "b")
     before = np.where(states.units > 1, again > 0, again / constants.REDUCTIONS_IN_FLIGHT)
     sent_whole = setting.on_host and not setting.shares_memory
-    copies = np.where(shards > 1, (constants.GLOO_COPIES if sent_whole else 1) + portion(box), 1)
     wide = setting.recipe.gradient_size / size
-    left = states.opening * before * copies * wide
+    in_slots, lent = staged(setting, box, states)
+    copies = np.where(shards > 1, constants.GLOO_COPIES if sent_whole else 1 - in_slots, 1)
+    apart = portion(box) * (shards > 1)  # the sum of a later micro-batch, before it is added
+    left = states.opening * before * (copies + apart * (again > 1)) * wide
     filling = np.maximum(states.filling, states.expert)
-    waiting = np.maximum(left, states.closing * copies * wide) + filling * wide
+    waiting = np.maximum(left, states.closing * (copies + apart * (again > 0)) * wide) + filling * wide * (1 - in_slots)
     tied = vocabulary(setting, box)
     last = np.maximum(states.last, tied)
     elsewhere = np.where(zero == 3, waiting + 2 * filling, np.where(zero == 2, waiting, 0)) + np.where(zero >= 2, tied * wide, 0)
     at_head = np.where(zero == 3, left + last, np.where(zero == 2, left, 0))
     if head is not None:
-        gradient = head.largest(Cut(box.tp)) + np.where(zero >= 2, last, 0)
+        gradient = head.largest(Cut(box.tp)) + np.where(zero >= 2, last * (1 - in_slots), 0)
         at_head = at_head + np.maximum(gradient - lift(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0)
     messages = constants.MESSAGES_HELD * message(setting, box, tokens) / size
     at_head, elsewhere = at_head + messages, elsewhere + messages
@@ -157,8 +163,17 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     at_once = np.minimum(largest, constants.WINDOW) if setting.on_host else largest * (1.0 - box.offload_share)
     master = np.where(gone > 0, at_once, largest) * (passing(setting) + gathered(setting) * ((shards > 1) | (box.tp > 1)))
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
-    slots = largest * kept_on_the_way(setting) * ((shards > 1) | (box.tp > 1))
-    return Moving(at_head * size + slots, elsewhere * size + slots, at_end + slots)
+    stays = largest * kept_on_the_way(setting) * ((shards > 1) | (box.tp > 1)) + lent * wide * size
+    return Moving(at_head * size + stays, elsewhere * size + stays, at_end + stays)
+
+
+def staged(setting: Setting, box: Box, states: States) -> tuple[Array, Array]:
+    """Whether whole gradients are filled where other ranks of the host read them, 0 or 1 over AXES (z), and the elements of the slots for it."""
+    in_slots = ((box.zero >= 2) & (lift(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)
+    passes = lift(box.counts, "b")
+    dense = np.where(passes > 2, states.staged_often, np.where(passes > 1, states.staged_twice, states.staged_once))
+    experts = np.minimum(states.expert_units * passes, constants.REDUCTIONS_IN_FLIGHT + 1) * states.expert
+    return in_slots, in_slots * (dense + experts)
 
 
 def vocabulary(setting: Setting, box: Box) -> float:

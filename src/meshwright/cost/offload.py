@@ -4,7 +4,7 @@ comes from the host has what that leaves of the time to hide in.
 
     optimizer        master weights and states; gradients go down, the host updates, weights come up: not hidden
     optimizer-files  the same on disk: all of it is read and written in each update, while the host updates what was read before
-    a share of either: the rest stays and is updated where it is, while the disk reads and writes
+    a share of either: the rest stays and is updated where it is, while the disk reads and writes; a share of weights: whole layers of them
     parameters       shards of the weights (ZeRO 3); each layer's comes up before it runs, forward and backward, beside what runs
     parameters-files the same out of files; the update writes them, and reads them first where they are themselves what is updated
     activations      what blocks keep goes down in forward and comes up in backward, beside what runs; two blocks of it stay
@@ -23,11 +23,11 @@ from meshwright.cost import constants
 from meshwright.cost.box import Array, Box, lift
 from meshwright.cost.hiding import beside
 from meshwright.cost.setting import Setting
-from meshwright.spec.plan import OPTIMIZER, Offload
+from meshwright.spec.plan import IN_PART, Offload
 
 
 class Away(NamedTuple):
-    """Which choices along f keep what elsewhere, 0 or 1 over AXES; of the optimizer the share that waits there."""
+    """Which choices along f keep what elsewhere, 0 or 1 over AXES; of the optimizer, or of the weights, the share that waits there."""
 
     optimizer: Array
     optimizer_files: Array
@@ -42,7 +42,7 @@ class Away(NamedTuple):
 
 
 def away(box: Box) -> Away:
-    share = dict.fromkeys(OPTIMIZER, box.offload_share)
+    share = dict.fromkeys(IN_PART, box.offload_share)
     return Away(*(lift([share.get(what, 1.0) * (what in choice) for choice in box.offload], "f") for what in Offload))
 
 
@@ -69,9 +69,9 @@ def windows(setting: Setting, box: Box, largest: Array, elements: Array) -> Arra
     where, size = away(box), setting.recipe.size
     slots = np.minimum(constants.SLOTS * np.minimum(largest, constants.WINDOW), elements * box.offload_share)
     shared = np.minimum(where.optimizer + where.optimizer_files + (not setting.recipe.master), 1.0)
-    coming = where.parameters_files + where.parameters * (not setting.on_host)
+    coming = (where.parameters_files > 0) + (where.parameters > 0) * (1.0 - setting.on_host)
     return (
-        slots * ((where.optimizer_files > 0) * kept_of_optimizer(setting) + where.parameters_files * shared * size)
+        slots * ((where.optimizer_files > 0) * kept_of_optimizer(setting) + (where.parameters_files > 0) * shared * size)
         + coming * largest * size
     )
 

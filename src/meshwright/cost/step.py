@@ -18,14 +18,14 @@ from meshwright.cost.memory import Footprint, ample, reserved, usable
 from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Seconds
 from meshwright.spec.estimate import Estimate, Fits, Memory, Time
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Offload, Plan, goes_in_part
 from meshwright.spec.rules import check_plan
 
 
 def estimate(job: Job, plan: Plan) -> Estimate:
     """The price of one plan. Raises InputError when the plan cannot run, with the rule that it breaks."""
     check_plan(job, plan)
-    if plan.placement or plan.shares or plan.shard_weights:
+    if plan.placement or plan.shares or plan.micro_batch_sizes or plan.shard_weights:
         return placed(job, plan)
     pricer = Pricer(job)
     return estimate_of(pricer, box_of(plan, job.workload.batch, job.model.blocks))
@@ -67,13 +67,15 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
 
 
 def _crowded(pricer: Pricer, box: Box, on_host: float) -> str:
-    """What a host has no room for, and the largest share of the optimizer's states that it has room for."""
+    """What a host has no room for, and the largest share of the optimizer's states, or of the weights, that it has room for."""
     has, share = pricer.setting.host_memory, box.offload_share
     said = f"{show_bytes(on_host)} of each rank are to wait on its host, which has {show_bytes(has)} for each device"
     half = replace(box, offload_share=share / 2)
     least = pricer.memory(half, pricer.ranks(half, each=True)).host.max()
     room = int(100 * (share - (on_host - has) * share / 2 / (on_host - least))) if on_host > least else 0
-    return f"{said}: off-optimizer{room} would be the share that has room" if room >= 1 else said
+    (offload,) = box.offload
+    what = next((str(what) for what in offload if what in (Offload.optimizer, Offload.parameters)), "")
+    return f"{said}: off-{what}{room} would be the share that has room" if room >= 1 and goes_in_part(offload) else said
 
 
 def _of_compiler(first: float, step: float, steps: int) -> tuple[str, ...]:
@@ -89,7 +91,7 @@ def placed(job: Job, plan: Plan) -> Estimate:
     kinds = unlike.replicas(job, plan)
     used = sorted({group for kind in kinds for group in kind.placement})
     on = unlike.pricers(job, used, plan.world)
-    boxes = [replace(whole, micro_batches=(whole.micro_batches[0]._replace(number=kind.micro_batches),)) for kind in kinds]
+    boxes = [replace(whole, micro_batches=(whole.micro_batches[0]._replace(size=kind.size, number=kind.micro_batches),)) for kind in kinds]
     held = [
         {group: _per_stage(on[group], replace(box, weight=kind.weight)) for group in set(kind.placement)}
         for kind, box in zip(kinds, boxes, strict=True)

@@ -25,7 +25,8 @@ class Units(NamedTuple):
     """The units of one virtual stage, in elements before padding, forward order.
 
     `first`, `last`: the outermost ones. `opening`, `closing`: the two whose reduction a backward leaves for the next one to wait for, the two
-    that it starts first. `filling`: the largest between first and last. `largest` of all. `lone`: those that nothing gathers ahead.
+    that it starts first. `filling`: the largest between first and last. `largest` of all. `lone`: those that nothing gathers ahead. `staged`: the
+    slots of one backward, of two, of more.
     """
 
     runs: tuple[Run, ...]
@@ -37,6 +38,7 @@ class Units(NamedTuple):
     filling: int
     largest: int
     lone: int
+    staged: tuple[int, int, int]
 
 
 class Sized(NamedTuple):
@@ -94,19 +96,32 @@ def units(layers: Sequence[tuple[Sized, int]], bucket: int | None) -> Units:
     """The units of one virtual stage with `bucket` elements, or of ZeRO 3 with None."""
     runs = singles(layers) if bucket is None else buckets(layers, bucket)
     if not runs:
-        return Units((), 0, 0, 0, 0, 0, 0, 0, 0)
+        return Units((), 0, 0, 0, 0, 0, 0, 0, 0, (0, 0, 0))
     line = [run.end for run in runs for _ in range(min(run.times, REDUCTIONS_IN_FLIGHT))]
     lone = sum(run.end * run.times for run in runs if not run.gathered_ahead)
     lone += next((run.end for run in runs if run.gathered_ahead), 0)
     opening = sum(line[:REDUCTIONS_IN_FLIGHT]) if len(line) > 1 else REDUCTIONS_IN_FLIGHT * line[0]
     closing = sum(line[-REDUCTIONS_IN_FLIGHT:]) if len(line) > 1 else 0
     filling = max(line[1:-1] or line[-1:])
-    return Units(tuple(runs), sum(run.times for run in runs), line[0], line[-1], opening, closing, filling, max(line), lone)
+    back = [run.end for run in reversed(runs) for _ in range(min(run.times, REDUCTIONS_IN_FLIGHT + 1))]
+    staged = slots(back), slots(back * 2), slots(back * 3)
+    return Units(tuple(runs), sum(run.times for run in runs), line[0], line[-1], opening, closing, filling, max(line), lone, staged)
+
+
+def slots(line: Sequence[int]) -> int:
+    """Elements of the slots that whole gradients of these lengths, one after another, are filled in where others read them: [Note: in turn] in
+    parallel/exchange/slots.py.
+
+    >>> slots([9, 1]), slots([9, 1, 9, 1]), slots([9, 9, 9, 9])
+    (10, 19, 27)
+    """
+    three = [sorted(line[max(at - REDUCTIONS_IN_FLIGHT, 0) : at + 1], reverse=True) for at in range(len(line))]
+    return sum(max(each[k] for each in three if len(each) > k) for k in range(min(REDUCTIONS_IN_FLIGHT + 1, len(line))))
 
 
 class RankUnits(NamedTuple):
     """The units of all virtual stages of a rank: how many of which length; `number`, `lone`, `first`, `last` of them, and the largest `opening`,
-    `closing`, `filling` and `largest` of its stages."""
+    `closing`, `filling`, `largest` and `staged` of its stages."""
 
     lengths: dict[int, int]
     other: tuple[int, ...]
@@ -141,5 +156,6 @@ class FlatUnits:
                     lengths[run.end] = lengths.get(run.end, 0) + run.times * count
             number, lone = (sum(getattr(stage, name) * count for stage, count in found) for name in ("number", "lone"))
             most = (max(getattr(stage, name) for stage, _ in found) for name in ("opening", "closing", "filling", "largest"))
-            self._ranks[key] = RankUnits(lengths, (number, lone, found[0][0].first, found[-1][0].last, *most))
+            staged = (max(stage.staged[passes] for stage, _ in found) for passes in range(3))
+            self._ranks[key] = RankUnits(lengths, (number, lone, found[0][0].first, found[-1][0].last, *most, *staged))
         return self._ranks[key]

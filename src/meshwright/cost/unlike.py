@@ -34,19 +34,22 @@ def pricers(job: Job, placement: Sequence[int], world: int) -> dict[int, Pricer]
 
 
 class Replica(NamedTuple):
-    """The group of each of its pipeline ranks, its micro-batches, and its shard of the states as so many equal ones."""
+    """The group of each of its pipeline ranks, its micro-batches, the sequences in one, and its shard of the states as so many equal ones."""
 
     placement: tuple[int, ...]
     micro_batches: int
+    size: int
     weight: float = 1.0
 
 
 def replicas(job: Job, plan: Plan) -> list[Replica]:
     """The unlike replicas of a plan. A rank that several groups hold, with
     its tensor and context ranks, is as slow as the slowest. Devices are counted group by group."""
+    shared = [
+        (plan.micro_batches(job.workload.batch, replica), plan.size_of(replica), plan.shard_weight(replica)) for replica in range(plan.dp)
+    ]
     if plan.placement:
-        shared = {(plan.micro_batches(job.workload.batch, replica), plan.shard_weight(replica)) for replica in range(plan.dp)}
-        return [Replica(plan.placement, *each) for each in sorted(shared)]
+        return [Replica(plan.placement, *each) for each in sorted(set(shared))]
     groups, strides = job.cluster.groups, plan.strides()
     past = list(accumulate(group.nodes * group.devices for group in groups))
     rates = [group.device.peak[job.workload.recipe.rate] * group.device.efficiency for group in groups]
@@ -60,8 +63,7 @@ def replicas(job: Job, plan: Plan) -> list[Replica]:
     found = {
         Replica(
             tuple(of_rank(replica, stage) for stage in range(plan.pp)),
-            plan.micro_batches(job.workload.batch, replica),
-            plan.shard_weight(replica),
+            *shared[replica],
         )
         for replica in range(plan.dp)
     }

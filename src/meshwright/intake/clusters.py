@@ -82,7 +82,7 @@ def read_cluster_file(path: Path) -> Cluster:
 def cluster_of(data: Any, where: str) -> Cluster:
     """Plain data as a `Cluster`; a device may be named instead of described."""
     if isinstance(data, dict):
-        if data.get("network") is None:
+        if data.get("network") is None and data.keys() <= Cluster.model_fields.keys():
             raise InputError(f"{where}: no link between its nodes: name `network`, such as {{name: ib, bandwidth: 25 GB/s, latency: 5 us}}")
         data = {**data, "groups": list(map(_described, data["groups"]))} if isinstance(data.get("groups"), list | tuple) else data
     return build(Cluster, data, where)
@@ -171,7 +171,7 @@ def _node(row: catalog.Row, nodes: int, devices: int) -> NodeGroup:
         "devices": devices,
         "device": _device(row),
         "link": build(Link, row["link"], f"device {row['name']}.link"),
-        "host_memory": parse_quantity(row["host_memory"], "B") * min(devices, MANY),
+        "host_memory": parse_quantity(row["host_memory"], "B") * devices,
         "host_bandwidth": parse_quantity(row["host_bandwidth"], "B/s"),
         "storage_bandwidth": parse_quantity(row.get("storage_bandwidth", 0), "B/s"),
     }

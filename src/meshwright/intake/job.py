@@ -104,12 +104,15 @@ def read_job(path: str | Path | None = None, overrides: Iterable[str] = (), opti
         data = {}
     if not isinstance(data, dict):
         raise InputError(f"{path}: a job is sections such as 'model: {{name: llama-tiny}}', got {type(data).__name__}")
+    given = list((options or {}).items())
+    for name, value in given:  # a cluster that is chosen anew drops what the file said of the one before, not what --set says of it
+        put(data, name, value)
     for override in overrides:
         name, equals, value = override.partition("=")
         if not equals or "." not in name:
             raise InputError(f"--set {override!r} is not section.key=value; write it like --set workload.steps=50")
         put(data, name.strip(), parse(value, f"--set {name}") if value.strip() else None)
-    for name, value in (options or {}).items():
+    for name, value in given:
         put(data, name, value)
     for section in ("model", "cluster"):
         if isinstance(data.get(section), str):
@@ -130,9 +133,8 @@ def put(data: dict[str, Any], name: str, value: Any) -> None:
     if sections == ["model"] and key in ("name", "path", "module"):
         for other in ("name", "path", "module"):
             data.pop(other, None)
-    if sections == ["cluster"] and key in ("name", "path"):
-        data.clear()
-    if sections == ["plan"] and key == "name":
+    is_choice = (sections == ["cluster"] and key in ("name", "path")) or (sections == ["plan"] and key == "name")
+    if is_choice and data.get(key) != value:
         data.clear()
     data[key] = value
 

@@ -75,8 +75,9 @@ def read_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         name = LETTERS.get(written, written)
         if name not in PINNABLE:
             raise InputError(f"{where}: Plan has no field {written!r}{did_you_mean(written, (*PINNABLE, *LETTERS))}")
-        if name == "schedule" and isinstance(value, str) and value not in list(Schedule) and Path(value).expanduser().is_file():
-            pins |= read_schedule(Path(value).expanduser())
+        path = Path(value).expanduser() if name == "schedule" and isinstance(value, str) and value not in list(Schedule) else None
+        if path is not None and (path.is_file() or path.suffix or "/" in value):
+            pins |= read_schedule(path)
         else:
             pins[name] = _value("dp_replicate" if name == "dp" else name, value, f"{where}.{written}")
     return pins

@@ -1,4 +1,5 @@
-"""How little of the optimizer's states must wait elsewhere: the search asks for all of them or none, and a plan that it found keeps as many as fit.
+"""How little of the optimizer's states, or of the weights, must wait elsewhere: the search asks for all of them or none, and a plan that it found
+keeps as many as fit.
 
 Promise: an eased plan is as safe as the one that was found (fits with a margin where that one does) and takes no longer. Memory falls and the
 update grows with the share that waits, so the least share is found by halving, in hundredths that STEP divides.
@@ -12,7 +13,7 @@ from meshwright.cost.box import Box
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate_of
 from meshwright.spec.estimate import Estimate, Fits
-from meshwright.spec.plan import OPTIMIZER, PARAMETERS
+from meshwright.spec.plan import goes_in_part
 
 STEP = 5
 """Hundredths: a finer share would claim more than an estimate of memory knows."""
@@ -24,7 +25,7 @@ def eased(pricer: Pricer, box: Box) -> tuple[Box, Estimate]:
     """The only plan of `box` with the least share that is as safe, and its price."""
     whole = estimate_of(pricer, box)
     (offload,) = box.offload
-    if not set(OPTIMIZER) & set(offload) or set(PARAMETERS) & set(offload) or "offload_share" in pricer.setting.job.pins:
+    if not goes_in_part(offload) or "offload_share" in pricer.setting.job.pins:
         return box, whole
     best, few, enough = (box, whole), 0, 100 // STEP
     while enough - few > 1:

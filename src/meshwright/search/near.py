@@ -54,6 +54,9 @@ class NoPlanFits(NothingFits):
 def nothing_fits(found: Survey) -> NothingFits | InputError:
     """The error to raise: InputError when not one plan is legal, else NothingFits."""
     candidate = nearest(found)
+    if candidate is None and found.fastest is not None:  # legal, but no host has room for what waits there
+        notes = estimate_of(found.pricer, found.fastest.alone).notes
+        return NothingFits(f"no plan fits: the nearest ({found.fastest.plan.name}) has no room on its host: {notes[-1]}")
     if candidate is None:
         return InputError(f"no plan is legal: {'; '.join(illegal(found)) or 'the pins leave none'}")
     job = found.pricer.setting.job
@@ -150,7 +153,7 @@ def more_nodes(job: Job) -> Iterator[Change]:
     """More nodes of the same kinds; pins hold, but for the replicas, which more devices need more of."""
     pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
     states = job.workload.bytes_per_parameter * job.model.parameters
-    least = states / max(job.cluster.memory * job.cluster.devices, 1.0)
+    least = states / (job.cluster.memory * job.cluster.devices)
     for times in islice((times for times in multiples() if times >= least), TRIED):
         if times * job.cluster.devices > MANY:  # nobody could build it
             return

@@ -9,7 +9,7 @@ parts of micro-batches, all would end at
 below which no shares go. Plans in the order of T get whole shares, as long as T is below what is found: each replica what it does by T, the rest one
 by one to whoever then ends first, which is the best that whole numbers can do; the best of these are priced by themselves.
 
-Where equal shards do not fit on every group, shards by memory may (`portions.py`): ZeRO 1 with any shares, ZeRO 2 and 3, whose replicas meet in every
+Where one size of micro-batches does not fit on every group, or is too coarse, each group may have its own (`sizes.py`). Where equal shards do not fit on every group, shards by memory may (`portions.py`): ZeRO 1 with any shares, ZeRO 2 and 3, whose replicas meet in every
 micro-batch, with equal ones.
 """
 
@@ -28,7 +28,7 @@ from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer, Prices
 from meshwright.cost.setting import Setting
 from meshwright.cost.step import estimate
-from meshwright.search import portions
+from meshwright.search import portions, sizes
 from meshwright.search.division import divisors, even
 from meshwright.search.survey import TIGHT_GAIN
 from meshwright.spec.estimate import Fits
@@ -61,16 +61,19 @@ class Bounded(NamedTuple):
 
 
 def plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
-    """The best plans with shares, or shards by memory, with their scores."""
-    sizes = [group.nodes * group.devices for group in job.cluster.groups]
+    """The best plans with shares, sizes of their own, or shards by memory, with their scores."""
+    groups = [group.nodes * group.devices for group in job.cluster.groups]
     found: list[Bounded] = []
-    on = unlike.pricers(job, range(len(sizes)), job.cluster.devices)
+    tables: list[sizes.Table] = []
+    on = unlike.pricers(job, range(len(groups)), job.cluster.devices)
     for tp in divisors(gcd(*(group.devices for group in job.cluster.groups))):
         if any(tensor_faults(Plan(tp=tp), job.model.divisible, job.model.tensor_parallel)):
             continue
-        for pp in divisors(gcd(*sizes) // tp):
+        for pp in divisors(gcd(*groups) // tp):
             if pp <= max(job.model.blocks, 1) and job.cluster.devices // (tp * pp) > 1:
-                found += bounded(job, box_of_all(job, tp, pp), on, [size // (tp * pp) for size in sizes])
+                said = Said.of(job, box_of_all(job, tp, pp), on, [size // (tp * pp) for size in groups])
+                found += said.bounded() if said else ()
+                tables += said.tables() if said and not job.model.experts else ()
     best: list[tuple[float, Plan]] = []
     for candidate in sorted(found, key=lambda it: it.least):
         if len(best) >= top and candidate.least > best[top - 1][0]:
@@ -81,10 +84,16 @@ def plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
                 priced = estimate(job, plan)
                 seconds = priced.time.step if priced.verdict != Fits.no else np.inf
             best = sorted([*best, (seconds, plan)], key=lambda pair: pair[0])[:top]
-    for _, plan in best:
-        priced = estimate(job, plan)
-        if priced.verdict != Fits.no:
-            yield priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)), plan
+    scored = [(score, plan) for _, plan in best if (score := _score(job, plan)) < np.inf]
+    yield from scored
+    yield from sizes.plans(tables, job.workload.batch, min((score for score, _ in scored), default=np.inf), lambda plan: _score(job, plan))
+
+
+def _score(job: Job, plan: Plan) -> float:
+    """Of a plan that is priced by itself; infinite where it does not fit or breaks a rule."""
+    if any(faults(job, plan)) or (priced := estimate(job, plan)).verdict == Fits.no:
+        return np.inf
+    return priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight))
 
 
 def box_of_all(job: Job, tp: int, pp: int) -> Box:
@@ -102,27 +111,51 @@ def box_of_all(job: Job, tp: int, pp: int) -> Box:
     )
 
 
-def bounded(job: Job, box: Box, on: dict[int, Pricer], replicas: Sequence[int]) -> Iterator[Bounded]:
-    """The plans of `box` that fit on every group, `replicas` on each, with their bound; of those that need neither shares nor weights none."""
-    if not box.micro_batches:
-        return
-    said = {group: pricer.price(box) for group, pricer in on.items()}
-    fits = np.logical_and.reduce([_fits(on[group].setting, prices, box) for group, prices in said.items()])
-    each, once = ([_whole(part(prices), box) for prices in said.values()] for part in (_each, _once))
-    after = np.maximum.reduce([_whole(prices.seconds.once + prices.seconds.update, box) for prices in said.values()])
-    number = np.array([job.workload.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(1, -1, 1, 1, 1, 1)
-    rate = sum(count / seconds for count, seconds in zip(replicas, each, strict=True))
-    begun = sum(count * first / seconds for count, first, seconds in zip(replicas, once, each, strict=True))
-    held = portions.shared(portions.caps(on, box), replicas)
-    even = np.maximum.reduce([number / sum(replicas) * seconds + first for seconds, first in zip(each, once, strict=True)])
-    even = np.where(fits | (number % sum(replicas) > 0), np.inf, even)
-    bound = np.where(fits | np.isfinite(held[0]), np.where(box.zero[0] > 1, even, (number + begun) / rate) + after, np.inf)
-    for index in map(tuple, np.argwhere(np.isfinite(bound)).tolist()):
-        replicas_of = [(float(part[index]), float(first[index]), count) for part, first, count in zip(each, once, replicas, strict=True)]
-        per = tuple(seconds for seconds, _, count in replicas_of for _ in range(count))
-        first = tuple(seconds for _, seconds, count in replicas_of for _ in range(count))
-        weights = () if fits[index] else portions.weights([float(part[index]) for part in held], replicas)
-        yield Bounded(float(bound[index]), float(after[index]), box, index, per, first, weights)
+class Said(NamedTuple):
+    """What the groups say of the plans of a box over `obsczf`, `replicas` on each: seconds of a micro-batch, once and of what all do afterwards, and what fits."""
+
+    box: Box
+    on: dict[int, Pricer]
+    batch: int
+    replicas: Sequence[int]
+    each: list[Array]
+    once: list[Array]
+    after: list[Array]
+    fits: list[Array]
+
+    @classmethod
+    def of(cls, job: Job, box: Box, on: dict[int, Pricer], replicas: Sequence[int]) -> Said | None:
+        """None where no size of micro-batches divides."""
+        if not box.micro_batches:
+            return None
+        said = {group: pricer.price(box) for group, pricer in on.items()}
+        each, once, after = ([_whole(part(prices), box) for prices in said.values()] for part in (_each, _once, _after))
+        fits = [_fits(on[group].setting, prices, box) for group, prices in said.items()]
+        return cls(box, on, job.workload.batch, replicas, each, once, after, fits)
+
+    def tables(self) -> Iterator[sizes.Table]:
+        """For sizes of micro-batches that differ by group."""
+        return sizes.tables(self.box, self.each, self.once, self.after, self.fits, self.replicas)
+
+    def bounded(self) -> Iterator[Bounded]:
+        """The plans that fit on every group with their bound; of those that need neither shares nor weights none."""
+        box, replicas, fits = self.box, self.replicas, np.logical_and.reduce(self.fits)
+        after = np.maximum.reduce(self.after)
+        number = np.array([self.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(1, -1, 1, 1, 1, 1)
+        rate = sum(count / seconds for count, seconds in zip(replicas, self.each, strict=True))
+        begun = sum(count * first / seconds for count, first, seconds in zip(replicas, self.once, self.each, strict=True))
+        held = portions.shared(portions.caps(self.on, box), replicas)
+        even = np.maximum.reduce([number / sum(replicas) * seconds + first for seconds, first in zip(self.each, self.once, strict=True)])
+        even = np.where(fits | (number % sum(replicas) > 0), np.inf, even)
+        bound = np.where(fits | np.isfinite(held[0]), np.where(box.zero[0] > 1, even, (number + begun) / rate) + after, np.inf)
+        for index in map(tuple, np.argwhere(np.isfinite(bound)).tolist()):
+            parts = [
+                (float(part[index]), float(first[index]), count) for part, first, count in zip(self.each, self.once, replicas, strict=True)
+            ]
+            per = tuple(seconds for seconds, _, count in parts for _ in range(count))
+            first = tuple(seconds for _, seconds, count in parts for _ in range(count))
+            weights = () if fits[index] else portions.weights([float(part[index]) for part in held], replicas)
+            yield Bounded(float(bound[index]), float(after[index]), box, index, per, first, weights)
 
 
 def _each(prices: Prices) -> Array:
@@ -133,6 +166,11 @@ def _each(prices: Prices) -> Array:
 def _once(prices: Prices) -> Array:
     """Seconds that do not grow with micro-batches, messages taken as those of equal shares."""
     return (prices.seconds.bubble + prices.seconds.messages)[0]
+
+
+def _after(prices: Prices) -> Array:
+    """Seconds of what all do together, once."""
+    return prices.seconds.once + prices.seconds.update
 
 
 def _whole(part: Array, box: Box) -> Array:

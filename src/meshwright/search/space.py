@@ -17,7 +17,7 @@ their products are plans (`Box.legal`). Context ranks change what a micro-batch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, combinations
@@ -31,6 +31,7 @@ from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards, n
 from meshwright.cost.collectives import fabric
 from meshwright.search.division import divisors, even, relieved
 from meshwright.search.worth import CORE_WORTH, core_share, relief
+from meshwright.spec.choices import goes_in_part
 from meshwright.spec.job import Job
 from meshwright.spec.plan import AXES, BUCKET, FILES, HELD, OPTIMIZER, PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule
 from meshwright.spec.rules import (
@@ -362,11 +363,6 @@ def first_fault(job: Job, plan: Plan) -> Fault | None:
     return next(chain.from_iterable(rules), None)
 
 
-def goes_in_part(offload: Sequence[Offload]) -> bool:
-    """Whether a share of the optimizer's states can wait so."""
-    return bool(set(offload) & set(OPTIMIZER)) and not set(offload) & set(PARAMETERS)
-
-
 def against_cut(job: Job, plan: Plan) -> Fault | None:
     """Why the sequence cannot be cut as `plan` does."""
     return next(sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence), None)
@@ -383,8 +379,8 @@ def check_pins(job: Job) -> None:
     offload: Any = pins.get("offload", (Offload.optimizer,))
     if share < 100 and not goes_in_part(offload):
         raise InputError(
-            f"pins offload_share={share} and offload={[str(what) for what in offload]}: a share is of the optimizer's states, "
-            "where weights do not wait elsewhere: pin off=[optimizer] or off=[optimizer-files]"
+            f"pins offload_share={share} and offload={[str(what) for what in offload]}: a share is of the optimizer's states "
+            "or of the weights, not of both: pin off=[optimizer], off=[parameters], or one of them with -files"
         )
     axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")
     factors = [(name, degree) for name in axes if isinstance(degree := pins.get(name), int) and (degree > 1 or name != "cp")]

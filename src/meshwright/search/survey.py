@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import isfinite, prod
 
 import numpy as np
 
@@ -89,8 +89,9 @@ class Survey:
             self._others(region, floor)
         limit = show_bytes(self._usable)
         if self.fastest is not None:
-            needs = f"{self.fastest.plan.name}: needs {show_bytes(self.fastest.reserved)} of the {limit} that a rank can take"
-            self.space.refuse(DOES_NOT_FIT, self.unfit, needs)
+            needs = f"needs {show_bytes(self.fastest.reserved)} of the {limit} that a rank can take"
+            needs = needs if isfinite(self.fastest.reserved) else "its host has no room for what waits there"
+            self.space.refuse(DOES_NOT_FIT, self.unfit, f"{self.fastest.plan.name}: {needs}")
         if self.ranking.best:
             shown = f"than {self.ranking.best[-1].plan.name}, by their time or a bound below it"
             self.space.refuse(SLOWER, self.legal - self.priced, shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Literal
 
@@ -69,6 +70,15 @@ OPTIMIZER = (Offload.optimizer, Offload.optimizer_files)
 
 PARAMETERS = (Offload.parameters, Offload.parameters_files)
 """ZeRO 3's shards of the weights."""
+
+IN_PART = OPTIMIZER + PARAMETERS
+"""What can wait in part, by a share of each rank's."""
+
+
+def goes_in_part(offload: Collection[Offload]) -> bool:
+    """Whether what waits so can do so in part: states, or weights; a share of both at once would be two."""
+    return len(set(offload) & set(IN_PART)) == 1
+
 
 Axis = Literal["pp", "dp", "tp"]
 

@@ -15,7 +15,7 @@ class Device(Noun):
     """One accelerator, or one share of a host's processor."""
 
     name: str
-    memory: Bytes
+    memory: Bytes = Field(gt=0)
     bandwidth: BytesPerSecond = Field(description="of its memory")
     peak: dict[str, FlopsPerSecond] = Field(description="dense matrix products by precision: fp32, tf32, fp16, bf16, fp8, fp64")
     efficiency: float = Field(default=0.8, ge=1e-3, le=1, description="share of peak that large matrix products reach")

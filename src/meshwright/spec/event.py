@@ -30,6 +30,7 @@ class Event(Noun):
         "shares",
         "gained",
         "returned",
+        "longer",
     ]
     at: float = Field(description="when it was noticed, since 1970")
     generation: int = 0

@@ -74,3 +74,20 @@ def difference(mine: Launch, theirs: Launch) -> str:
         if here.get(name) != there.get(name):
             return f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
     return ""
+
+
+def lengthened(mine: Launch, theirs: Launch) -> str:
+    """What `mine`, which trains on where `theirs` ends, has of another length, in words; empty where it is not longer. Steps that were made stay as they were made.
+
+    >>> from meshwright.spec.plan import Plan
+    >>> def launch(steps): return Launch(model={"name": "a", "module": "a:b"}, workload={"steps": steps}, data={}, plan=Plan(), run={})
+    >>> lengthened(launch(8), launch(4))
+    'goes on to step 8 instead of 4: from here on the learning rate follows the cosine over 8 steps, the steps so far followed that over 4'
+    """
+    steps, before = mine.workload.steps, theirs.workload.steps
+    if steps <= before:
+        return ""
+    if mine.workload.optimizer.schedule == "constant":
+        return f"goes on to step {steps} instead of {before}"
+    rate = f"from here on the learning rate follows the {mine.workload.optimizer.schedule} over {steps} steps"
+    return f"goes on to step {steps} instead of {before}: {rate}, the steps so far followed that over {before}"

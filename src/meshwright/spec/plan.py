@@ -2,10 +2,10 @@
 
 Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (ZeRO 0) or a shard group of 8 (ZeRO 1-3); `dp2x4` is
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
-micro-batch), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
+micro-batch; `mb8-2` of each data replica), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2, then 1),
 `rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `off-optimizer-files`, `off-optimizer-files60`
-(of each rank's optimizer states 60 hundredths wait in files), `off-parameters-files`, `ulysses` (how context ranks attend; else
+(of each rank's optimizer states 60 hundredths wait in files), `off-parameters-files`, `off-parameters50`, `ulysses` (how context ranks attend; else
 by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `shards3-1` (parts of
 the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
 
@@ -26,6 +26,7 @@ from meshwright.spec.choices import (
     BUCKET,
     FILES,
     HELD,
+    IN_PART,
     OPTIMIZER,
     PARAMETERS,
     Axis,
@@ -33,17 +34,17 @@ from meshwright.spec.choices import (
     Offload,
     Recompute,
     Schedule,
+    goes_in_part,
     lies_as_v,
     rank_of,
 )
-from meshwright.spec.degrees import Degrees
 from meshwright.spec.numbers import listed, unlisted
+from meshwright.spec.rows import Rows
 
 
-class Plan(Degrees):
+class Plan(Rows):
     """How a job is laid over ranks: its degrees, and all else."""
 
-    micro_batch: int = Field(default=1, ge=1, description="sequences per pass of one replica")
     schedule: Schedule = Schedule.one_f_one_b
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
     actions: tuple[str, ...] = Field(default=(), description="schedule actions: what each pipeline rank does, such as '0F0 0F1 0B0 0B1'")
@@ -51,13 +52,14 @@ class Plan(Degrees):
     recompute: Recompute = Recompute.none
     recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
     offload: tuple[Offload, ...] = ()
-    offload_share: int = Field(default=100, ge=1, le=100, description="of each rank's optimizer states, the hundredths that wait elsewhere")
+    offload_share: int = Field(
+        default=100, ge=1, le=100, description="of each rank's optimizer states, or of its weights, the hundredths that wait elsewhere"
+    )
     context: Context = Field(default=Context.ring, description="how context ranks exchange keys and values")
     ulysses: int = Field(default=0, ge=0, description="context ranks that exchange heads, with rings over the others; 0: all of them")
     placement: tuple[int, ...] = Field(
         default=(), description="of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order"
     )
-    shares: tuple[int, ...] = Field(default=(), description="micro-batches of each data replica in a step; empty: equally many")
     shard_weights: tuple[int, ...] = Field(
         default=(), description="parts of the states that each rank of a shard group holds; empty: equal parts"
     )
@@ -108,13 +110,13 @@ class Plan(Degrees):
 
     @model_validator(mode="after")
     def _waits_in_part(self) -> Plan:
-        if self.offload_share < 100 and not set(OPTIMIZER) & set(self.offload):
+        if self.offload_share < 100 and not set(OPTIMIZER + PARAMETERS) & set(self.offload):
             raise ValueError(
-                f"offload_share {self.offload_share} is of the optimizer's states: write off-optimizer{self.offload_share} or off-optimizer-files{self.offload_share}"
+                f"offload_share {self.offload_share} is of the optimizer's states or of the weights: write off-optimizer{self.offload_share} or off-parameters{self.offload_share}, or with -files"
             )
-        if self.offload_share < 100 and set(PARAMETERS) & set(self.offload):
+        if self.offload_share < 100 and not goes_in_part(self.offload):
             raise ValueError(
-                f"offload_share {self.offload_share}: weights that wait elsewhere take all of their states along: leave the share or the weights out"
+                f"offload_share {self.offload_share}: weights and states both wait whole, or one of them in part: leave the share or one of the two out"
             )
         return self
 
@@ -195,30 +197,6 @@ class Plan(Degrees):
         """The stages of a pipeline rank, ascending."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
-    def micro_batches(self, batch: int, replica: int | None = None) -> int:
-        """Micro-batches per step of `replica`, or the most that one has. Raises InputError when `batch` does not divide."""
-        if self.shares:
-            if sum(self.shares) * self.micro_batch != batch:
-                raise InputError(
-                    f"batch {batch} is not the sum of shares {list(self.shares)} = {sum(self.shares)} times micro_batch({self.micro_batch})"
-                )
-            return max(self.shares) if replica is None else self.shares[replica]
-        count, rest = divmod(batch, self.dp * self.micro_batch)
-        if rest or not count:
-            raise InputError(
-                f"batch {batch} is not a multiple of dp({self.dp}) * micro_batch({self.micro_batch}) = {self.dp * self.micro_batch}"
-            )
-        return count
-
-    def first_row(self, batch: int, replica: int) -> int:
-        """Of the batch, where the part of `replica` begins.
-
-        >>> parse_plan("dp2.mb4.sh3-1").first_row(16, 1), parse_plan("dp2.mb4").first_row(16, 1)
-        (12, 8)
-        """
-        before = sum(self.shares[:replica]) if self.shares else replica * self.micro_batches(batch)
-        return before * self.micro_batch
-
     def shard_weight(self, replica: int | None = None) -> float:
         """The shard of `replica`, or the largest one, as so many equal shards; of its context ranks the largest.
 
@@ -275,7 +253,7 @@ def plan_name(plan: Plan) -> str:
         for axis, degree in (("pp", plan.pp), ("cp", plan.cp), ("ep", plan.ep), ("z", plan.zero))
         if degree > (axis != "z")
     ]
-    parts += [f"mb{plan.micro_batch}"] if plan.micro_batch > 1 else []
+    parts += [f"mb{listed(plan.micro_batch_sizes or (plan.micro_batch,))}"] if plan.micro_batch > 1 else []
     if plan.schedule == Schedule.interleaved:
         parts.append(f"interleaved{plan.virtual_stages}")
     elif plan.schedule == Schedule.actions:
@@ -302,14 +280,14 @@ def away_parts(plan: Plan) -> list[str]:
     ['off-optimizer-files60', 'off-activations']
     """
     part = "" if plan.offload_share == 100 else plan.offload_share
-    return [f"off-{what}{part if what in OPTIMIZER else ''}" for what in plan.offload]
+    return [f"off-{what}{part if what in IN_PART else ''}" for what in plan.offload]
 
 
 _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
 _LISTS = {"ls": "layers_per_stage", "on": "placement", "sh": "shares", "shards": "shard_weights"}
 _WORDS = {"compile": ("compile", True), "sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
 _KNOWN = (
-    *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "gpipe", "1f1b", "interleaved2", "zb1", "zbv", "dualpipev"),
+    *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "mb8-2", "gpipe", "1f1b", "interleaved2", "zb1", "zbv", "dualpipev"),
     *(
         "ls10-11-11",
         "rc-selective",
@@ -321,6 +299,7 @@ _KNOWN = (
         "off-optimizer-files",
         "off-optimizer-files60",
         "off-parameters-files",
+        "off-parameters-files50",
         "ulysses",
         "sh6-2",
         "shards3-1",
@@ -368,11 +347,14 @@ def parse_plan(name: str) -> Plan:
         elif (again := re.fullmatch(r"rc-(none|selective|layer)(\d*)", part)) is not None:
             put("recompute", again[1], part)
             fields["recompute_layers"] = int(again[2] or 0)
+        elif (sizes := re.fullmatch(r"mb(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)+)", part)) is not None:
+            put("micro_batch", max(unlisted(sizes[1])), part)
+            fields["micro_batch_sizes"] = unlisted(sizes[1])
         elif (numbers := re.fullmatch(r"(ls|on|shards|sh)(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)*)", part)) is not None:
             put(_LISTS[numbers[1]], unlisted(numbers[2]), part)
         elif re.fullmatch(r"ax(-(pp|dp|tp)){3}", part):
             put("axes", tuple(part[3:].split("-")), part)
-        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d{0,3})", part)) and away[1] in (OPTIMIZER if away[2] else list(Offload)):
+        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d{0,3})", part)) and away[1] in (IN_PART if away[2] else list(Offload)):
             offload.append(away[1])
             if away[2]:
                 put("offload_share", int(away[2]), part)
@@ -389,6 +371,6 @@ def parse_plan(name: str) -> Plan:
 
 
 __all__ = [
-    "AXES", "BUCKET", "FILES", "HELD", "OPTIMIZER", "PARAMETERS", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
-    "away_parts", "lies_as_v", "parse_plan", "plan_name", "rank_of",
+    "AXES", "BUCKET", "FILES", "HELD", "IN_PART", "OPTIMIZER", "PARAMETERS", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
+    "away_parts", "goes_in_part", "lies_as_v", "parse_plan", "plan_name", "rank_of",
 ]  # fmt: skip

@@ -45,6 +45,7 @@ def reduced(plan: Plan, most: int = MOST) -> Plan:
         "actions": () if plain else plan.actions,
         "sequence_parallel": plan.sequence_parallel and sizes["tp"] > 1,
         "micro_batch": min(plan.micro_batch, 2),
+        "micro_batch_sizes": (),
         "layers_per_stage": (),
         "shares": (),
         "shard_weights": plan.shard_weights if sizes["dp_shard"] * sizes["cp"] == plan.shards else (),
@@ -53,6 +54,8 @@ def reduced(plan: Plan, most: int = MOST) -> Plan:
     }
     if plan.shares and sizes["dp_replicate"] * sizes["dp_shard"] == plan.dp:
         changes["shares"] = tuple(2 * sizes["pp"] + (count > min(plan.shares)) for count in plan.shares)
+    if plan.micro_batch_sizes and sizes["dp_replicate"] * sizes["dp_shard"] == plan.dp:
+        changes["micro_batch_sizes"] = tuple(1 + (size > min(plan.micro_batch_sizes)) for size in plan.micro_batch_sizes)
     if plan.layers_per_stage and len(plan.layers_per_stage) == sizes["pp"] * virtual:
         fewest = min(plan.layers_per_stage)
         changes["layers_per_stage"] = tuple(1 + (count > fewest) for count in plan.layers_per_stage)

@@ -118,16 +118,13 @@ def stage_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
 def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
     """The batch is a whole number of micro-batches on every replica; interleaving turns in rounds of pp of them, dualpipev needs 2 pp, and a
     schedule of actions orders just so many."""
-    slice_of_all = plan.dp * plan.micro_batch
-    if plan.shares and sum(plan.shares) * plan.micro_batch != batch:
-        total = f"({'+'.join(map(str, plan.shares))}) * micro_batch({plan.micro_batch}) = {sum(plan.shares) * plan.micro_batch}"
-        yield Fault("shares are of another batch", f"shares: {total} but the batch is {batch}")
+    slice_of_all, each = plan.rows_at_once, plan.round_equation.partition(" = ")[0]
+    if plan.shares and plan.rows_shared_out != batch:
+        yield Fault("shares are of another batch", f"shares: {plan.shares_equation} but the batch is {batch}")
     elif plan.shares:
         return
     elif batch % slice_of_all:
-        yield Fault(
-            "batch does not divide", f"batch {batch} is not a multiple of dp({plan.dp}) * micro_batch({plan.micro_batch}) = {slice_of_all}"
-        )
+        yield Fault("batch does not divide", f"batch {batch} is not a multiple of {plan.round_equation}")
     elif plan.schedule == Schedule.interleaved and batch // slice_of_all % plan.pp:
         yield Fault(
             "interleaving does not divide",
@@ -142,13 +139,18 @@ def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
     elif plan.schedule == Schedule.actions and batch // slice_of_all != (ordered := micro_batches_of(plan.actions)):
         yield Fault(
             "the actions order another batch",
-            f"its actions order {ordered} micro-batches, batch {batch} / (dp({plan.dp}) * micro_batch({plan.micro_batch})) is {batch // slice_of_all}",
+            f"its actions order {ordered} micro-batches, batch {batch} / ({each}) is {batch // slice_of_all}",
         )
 
 
 def exact_faults(plan: Plan, exact: int) -> Iterator[Fault]:
     """Exact sums are of micro-batches of one size, which the workload names."""
-    if exact and plan.micro_batch != exact:
+    if exact and plan.micro_batch_sizes:
+        yield Fault(
+            "exact sums are of micro-batches of one size",
+            f"micro-batch sizes {list(plan.micro_batch_sizes)} are not workload.exact({exact}); use mb{exact}",
+        )
+    elif exact and plan.micro_batch != exact:
         yield Fault(
             "exact sums are of other micro-batches", f"micro_batch({plan.micro_batch}) is not workload.exact({exact}); use mb{exact}"
         )
@@ -165,7 +167,13 @@ def local_faults(plan: Plan, local: Local | None) -> Iterator[Fault]:
         )
     other = [
         name
-        for name, there in (("ep", plan.ep > 1), ("sh", plan.shares), ("off", plan.offload), ("z0 with cp", plan.cp > 1 and not plan.zero))
+        for name, there in (
+            ("ep", plan.ep > 1),
+            ("sh", plan.shares),
+            ("mb of unlike sizes", plan.micro_batch_sizes),
+            ("off", plan.offload),
+            ("z0 with cp", plan.cp > 1 and not plan.zero),
+        )
         if there
     ]
     if other:
