@@ -1,4 +1,4 @@
-"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it.
+"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it (slow-b2: of the node that SLOWED_NODE calls b).
 
 Nothing here is a number of seconds that a slow machine could turn around: what sleeps, sleeps several times what this rank needs for a step, or a product,
 and ranks that have left a device out wait before step LATE until it is back."""
@@ -26,7 +26,7 @@ WORLD: list[int] = []
 
 
 def is_slow() -> bool:
-    return (FOLDER[0] / f"slow-{os.environ['LOCAL_RANK']}").exists()
+    return (FOLDER[0] / f"slow-{os.environ.get('SLOWED_NODE', '')}{os.environ['LOCAL_RANK']}").exists()
 
 
 class Slowed(Pulse):

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,19 +30,22 @@ pytestmark = pytest.mark.soak
 PLANS = ["dp4.mb2", "dp2.tp2.z1", "dp2x2.z2.mb2", "dp4.z3", "tp4.mb4", "pp2.mb4", "dp2.pp2.z2.mb2", "dp2.tp2.z3"]
 KINDS = {
     "1 killed": ["SIGKILL"],
-    "2 crashed": ["SIGSEGV", "SIGABRT", "exit", "raise"],
-    "3 frozen": ["SIGSTOP"],
-    "4 hung": ["livelock", "lock"],
     "29 several killed at once": ["SIGKILL"],
+    "2 crashed": ["SIGSEGV", "SIGABRT", "exit", "raise"],
+    "4 hung": ["livelock", "lock"],
+    "3 frozen": ["SIGSTOP"],
 }
+"""The most valuable rows first."""
 FAULTS, LONG = 20, 80
+QUIET = 6.0
+"""Load of the machine, four ranks included, under which the times of a row are its own."""
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "faults.json"
 HEAD = """# Faults in real runs
 
 Each row is one run of 80 steps (450 of row 33) with 20 faults (200) where chance says (rank, step, phase, up to 10 ms later), on ranks of this machine, compared with the same run undisturbed. Passed: the culprit is
-named, no step is run again, and losses, weights, optimizer and random states at the end are equal to the bit. In time: of what is frozen or hung, noticed within max(1 s, 5 steps) or max(2 s, 10 steps) of silence; of
+named, no step is run again, and losses, weights, optimizer and random states at the end are equal to the bit; of two that fall into one recovery one is named (19 of 20). In time: of what is frozen or hung, noticed within max(1 s, 5 steps) or max(2 s, 10 steps) of silence; of
 the others, the next new step within 1 s. Seconds: silence before a hang was noticed, and from the decision to the end of the next new step; the machine has two cores, its load while the row was measured and the
-median step stand beside them. Rows without a step are of an earlier version, which counted a fault that came late as not named; rows of 3 whose load rose were judged by the undisturbed run's step. Written by `make soak` (tests/ranks/test_faults_soak.py).
+median step stand beside them. A row measured at a load under 6 gives way only to another such. Written by `make soak` (tests/ranks/test_faults_soak.py).
 
 | fault (row of the table) | plan | injected | passed | in time | steps lost | final state | silence, median | recovery, median | largest | step | load |
 |---|---|---|---|---|---|---|---|---|---|---|---|
@@ -80,12 +84,32 @@ def measured(row: int, folder: Path) -> dict[str, Any]:
     return {"in_time": f"{in_time} of {len(judged)}", "load": os.getloadavg()[0], **times}
 
 
-def write(row: dict[str, Any]) -> None:
-    """Into the table, in place of what was measured before."""
-    rows = {(each["fault"], each["plan"]): each for each in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
+def table() -> dict[tuple[str, str], dict[str, Any]]:
+    """What was measured before."""
+    return {(each["fault"], each["plan"]): each for each in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
+
+
+def is_quiet(row: dict[str, Any] | None) -> bool:
+    """Rows without a step are of an earlier version."""
+    return row is not None and row["load"] < QUIET and row["step"] > 0
+
+
+def lacking() -> list[tuple[str, str]]:
+    """Every kind under every plan, those without a quiet row first: a run that is cut keeps the rows that it has, and the next one begins with others."""
+    known = table()
+    return sorted(((kind, plan) for kind in KINDS for plan in PLANS), key=lambda each: is_quiet(known.get(each)))
+
+
+def write(row: dict[str, Any], right: bool = True) -> None:
+    """Into the table, in place of what was measured before; a row that was measured on a quiet machine gives way to another one only, or to one that was not `right`."""
+    rows = table()
+    if right and is_quiet(rows.get((row["fault"], row["plan"]))) and not is_quiet(row):
+        return
     rows[row["fault"], row["plan"]] = row
     ordered = sorted(rows.values(), key=lambda each: (int(each["fault"].split()[0]), each["plan"]))
-    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+    fresh = RESULTS.with_suffix(".new")
+    fresh.write_text(json.dumps(ordered, indent=1) + "\n")
+    fresh.replace(RESULTS)
     tabulate(ordered)
 
 
@@ -101,14 +125,25 @@ def tabulate(rows: Sequence[dict[str, Any]]) -> None:
     RESULTS.with_suffix(".md").write_text(HEAD + "\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.fixture(scope="module")
+def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], Path]:
+    """The folder of a run under a plan that nothing happens to; each is run once."""
+
+    @cache
+    def run(plan: str) -> Path:
+        folder = tmp_path_factory.mktemp(plan)
+        train(nursery, launch(text, folder, plan, LONG), [])
+        return folder
+
+    return run
+
+
+@pytest.mark.parametrize(("kind", "plan"), lacking())
 def test_twenty_faults_of_a_kind_under_a_kind_of_plan_lose_nothing(
-    nursery: Nursery, tmp_path: Path, text: Path, plan: str, kind: str
+    nursery: Nursery, tmp_path: Path, text: Path, undisturbed: Callable[[str], Path], plan: str, kind: str
 ) -> None:
     world, row = parse_plan(plan).world, int(kind.split()[0])
-    whole, hurt = (launch(text, tmp_path / name, plan, LONG) for name in ("whole", "hurt"))
-    train(nursery, whole, [])
+    whole, hurt = undisturbed(plan), launch(text, tmp_path / "hurt", plan, LONG)
     seed = 100 * PLANS.index(plan) + row
     faults = several(world, FAULTS, seed) if row == 29 else random_faults(FAULTS, world, KINDS[kind], seed, LONG)
     train(nursery, hurt, faults)
@@ -117,13 +152,11 @@ def test_twenty_faults_of_a_kind_under_a_kind_of_plan_lose_nothing(
     steps = {fault["step"] for fault in faults}
     named = sum(any(is_named(fault, broken) for fault in faults if fault["step"] == step) for step in steps)
     lost = sum(event.lost for event in healed)
-    same = state(tmp_path / "hurt", LONG) == state(tmp_path / "whole", LONG) != {} and losses(tmp_path / "hurt") == losses(
-        tmp_path / "whole"
-    )
+    same = state(tmp_path / "hurt", LONG) == state(whole, LONG) != {} and losses(tmp_path / "hurt") == losses(whole)
     passed = {"injected": len(steps), "passed": named if same and not lost else 0, "lost": lost, "state": "equal" if same else "DIFFERENT"}
-    write({"fault": kind, "plan": plan, **passed, **measured(row, tmp_path / "hurt")})
-    assert same and healed and not lost
-    assert named >= FAULTS - 1, f"{named} of {FAULTS} named"
+    right = same and bool(healed) and not lost and named >= FAULTS - 1
+    write({"fault": kind, "plan": plan, **passed, **measured(row, tmp_path / "hurt")}, right)
+    assert right, f"{named} of {FAULTS} named, {lost} steps lost, final state {'equal' if same else 'DIFFERENT'}"
 
 
 BUSY, MINUTES = 40, 10

@@ -56,6 +56,11 @@ class Nodes:
         while self.step() < step and self.processes[0].poll() is None:
             time.sleep(0.005)
 
+    def wait_for_next(self, step: int, number: int) -> None:
+        """Until node `number` has made more steps than `step`."""
+        while self.step() <= step and self.processes[number].poll() is None:
+            time.sleep(0.005)
+
     def ranks(self, number: int) -> list[psutil.Process]:
         return [
             child for child in psutil.Process(self.processes[number].pid).children(recursive=True) if child.name().startswith("mesh-rank")
@@ -160,6 +165,28 @@ def test_a_node_killed_with_all_its_processes_costs_the_steps_since_the_last_rou
     expected = nodes.losses()
     assert sorted(losses) == sorted(expected) == list(range(21))
     assert all(abs(losses[step] - loss) <= 1e-6 * loss for step, loss in expected.items())
+
+
+def test_when_the_first_node_is_gone_the_next_one_leads_and_the_first_joins_it_when_it_comes_back(place: Path, whole: Nodes) -> None:
+    """Row 26. From the newest checkpoint on disk, without a person; no secret and no leader's address stay behind."""
+    nodes = Nodes(place, "heir")
+    nodes.wait_for(30)
+    ranks = nodes.ranks(1)
+    nodes.processes[0].kill()
+    nodes.processes[0].communicate()
+    _, alive = psutil.wait_procs(ranks, 15)
+    assert ranks and not alive
+    nodes.wait_for_next(nodes.step(), 1)
+    nodes.processes[0] = nodes.start(0)
+    code, err, other = nodes.end()
+    assert (code, other) == (0, 0), err
+    assert "node 0 of 2 at 127.0.0.1, led by 127.0.0.1" in err
+    kinds = [(event["kind"], event.get("node", "")) for event in nodes.events()]
+    assert ("lost", "0") in kinds and any(kind == "came" and node.startswith("0 ") for kind, node in kinds)
+    losses = nodes.losses()
+    assert sorted(losses) == list(range(121))
+    assert all(abs(losses[step] - loss) <= 1e-3 * loss for step, loss in whole.losses().items())
+    assert not {"token", "leader"} & set(os.listdir(nodes.folder))
 
 
 def test_nobody_joins_without_the_token(place: Path, whole: Nodes) -> None:

@@ -89,3 +89,21 @@ def test_of_two_parts_that_do_not_hear_each_other_one_ends_and_one_goes_on(place
     assert lost["kind"] == "lost" and "silent for 15 s" in fault["cause"]
     assert recovery["source"] == "memory" and recovery.get("lost", 0) <= 10
     assert sorted(nodes.losses()) == list(range(201))
+
+
+@pytest.mark.soak
+def test_a_first_node_that_is_gone_without_a_word_is_followed_by_the_next_one_and_joins_it_later(place: Path, space: str) -> None:
+    """Row 26, as when its machine loses power: its link is down before it dies, so the other one hears nothing; then both come back."""
+    nodes = Apart(place, "dark", space)
+    nodes.wait_for(25)
+    nodes.link("down")
+    nodes.processes[0].kill()
+    nodes.processes[0].communicate()
+    time.sleep(1.0)
+    nodes.wait_for_next(nodes.step(), 1)
+    nodes.link("up")
+    nodes.processes[0] = nodes.start(0)
+    code, err, other = nodes.end()
+    assert (code, other) == (0, 0), err
+    assert f"led by {SECOND}:{PORT}" in err
+    assert sorted(nodes.losses()) == list(range(201))

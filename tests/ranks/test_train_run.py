@@ -16,6 +16,8 @@ from test_train_supervisor import gone
 
 from meshwright.checkpoint.folder import newest
 from meshwright.checkpoint.manifest import step_of
+from meshwright.spec.workload import Optimizer
+from meshwright.train.optimizer import learning_rate
 
 JOB = """
 model: {name: llama-tiny, sizes: {layers: 2, hidden: 32, heads: 4, kv_heads: 4, head_dim: 8, ffn: 64, vocab: 258, seq: 64}}
@@ -132,6 +134,19 @@ def test_an_interrupted_run_saves_the_step_it_is_at_and_ends_in_the_same_bytes(p
     assert f"goes on from the checkpoint of step {last}" in err
     assert losses(place, run) == losses(place, "whole")
     assert weights(place, run, 40) == weights(place, "whole", 40)
+
+
+def test_a_run_is_trained_on_by_asking_for_more_steps(place: Path, whole: tuple[int, str, str]) -> None:
+    shutil.copytree(place / "runs" / "whole", place / "runs" / "longer")
+    code, _, err = train(place, "longer", "--steps", "44")
+    assert code == 0, err
+    assert "goes on to step 44 instead of 40: from here on the learning rate follows the cosine over 44 steps" in err
+    records = [json.loads(line) for line in (place / "runs" / "longer" / "records.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(45))
+    rule = Optimizer(lr=1e-2, warmup=5)
+    assert [record["lr"] for record in records[41:]] == [learning_rate(rule, step, 44) for step in range(40, 44)]
+    code, _, err = train(place, "longer")
+    assert code == 2 and "workload.steps is 44 there and 40 here" in err
 
 
 def test_a_run_folder_of_another_job_is_refused_with_the_difference(place: Path, whole: tuple[int, str, str]) -> None:

@@ -13,7 +13,11 @@ import pytest
 
 from meshwright.cli import main as command_line
 from meshwright.cli.main import COMMANDS, application, main
+from meshwright.cli.preparation import short_of_room
 from meshwright.intake.plans import read_plan
+from meshwright.report.text import columns_of
+from meshwright.spec.estimate import Estimate, Memory, Time
+from meshwright.spec.plan import parse_plan
 
 ROOT = Path(__file__).parents[2]
 LARGE = ["--model", "llama-65b", "--cluster", "8x8:a100-40gb", "--batch", "512", "--seq", "2048"]
@@ -37,6 +41,7 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
         (["plan", "--batch", "many"], 'plan: Invalid value for --batch: unable to convert "many" into int.'),
         (["plan", "a.yaml", "b.yaml"], "plan: Unused Tokens: ['b.yaml']."),
         (["plan", "nowhere.yaml"], "job 'nowhere.yaml' does not exist"),
+        (["plan", "--batch", "0"], "meshwright: $.workload.batch: input should be greater than or equal to 1, got 0"),
         (["plan", "--top", "0"], "--top 0: must be at least 1"),
         (["plan", *SMALL, "--pin", "tp"], "pin 'tp' is not name=value; write pins like 'tp=2,pp=4'"),
         (["plan", "--set", "workload.stpes=3"], "Workload has no field 'stpes'; did you mean 'steps'?"),
@@ -56,6 +61,19 @@ def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(
     code, out, err = called(capsys, *tokens)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("meshwright: ") and message in err
+
+
+def test_a_path_that_cannot_be_written_is_a_mistake_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = called(capsys, "plan", *SMALL, "--save", "/proc/none.json")
+    assert (code, err) == (2, "meshwright: '/proc/none.json': No such file or directory; name another path\n")
+
+
+def test_a_pin_for_which_the_host_has_no_room_fits_nowhere_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(
+        capsys, "plan", "--model", "llama-65b", "--cluster", "1x1:a100-80gb", "--batch", "1", "--pin", "offload=optimizer"
+    )
+    assert (code, out) == (3, "") and "inf" not in err
+    assert "729.6 GiB of each rank are to wait on its host, which has 256.0 GiB" in err
 
 
 def test_a_job_that_fits_nowhere_is_exit_code_3_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +161,32 @@ def test_a_pin_holds_and_a_saved_plan_reads_back(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(("kind", "count"), [("models", 108), ("devices", 38), ("clusters", 17), ("links", 13)])
 def test_the_catalog_lists_everything(kind: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(called(capsys, "catalog", kind)[1].splitlines()) == count + 1
-    assert len(json.loads(called(capsys, "catalog", kind, "--json")[1])) == count
+    data = json.loads(called(capsys, "catalog", kind, "--json")[1])
+    assert list(data) == [kind] and len(data[kind]) == count
+
+
+def test_a_probe_of_more_ranks_than_the_cores_can_take_turns_for_names_the_number_that_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("meshwright.intake.local.cores", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, out, err = called(capsys, "probe", "--cluster", "local:900")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "probe of 900 ranks" in err and "use --cluster local:16" in err
+    monkeypatch.setenv("LANG", "zh_CN.UTF-8")
+    assert "请用 --cluster local:16" in called(capsys, "probe", "--cluster", "local:17")[2]
+
+
+def test_files_that_the_disk_may_not_hold_are_said_with_the_share_that_would_fit(tmp_path: Path) -> None:
+    memory = Memory(parameters=1, gradients=1, optimizer=1, activations=1, buffers=1, total=5, reserved=5)
+    priced = Estimate(
+        memory=memory, per_stage=(memory,), time=Time(step=1.0), tokens_per_second=1.0, mfu=0.1, fits=True, offloaded=10 * 2.0**30
+    )
+    plan = parse_plan("dp4.z3.off-optimizer-files80")
+    line = short_of_room(plan, priced, tmp_path, 10 * 2.0**30)
+    assert "has 10.0 GiB" in line and "up to 40.0 GiB" in line and "off-optimizer-files20 would fit" in line
+    assert parse_plan("dp4.z3.off-optimizer-files20").offload == plan.offload
+    assert not short_of_room(plan, priced, tmp_path, 40 * 2.0**30)
+    assert not short_of_room(parse_plan("dp4.z3.off-optimizer80"), priced, tmp_path, 0.0)
 
 
 def test_the_schema_knows_every_section_and_every_pin(capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +239,7 @@ def test_a_command_imports_only_what_it_needs(tokens: list[str], strangers: str)
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = f"{sys.executable} -m meshwright.cli.main catalog models --json | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m meshwright catalog models --json | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -207,3 +250,11 @@ def test_the_doctor_gives_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(out)
     assert code == {"works": 0, "broken": 1}[facts["verdict"]]
     assert facts["speed"]["matrix_product_flops_per_second"] > 1e8 and facts["cores"] >= 1
+
+
+def test_a_narrow_terminal_gets_lines_that_fit_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    for language in ("en", "zh"):
+        code, out, _ = called(capsys, "plan", *SMALL, "--top", "3", "--lang", language)
+        assert code == 0 and 60 < max(map(columns_of, out.splitlines())) <= 80

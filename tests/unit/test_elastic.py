@@ -7,12 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.errors import InputError, MeshwrightError
-from meshwright.base.pulse import Phase, Word
+from meshwright.base.pulse import WAITS, Phase, Pulse, Word
+from meshwright.cli.preparation import Choice, write_run
 from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, culprit, failed_here, starved, verdict
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.retries import Retries
 from meshwright.elastic.watch import Pace, Watch
-from meshwright.spec.launch import Launch, difference
+from meshwright.report.faults import faults_text, read_events
+from meshwright.spec.event import EVENTS
+from meshwright.spec.launch import Launch, difference, lengthened
 from meshwright.spec.plan import Plan, Schedule, parse_plan
 from meshwright.spec.reduced import MOST, reduced
 from meshwright.spec.rules import world_faults
@@ -43,6 +46,15 @@ def test_want_of_memory_twice_in_a_step_is_hopeless_under_the_same_plan_however_
     assert not retries.count(Failure(0, 0.0, 75, "OutOfMemory", "48 MiB more", known=True), 7, starved=True)
     assert "again" in retries.count(Failure(2, 0.0, -9), 7, starved=True)
     assert not retries.count(Failure(2, 0.0, -9), 8, starved=True)
+
+
+def test_two_ranks_that_end_without_a_word_in_the_same_step_are_no_error_that_comes_again() -> None:
+    retries = Retries(5)
+    assert not retries.count(Failure(3, 0.0, 1), 51) and not retries.count(Failure(1, 0.0, 1), 51)
+    assert "the same error" in retries.count(Failure(1, 0.0, 1), 51)
+    assert not retries.count(Failure(3, 0.0, 1, "ValueError", "hidden"), 60) and "same" in retries.count(
+        Failure(1, 0.0, 1, "ValueError", "hidden"), 60
+    )
 
 
 def test_when_all_lost_their_connections_the_first_is_named() -> None:
@@ -104,10 +116,23 @@ def test_what_decides_the_result_makes_another_job_and_is_named() -> None:
     assert difference(launch().but(data={"source": "a.txt"}), launch()) == "data.source is 'stdlib' there and 'a.txt' here"
 
 
-def test_more_steps_continue_a_run_only_under_a_constant_learning_rate() -> None:
+def test_more_steps_are_another_curve_but_under_a_constant_learning_rate() -> None:
     assert difference(launch(steps=9), launch(steps=5)) == "workload.steps is 5 there and 9 here"
     constant = {"schedule": "constant"}
     assert difference(launch(steps=9, optimizer=constant), launch(steps=5, optimizer=constant)) == ""
+    assert lengthened(launch(steps=9, optimizer=constant), launch(steps=5, optimizer=constant)) == "goes on to step 9 instead of 5"
+
+
+def test_a_run_is_lengthened_with_a_word_and_an_event_but_neither_shortened_nor_changed_with_it(tmp_path: Path) -> None:
+    begin = lambda more: write_run(tmp_path, launch(**more), Choice(None, parse_plan("dp2"), None, []))
+    assert begin({"steps": 5}) == begin({"steps": 5}) == ""
+    assert begin({"steps": 9}).startswith("goes on to step 9 instead of 5: from here on the learning rate follows the cosine over 9 steps")
+    assert begin({"steps": 9}) == ""
+    for more in ({"steps": 8}, {"steps": 10, "seed": 2}):
+        with pytest.raises(InputError, match="holds another job"):
+            begin(more)
+    assert [event.kind for event in read_events(tmp_path / EVENTS)] == ["longer"]
+    assert "goes on to step 9 instead of 5" in faults_text(read_events(tmp_path / EVENTS))
 
 
 degrees = st.integers(1, 64)
@@ -153,9 +178,10 @@ def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_t
         watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ("S", 0.0), pace=pace)
         holdings.begin()
         watch.look({0: 10, 1: 11})
+        pulses = [Pulse(holdings.memory, rank, lambda: clock[0]) for rank in (0, 1)]
         for step in range(1, steps + 2):
-            for rank in (0, 1):
-                holdings.pulse(rank).at(Phase.data, step)
+            for pulse in pulses:
+                pulse.at(Phase.data, step)
                 watch.look({0: 10, 1: 11})
             clock[0] += seconds
         holdings.pulse(0).at(Phase.reduce)
@@ -168,6 +194,8 @@ def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_t
         return clock[0] - began
 
     assert 60.0 < generation(2, 1.0, 70.0) < 61.0
+    assert 60.0 < generation(0, 1.0, 70.0) < 61.0
+    assert 5.0 < generation(1, 1.0, 70.0) < 5.5 and not pace.steps, "three steps have been seen, whatever generations they were of"
     assert 5.0 < generation(8, 1.0, 20.0) < 5.5
     assert 5.0 < generation(0, 1.0, 70.0) < 5.5
     pace.first = 0.1
@@ -175,13 +203,42 @@ def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_t
     holdings.close()
 
 
-def test_steps_that_pass_between_two_looks_count_as_so_many() -> None:
+def test_of_two_ranks_that_say_they_wait_for_each_other_the_one_that_no_longer_looks_is_named() -> None:
+    holdings, clock = Holdings(2), [0.0]
+
+    def hang(looking: tuple[int, ...]) -> str:
+        pace = Pace(first=0.1, early=3)
+        watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ("S", 0.0), pace=pace)
+        holdings.begin()
+        for step in (1, 2):
+            for rank in (0, 1):
+                holdings.pulse(rank).at(Phase.reduce, step)
+            watch.look({0: 10, 1: 11})
+        for rank in (0, 1):
+            holdings.pulse(rank).write(Word.waits, 2 - rank)
+        while (hung := watch.look({0: 10, 1: 11})) is None and clock[0] < 1e3:
+            clock[0] += 0.1
+            for rank in looking:
+                holdings.pulse(rank).write(Word.waits, holdings.pulse(rank).read(Word.waits) + WAITS)
+        return "" if hung is None else f"{hung.rank}: {hung.words}"
+
+    assert hang((0,)).startswith("1: hung: no sign of life") and hang((1,)).startswith("0: hung: no sign of life")
+    assert hang((0, 1)) == "0: hung: rank 0 waits for rank 1 waits for rank 0: they are not in the same collective"
+    holdings.close()
+
+
+def test_steps_are_as_long_as_ranks_say_however_seldom_they_are_looked_at() -> None:
     holdings, pace, clock = Holdings(1), Pace(), [0.0]
     watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ("S", 0.0), pace=pace)
     holdings.begin()
-    for step, at in ((1, 0.0), (6, 0.5)):
-        clock[0] = at
-        holdings.pulse(0).at(Phase.data, step)
-        watch.look({0: 10})
-    assert list(pace.steps) == [pytest.approx(0.1)]
+    pulse = Pulse(holdings.memory, 0, lambda: clock[0])
+    for step in range(1, 9):
+        pulse.at(Phase.data, step)
+        if step in (2, 7):
+            watch.look({0: 10})
+        clock[0] += 0.1
+    assert [pace.first, *pace.steps] == pytest.approx([0.1, 0.1], abs=2e-6)
+    assert pulse.read(Word.took) == pytest.approx(100_000, abs=2)
+    pulse.at(Phase.data, 8)
+    assert pulse.read(Word.took) == 0, "a step that begins again has ended none"
     holdings.close()

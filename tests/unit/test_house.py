@@ -49,7 +49,7 @@ POOR_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|misc)(_|$)|^bas
 def room_of(name: str) -> str:
     """The room of a module path ('cost/step.py') or a dotted name ('meshwright.cost.step'); '' for the package's face."""
     parts = name.removeprefix("meshwright").strip(".").split(".") if name.startswith("meshwright") else name.split("/")
-    return "" if parts[0] in ("", "__init__.py") else parts[0]
+    return "" if parts[0] in ("", "__init__.py", "__main__.py") else parts[0]
 
 
 def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:

@@ -22,6 +22,7 @@ from meshwright.report.page.axes import Shape, limited, resized
 from meshwright.report.page.file import PARTS, part
 from meshwright.report.page.grid import SHOWN
 from meshwright.report.page.pipeline import UNITS, chart, played
+from meshwright.report.page.run import PARTS as RUN_PARTS
 from meshwright.search.answer import Objective
 from meshwright.search.rank import search
 from meshwright.spec.job import Job
@@ -138,13 +139,15 @@ def test_a_page_of_many_settings_and_ranks_stays_under_a_megabyte() -> None:
     assert once * 27 / settings + 300_000 + 60_000 < 1e6
 
 
-def test_both_languages_have_the_same_labels() -> None:
-    text = part("words.js")
-    english, chinese = text.split("\n  zh: {")
-    labels = [re.findall(r"(?:^|, )\s*(\w+): (?=[\"(])", half, re.MULTILINE) for half in (english, chinese)]
+@pytest.mark.parametrize(
+    ("words", "template", "script"), [("words.js", "template.html", "page.js"), ("run_words.js", "run.html", "run.js")], ids=["plan", "run"]
+)
+def test_both_languages_have_the_same_labels(words: str, template: str, script: str) -> None:
+    english, chinese = part(words).split("\n  zh: {")
+    labels = [re.findall(r"(?:^|, )\s*(\w+): (?=[\"(]|\{ \w)", half, re.MULTILINE) for half in (english, chinese)]
     assert labels[0] == labels[1] and len(labels[0]) > 40
-    assert set(re.findall(r'data-say="(\w+)"', part("template.html"))) <= set(labels[0])
-    assert set(re.findall(r"\bsay\.(\w+)", part("page.js"))) <= set(labels[0])
+    assert set(re.findall(r'data-say="(\w+)"', part(template))) <= set(labels[0])
+    assert set(re.findall(r"\bsay\.(\w+)", part(script))) <= set(labels[0])
 
 
 @pytest.mark.parametrize("name", ["dp2.pp4", "dp4.pp2.gpipe.rc-layer", "pp4.tp2.interleaved2", "dp8"])
@@ -263,4 +266,4 @@ def test_an_installation_brings_every_part_of_the_page() -> None:
     root = Path(__file__).parents[2]
     globs = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["meshwright"]
     brought = {path for glob in globs for path in (root / "src" / "meshwright").glob(glob)}
-    assert {root / "src" / "meshwright" / "report" / "page" / name for name in (*PARTS, "template.html")} <= brought
+    assert {root / "src" / "meshwright" / "report" / "page" / name for name in (*PARTS, *RUN_PARTS, "template.html", "run.html")} <= brought

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from meshwright.base.errors import InputError
 from meshwright.cli.main import main
 from meshwright.report.compare import compare, compare_text
 from meshwright.report.faults import faults_text
+from meshwright.report.page.run import COLUMNS
 from meshwright.report.run import Run, read_run, summarise
 from meshwright.report.run_text import run_text
 from meshwright.report.text import columns, sparkline
@@ -25,6 +27,7 @@ from meshwright.spec.model import Layer, ModelSpec, Parameter
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.record import StepRecord
 from meshwright.spec.run import Run as RunOptions
+from meshwright.spec.timeline import Moment, Timeline
 from meshwright.spec.workload import Workload
 
 MIB = 2.0**20
@@ -314,6 +317,76 @@ def test_a_sparkline_of_many_values_keeps_its_width_and_of_equal_ones_its_height
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([math.nan, 1.0, 2.0]) == " ▁█"
     assert sparkline([]) == ""
+
+
+def test_what_of_a_recovery_was_lost_is_one_figure_in_the_table_and_in_goodput(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [record(step, 6.0 / (1 + step)) for step in range(1, 9)])
+    events = [
+        Event(kind="fault", at=0.0, rank=1, step=6, phase="forward", cause="killed by SIGKILL"),
+        Event(kind="recovery", at=9.0, step=3, lost=2, seconds=8.99, source="disk"),
+    ]
+    (folder / "events.jsonl").write_text("".join(event.to_json(indent=None) + "\n" for event in events))
+    run = read_run(folder)
+    found = summarise(run).goodput
+    assert found is not None and found.recovery == pytest.approx(8.99 - 3 * 0.5), (
+        "steps 4 and 5 ran again and 6 is new: they count as steps"
+    )
+    text = run_text(run)
+    assert "8.99 s from disk" in text and text.count("7.49 s") == 2 and "lost in recoveries 7.49 s" in text
+
+
+def test_the_memory_of_a_run_as_data_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "one", losses(3))
+    (folder / "memory").mkdir()
+    peak = Moment(at=0.1, activations=2 * MIB, buffers=0.0)
+    timeline = Timeline(rank=0, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak, place="forward of head")
+    (folder / "memory" / "rank-0.json").write_text(timeline.to_json())
+    assert main(["report", str(folder), "--memory", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["run"] == str(folder) and data["timelines"][0]["peak"]["activations"] == 2 * MIB
+
+
+def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(
+        tmp_path / "<b>x", [record(0, 8.0, tokens=0, held_out_loss=7.5), *(record(step, 6.0 / step) for step in range(1, 9))]
+    )
+    events = [
+        Event(kind="fault", at=0.0, rank=1, step=6, phase="forward", cause="killed by SIGKILL"),
+        Event(kind="recovery", at=9.0, step=5, seconds=8.99, source="memory"),
+    ]
+    (folder / "events.jsonl").write_text("".join(event.to_json(indent=None) + "\n" for event in events))
+    (folder / "memory").mkdir()
+    moments = (Moment(at=0.1, activations=2 * MIB, buffers=0.0), Moment(at=0.3, activations=0.0, buffers=0.0))
+    timeline = Timeline(rank=3, step=2, seconds=0.4, held={"parameters": MIB}, moments=moments, peak=moments[0], place="forward of head")
+    (folder / "memory" / "rank-3.json").write_text(timeline.to_json())
+    path = tmp_path / "out.html"
+    assert main(["report", str(folder), "--page", str(path), "--lang", "zh", "--json"]) == 0
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert f"page: {path}" in captured.err
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None and text.count("</script>") == 2, "what a person named cannot end the data"
+    data = json.loads(found[1])
+    assert data["language"] == "zh" and data["plan"] == told["plan"] and data["goodput"] == told["goodput"]
+    for kind in ("time", "memory"):
+        assert [{name: row[name] for name in pair} for row, pair in zip(data[kind], told[kind], strict=True)] == told[kind]
+    assert data["loss"] == [[step, pytest.approx(6.0 / step)] for step in range(1, 9)] and data["held"] == [[0, 7.5]]
+    (event,) = data["events"]
+    assert (event["step"], event["seconds"], event["lost"], event["source"]) == (6, 8.99, pytest.approx(8.49), "memory")
+    columns = data["timeline"]["columns"]
+    assert columns["parameters"] == [MIB] * COLUMNS and max(columns["activations"]) == 2 * MIB and columns["activations"][-1] == 0
+    assert set(re.findall(r"[a-z]+://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"} and "default-src 'none'" in text
+    assert not re.search(r"@import|url\(|<iframe|<script src|fetch\(|XMLHttpRequest|import\(", text)
+    assert not re.search(r"\{\{\w+[.}]", text)
+
+
+def test_a_page_is_of_one_run_in_a_place_that_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_run(tmp_path / "one", losses(3))
+    assert main(["report", str(one), str(one), "--page", str(tmp_path / "out.html")]) == 2
+    assert "report --page shows one run: name one of the 2" in capsys.readouterr().err
+    assert main(["report", str(one), "--page", str(tmp_path / "no" / "out.html")]) == 2
+    assert f"folder {tmp_path / 'no'} does not exist; name a file in one" in capsys.readouterr().err
 
 
 def test_what_broke_before_a_step_had_begun_is_shown_behind_the_last_one_and_a_divergence_in_its_words() -> None:

@@ -138,4 +138,4 @@ def read_text(path: Path | str, what: str = "file") -> str:
 
 def read(kind: type[NounType], path: Path | str) -> NounType:
     """The file `path` (JSON or YAML) as a `kind`."""
-    return build(kind, parse(read_text(path, kind.__name__.lower()), str(path)), "$")
+    return build(kind, parse(read_text(path, kind.__name__.lower()), str(path)), f"{path}: $")

@@ -45,6 +45,17 @@ class Interrupted(MeshwrightError):
     exit_code = 75
 
 
+def at_named_path(error: Exception, words: Iterable[str]) -> Exception:
+    """`error`, or an InputError when it is the system's about a file or folder that one of `words`, those of a command, names.
+
+    >>> at_named_path(FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json"), ["--save", "/proc/out/plan.json"])
+    InputError("'/proc/out/plan.json': No such file or directory; name another path")
+    """
+    path = str(error.filename or "") if isinstance(error, OSError) else ""
+    named = any(path.startswith(word.rpartition("=")[2].rstrip("/") or "/") for word in words if "/" in word or word == path)
+    return InputError(f"{path!r}: {error.strerror}; name another path") if isinstance(error, OSError) and path and named else error
+
+
 LESS_ALIKE = 0.05
 """How much less like the word a name may be than the nearest one, to be offered with it."""
 

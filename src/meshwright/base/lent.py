@@ -10,6 +10,9 @@ import json
 
 from meshwright.base.link import NotAdmitted, enter
 
+AT, NOWHERE = "at:", "nowhere:"
+"""How the place of a copy on another node begins, and the place of one that is lost with its node."""
+
 
 class Lent:
     """The copies of one rank at `address`. Raises OSError when the node is gone, or the token is not that of the job."""
@@ -25,8 +28,9 @@ class Lent:
         self._lines = self._end.makefile("rb")
 
     def __del__(self) -> None:
-        if hasattr(self, "_end"):
-            self._end.close()
+        for part in (getattr(self, "_lines", None), getattr(self, "_end", None)):
+            if part is not None:
+                part.close()
 
     def fetch(self, begin: int, size: int) -> bytes:
         """Bytes of the memory from `begin`, fewer than `size` at its end."""

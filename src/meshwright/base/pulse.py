@@ -13,16 +13,22 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
+from collections.abc import Callable
 from enum import IntEnum
 
 ROW = 8
 """Words of 8 bytes of a rank."""
 
 
+WAITS = 1 << 16
+"""What a rank adds to its word `waits` whenever it has looked for the other in vain."""
+
+
 class Word(IntEnum):
     """What stands where in a row. `step` is the one in progress, `beat` grows with every sign of progress, `waits` is 1 + the rank that
-    this one waits for, `kept` the newest step of which a whole copy is in memory, `busy` 1 while a checkpoint is written
-    beside training, which the supervisor sets to 0 again, `saved` how many microseconds the last one took."""
+    this one waits for and, above WAITS, how often it has looked for it in vain: whoever waits in truth looks again and again, `kept` the newest step of which a whole copy is in memory, `busy` 1 while a checkpoint is written
+    beside training, which the supervisor sets to 0 again, `saved` how many microseconds the last one took, `took` those of the last whole step."""
 
     step = 0
     phase = 1
@@ -31,6 +37,7 @@ class Word(IntEnum):
     kept = 4
     busy = 5
     saved = 6
+    took = 7
 
 
 class Phase(IntEnum):
@@ -55,15 +62,24 @@ class Phase(IntEnum):
 class Pulse:
     """The row of `rank` in `memory`."""
 
-    def __init__(self, memory: memoryview, rank: int) -> None:
-        self.memory, self.rank = memory, rank
+    def __init__(self, memory: memoryview, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.memory, self.rank, self.clock = memory, rank, clock
         self.row = memory.cast("B").cast("Q")[rank * ROW : (rank + 1) * ROW]
+        self._began: float | None = None
 
     def at(self, phase: Phase, step: int | None = None) -> None:
         if step is not None:
-            self.row[Word.step] = step
+            self._begin(step)
         self.row[Word.phase] = phase
         self.row[Word.beat] += 1
+
+    def _begin(self, step: int) -> None:
+        """A step that begins ends the one before; one that begins again, or after another start, ends none."""
+        now = self.clock()
+        is_next = self._began is not None and step == self.row[Word.step] + 1
+        self.row[Word.took] = max(1, int(1e6 * (now - (self._began or 0.0)))) if is_next else 0
+        self._began = now
+        self.row[Word.step] = step
 
     def read(self, word: Word) -> int:
         return self.row[word]

@@ -17,6 +17,7 @@ TOKENIZER = (
 )  # fmt: skip
 GENERATION = "generation_config.json"
 SETTINGS = "tokenizer_config.json"
+START = "decoder_start_token_id"
 
 
 def companions(tokenizer: Path | None, model: Path | None, end_of_text: str, mask: str) -> dict[str, bytes]:
@@ -27,6 +28,10 @@ def companions(tokenizer: Path | None, model: Path | None, end_of_text: str, mas
     found = {name: (tokenizer / name).read_bytes() for name in TOKENIZER if tokenizer and (tokenizer / name).is_file()}
     if model is not None and (model / GENERATION).is_file():
         found[GENERATION] = (model / GENERATION).read_bytes()
+    elif (
+        model is not None and (start := _starts_with(model)) is not None
+    ):  # transformers asks a file that is there, and then no configuration
+        found[GENERATION] = json.dumps({START: start}, indent=2).encode()
     if tokenizer is not None and found.keys() & set(TOKENIZER) == {"tokenizer.json"}:
         known = {entry["content"]: entry["id"] for entry in parse(read_text(tokenizer / "tokenizer.json"), str(tokenizer))["added_tokens"]}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -36,3 +41,10 @@ def companions(tokenizer: Path | None, model: Path | None, end_of_text: str, mas
             ends = {"eos_token_id": known[end_of_text], "pad_token_id": known[end_of_text]}
             found[GENERATION] = json.dumps({**json.loads(found.get(GENERATION, b"{}")), **ends}, indent=2).encode()
     return found
+
+
+def _starts_with(model: Path) -> int | None:
+    """What the decoder of an encoder-decoder model begins with, where the folder's configuration says it."""
+    config = model / "config.json"
+    found = parse(read_text(config), str(config)).get(START) if config.is_file() else None
+    return found if isinstance(found, int) else None

@@ -11,12 +11,10 @@ import os
 import torch
 import xxhash
 
-from meshwright.base.lent import Lent
+from meshwright.base.lent import AT, NOWHERE, Lent
 from meshwright.base.link import TOKEN
 from meshwright.base.slots import HEAD, Head
 from meshwright.checkpoint.memory import CHUNK, Memory
-
-AT, NOWHERE = "at:", "nowhere:"
 
 
 def memory_at(place: str) -> Memory:

@@ -33,7 +33,7 @@ def catalog(
     if not found:
         raise InputError(f"catalog {kind}: none of {len(rows)} entries has {like!r} in its name, family or source")
     if json:
-        say_json(list(found.values()))
+        say_json({kind: list(found.values())})
         return 0
     from meshwright.report.text import columns
 

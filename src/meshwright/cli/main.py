@@ -15,7 +15,7 @@ from itertools import pairwise
 from cyclopts import App, CycloptsError, UnknownCommandError
 
 from meshwright import __version__
-from meshwright.base.errors import InputError, Interrupted, MeshwrightError, did_you_mean
+from meshwright.base.errors import InputError, Interrupted, MeshwrightError, at_named_path, did_you_mean
 
 COMMANDS = (
     ("train", "plan, launch and train; go on where a run stopped"),
@@ -27,7 +27,7 @@ COMMANDS = (
     ("probe", "measure this machine or cluster: devices, links; for --cluster"),
     ("emulate", "a described cluster on this machine: real ranks behind shaped links"),
     ("validate", "score the cost model on published measurements"),
-    ("report", "a run, or several, as text"),
+    ("report", "a run, or several, as text; one as a page"),
     ("launch", "files for torchrun, Slurm or Kubernetes: one process on each node"),
     ("checkpoint", "list, verify, export and import checkpoints"),
     ("catalog", "list known models, devices and clusters"),
@@ -71,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, MeshwrightError, Exception) as error:
         if debug:
             raise
-        error = Interrupted("interrupted; the same command goes on") if isinstance(error, KeyboardInterrupt) else error
+        error = (
+            Interrupted("interrupted; the same command goes on") if isinstance(error, KeyboardInterrupt) else at_named_path(error, tokens)
+        )
         known = isinstance(error, MeshwrightError)
         fault = f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of meshwright, --debug shows where"
         print(f"meshwright: {_said(str(error), tokens) if known else fault}", file=sys.stderr)

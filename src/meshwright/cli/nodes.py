@@ -1,4 +1,4 @@
-"""`meshwright train` as one of several nodes: the first one leads, the others serve it. Each is started once, by whatever starts processes.
+"""`meshwright train` as one of several nodes: the first one leads (succession.py: or the one after it), the others serve it. Each is started once, by whatever starts processes.
 
 Rule: a process is a node, not a rank, when MESHWRIGHT_NODE is 1, or when as many processes were started as the cluster has nodes and these have several
 devices each. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which node it is and where the first one is; so do Slurm's names.
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from meshwright.cli.succession import Leader
     from meshwright.elastic.fleet import Fleet
     from meshwright.elastic.generation import Work
     from meshwright.intake.job import JobFile
+    from meshwright.spec.run import Run
     from meshwright.train.rank import Launched
 
 NODE = "MESHWRIGHT_NODE"
@@ -29,13 +31,15 @@ PORT = 29400
 
 
 class Place(NamedTuple):
-    """This node among all. `devices`: of each node that there may be, in order; `started`: how many were."""
+    """This node among all. `devices`: of each node that there may be, in order; `started`: how many were. `host` and `port`: of the one that leads;
+    `after`: the number of the one that led before, which is gone."""
 
     number: int
     started: int
     devices: tuple[int, ...]
     host: str
     port: int
+    after: int | None = None
 
     @property
     def world(self) -> int:
@@ -75,7 +79,7 @@ def told(file: JobFile, place: Place) -> str | None:
 
 
 @contextmanager
-def leading(place: Place, work: Work, note: Callable[[str], None], least: int) -> Iterator[Fleet]:
+def leading(place: Place, work: Work, note: Callable[[str], None], run: Run) -> Iterator[Fleet]:
     """The ranks of all nodes as one nursery, once the nodes have come. They end as the block does."""
     from meshwright.base.errors import InputError, MeshwrightError
     from meshwright.base.link import TOKEN, token_of
@@ -85,14 +89,14 @@ def leading(place: Place, work: Work, note: Callable[[str], None], least: int) -
     os.environ[TOKEN] = token = token_of(os.environ, str(work.folder / "token"), write=True)
     host = socket.gethostbyname(place.host)
     try:
-        fleet = Fleet(work.logs, work.warm, host, place.port, token, place.devices[0])
+        fleet = Fleet(work.logs, work.warm, host, place.port, token, place.devices[place.number])
     except OSError as error:
         raise InputError(
-            f"the first node cannot listen at {place.host}:{place.port} ({error.strerror}): set MASTER_ADDR and MASTER_PORT"
+            f"the node that leads cannot listen at {place.host}:{place.port} ({error.strerror}): set MASTER_ADDR and MASTER_PORT"
         ) from None
-    code, line = 1, "the first node failed"
+    code, line = 1, "the node that leads failed"
     try:
-        _await(fleet, place, note, least)
+        _await(fleet, place, note, run)
         yield fleet
         code, line = 0, ""
     except MeshwrightError as error:
@@ -104,18 +108,21 @@ def leading(place: Place, work: Work, note: Callable[[str], None], least: int) -
         (work.folder / "token").unlink(missing_ok=True)
 
 
-def _await(fleet: Fleet, place: Place, note: Callable[[str], None], least: int) -> None:
+def _await(fleet: Fleet, place: Place, note: Callable[[str], None], run: Run) -> None:
+    """Until all nodes have come; those that have lost their leader get as long as one that comes back."""
     from meshwright.base.errors import MeshwrightError
 
-    end, ready = time.monotonic() + ARRIVE, False
-    note(f"node 0 of {place.started} at {fleet.host}:{place.port}, waiting for the others")
-    while not ready or 1 + len(fleet.nodes) < place.started:
+    heir, least, ready = place.after is not None, run.least, False
+    end = time.monotonic() + (run.rejoin if heir else ARRIVE)
+    leads = f", leads in the place of node {place.after}" if heir else ""
+    note(f"node {place.number} of {place.started} at {fleet.host}:{place.port}{leads}, waiting for the others")
+    while not ready or 1 + len(fleet.nodes) < place.started - heir:
         for event in fleet.events(AGAIN):
             ready = ready or event["event"] == "ready"
             if event["event"] == "came":
                 note(f"node {event['name']} has come")
         if time.monotonic() > end and ready:
-            if least and fleet.places >= least:
+            if (least or heir) and len(fleet.slots) >= least:
                 return
             raise MeshwrightError(
                 f"{1 + len(fleet.nodes)} of {place.started} nodes came to {fleet.host}:{place.port} within {ARRIVE:.0f} s; "
@@ -123,40 +130,56 @@ def _await(fleet: Fleet, place: Place, note: Callable[[str], None], least: int) 
             )
 
 
-def serve(place: Place, file: JobFile, note: Callable[[str], None]) -> int:
-    """Ranks of this node, as the first node says; its exit code when the run is over."""
+def serve(place: Place, file: JobFile, note: Callable[[str], None]) -> int | Place:
+    """Ranks of this node, as the node that leads says; its exit code when the run is over, or the place from which this node is to lead (succession.py)."""
     from meshwright.base.errors import Interrupted
     from meshwright.base.link import TOKEN, Link, address_towards
     from meshwright.cli.preparation import folder_of, source_of
+    from meshwright.cli.succession import leader_of
     from meshwright.elastic.node import Node
 
-    end, hello, token = _arrive(place, folder_of(file, source_of(file)).resolve())
-    os.environ[TOKEN] = token
-    own = address_towards(place.host, place.port)
-    note(f"node {place.number} of {place.started} at {own}, led by {place.host}:{place.port}")
-    code, line = Node(Link(end, hello), own, token, place.number, {"MESHWRIGHT_ADDRESS": own}).run()
-    if not line and code:
-        raise Interrupted(
-            f"the first node, {place.host}:{place.port}, is gone: ranks of this node have ended; the same command joins again"
-        )
-    if line:
-        note(f"meshwright: {line}")
-    return code
+    folder, lost, own = folder_of(file, source_of(file)).resolve(), None, ""
+    while True:
+        came = _arrive(place, folder, lost)
+        if came is None:
+            assert lost is not None
+            return place._replace(host=own, after=lost.number)
+        end, hello, token, at = came
+        os.environ[TOKEN] = token
+        own = address_towards(*at)
+        note(f"node {place.number} of {place.started} at {own}, led by {at[0]}:{at[1]}")
+        node = Node(Link(end, hello), own, token, place.number, {"MESHWRIGHT_ADDRESS": own})
+        code, line = node.run()
+        if line:
+            note(f"meshwright: {line}")
+        lost = leader_of(folder) if code and not line and not node.leaving and file.run.retries else None
+        if lost is None and code and not line:
+            raise Interrupted(f"the node that led, {at[0]}:{at[1]}, is gone: ranks of this node have ended; the same command joins again")
+        if lost is None:
+            return code
+        note(f"the node that led, {at[0]}:{at[1]}, is gone: ranks of this node have ended; it waits for one that leads, or leads itself")
 
 
-def _arrive(place: Place, folder: Path) -> tuple[socket.socket, dict[str, object], str]:
-    from meshwright.base.errors import MeshwrightError
+def _arrive(place: Place, folder: Path, lost: Leader | None) -> tuple[socket.socket, dict[str, object], str, tuple[str, int]] | None:
+    """The connection to the node that leads, what that says, the token, and its address; None where this node is to lead, `lost` being gone."""
+    from meshwright.base.errors import Interrupted, MeshwrightError
     from meshwright.base.link import NotAdmitted, enter, token_of
+    from meshwright.cli.succession import is_heir, leader_of
 
     me = {"name": f"{place.number} ({socket.gethostname()})", "devices": place.devices[place.number], "order": place.number}
-    give_up, why = time.monotonic() + ARRIVE, ""
-    while time.monotonic() < give_up:
-        token = token_of(os.environ, str(folder / "token"), write=False)
-        try:
-            if token:
-                return *enter(place.host, place.port, token, me), token
-            why = f"no token: set MESHWRIGHT_TOKEN on all nodes, or let them share the run folder {str(folder)!r}"
-        except (OSError, ValueError, NotAdmitted) as error:
-            why = str(error)
+    began, why = time.monotonic(), ""
+    while time.monotonic() < began + ARRIVE:
+        token, now = token_of(os.environ, str(folder / "token"), write=False), leader_of(folder)
+        if lost is not None and now is None:
+            raise Interrupted("the run has ended without this node; the same command joins it again")
+        if lost is not None and now == lost and is_heir(place, lost, folder, time.monotonic() - began):
+            return None
+        for at in dict.fromkeys([*([(now.host, now.port)] if now else []), *([(place.host, place.port)] if lost is None else [])]):
+            try:
+                if token:
+                    return *enter(*at, token, me), token, at
+                why = f"no token: set MESHWRIGHT_TOKEN on all nodes, or let them share the run folder {str(folder)!r}"
+            except (OSError, ValueError, NotAdmitted) as error:
+                why = str(error)
         time.sleep(AGAIN)
-    raise MeshwrightError(f"node {place.number} found no first node at {place.host}:{place.port} within {ARRIVE:.0f} s: {why}")
+    raise MeshwrightError(f"node {place.number} found no node that leads at {place.host}:{place.port} within {ARRIVE:.0f} s: {why}")

@@ -73,6 +73,16 @@ class Shared:
         return described(read_job(path, self.set, self.overrides()))
 
 
+def check_place(option: str, path: Path | None) -> None:
+    """InputError where `path`, which `option` names, is no place for a file."""
+    from meshwright.base.errors import InputError
+
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise InputError(
+            f"{option} {path}: {'is a folder' if path.is_dir() else f'folder {path.parent} does not exist'}; name a file in one"
+        )
+
+
 def say(text: str) -> None:
     """Standard output."""
     sys.stdout.write(text + "\n")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobPath, Language, Shared, note, say, say_json
+from meshwright.cli.options import AsJson, JobPath, Language, Shared, check_place, note, say, say_json
 
 if TYPE_CHECKING:
     from meshwright.intake.job import ClusterChoice
@@ -112,11 +112,8 @@ def _check(shared: Shared, wanted: Wanted, shown: Shown) -> None:
 
     if shown.top < 1:
         raise InputError(f"--top {shown.top}: must be at least 1")
-    for option, path in (("--save", shown.save), ("--page", shown.page)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise InputError(
-                f"{option} {path}: {'is a folder' if path.is_dir() else f'folder {path.parent} does not exist'}; name a file in one"
-            )
+    check_place("--save", shown.save)
+    check_place("--page", shown.page)
     if shown.page is not None and wanted.objective in ("fewest", "cheapest"):
         raise InputError(
             f"--page ranks plans on all devices, --objective {wanted.objective} on fewer; leave one out: the page has a slider"

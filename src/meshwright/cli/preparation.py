@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshwright.base.errors import InputError
 from meshwright.cli.options import Shared
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ def read_file(path: Path | None, shared: Shared) -> JobFile:
     Without the tokenizers library there are only bytes: then the embedded model's vocabulary is theirs.
     """
     embedded = path is None and (shared.model or "llama-tiny") in LANGUAGE
-    file = shared.job_file(EMBEDDED if embedded else path)
+    try:
+        file = shared.job_file(EMBEDDED if embedded else path)
+    except InputError as error:  # the embedded job is right: what is wrong was said on the command line
+        raise InputError(str(error).replace(f"{EMBEDDED}: ", "")) from None
     library = importlib.util.find_spec("tokenizers") is not None
     if embedded and not library:
         file = file.but(model={"sizes": {"vocab": BYTE_VOCABULARY}, **file.model.model_dump(exclude_defaults=True)})
@@ -199,18 +203,40 @@ def data_of(data: Data, source: ModelSource) -> Data:
     return data.but(tokenizer=source.folder) if own and data.tokenizer == "auto" else data
 
 
-def write_run(folder: Path, launch: Launch, choice: Choice) -> None:
-    """The nouns of a run into its folder, each whole or not at all. Raises InputError when the folder is another job's."""
+def short_of_room(plan: Plan, estimate: Estimate, folder: Path, free: float) -> str:
+    """What is to be told where the files of the plan's ranks may not fit into `free` bytes of `folder`: the share of them that would; else nothing.
+    No refusal: ranks that hold less than the fullest take less, and the first step says what is missing."""
+    from meshwright.base.units import show_bytes
+    from meshwright.spec.choices import FILES, goes_in_part
+
+    kinds, need = [what for what in plan.offload if what in FILES], estimate.offloaded * plan.world
+    if not kinds or len(kinds) < len(plan.offload) or need <= free:
+        return ""
+    share = int(plan.offload_share * free / need)
+    less = f"off-{kinds[0]}{share} would fit, " if goes_in_part(plan.offload) and share else ""
+    return (
+        f"offload folder {str(folder)!r} has {show_bytes(free)}, {plan.name} needs up to {show_bytes(need)} in it: {less}"
+        f"or make room, or give another folder (--offload-to)"
+    )
+
+
+def write_run(folder: Path, launch: Launch, choice: Choice) -> str:
+    """The nouns of a run into its folder, each whole or not at all; what a person is to be told of it. Raises InputError when the folder is another job's.
+    More steps than it was begun with are the same job: what they change is told, and written down."""
     from meshwright.base.codec import read
     from meshwright.base.errors import InputError
-    from meshwright.spec.launch import Launch, difference
+    from meshwright.elastic.journal import Journal
+    from meshwright.report.run import read_records
+    from meshwright.spec.launch import Launch, difference, lengthened
 
-    path = folder / "launch.json"
+    path, longer = folder / "launch.json", ""
     if path.is_file():
         try:
-            other = difference(launch, read(Launch, path))
+            before = read(Launch, path)
+            longer = lengthened(launch, before)
+            other = difference(launch.but(workload=launch.workload.but(steps=before.workload.steps)) if longer else launch, before)
         except InputError as error:
-            why = str(error).removeprefix(f"{path}:")
+            why = str(error).removeprefix(f"{path}: ")
             raise InputError(
                 f"run {str(folder)!r} was begun by another version, or its launch.json is damaged ({why}): go on with that version, or choose another --run"
             ) from None
@@ -226,3 +252,7 @@ def write_run(folder: Path, launch: Launch, choice: Choice) -> None:
             fresh = folder / f".{name}.json.{os.getpid()}"
             fresh.write_text(noun.to_json() + "\n", encoding="utf-8")
             fresh.replace(folder / f"{name}.json")
+    if longer:
+        done = read_records(folder / "records.jsonl")[0] if (folder / "records.jsonl").is_file() else []
+        Journal(folder, lambda _: None).write(kind="longer", step=max((record.step for record in done), default=0), cause=longer)
+    return longer

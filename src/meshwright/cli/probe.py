@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, note, say, say_json
+from meshwright.cli.options import AsJson, check_place, note, say, say_json
 
 if TYPE_CHECKING:
     from meshwright.cost.calibration import Calibrated
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 TARGET = "meshwright.train.probing"
 LOST = 45.0
 """Seconds after which a rank that others wait for is lost; none of what is measured takes as long."""
+
+
+RANKS_PER_CORE = 8
 
 
 def probe(
@@ -45,14 +48,15 @@ def probe(
     from meshwright.spec.measurement import QUIET
     from meshwright.train.rank import launched
 
-    if save is not None and (save.is_dir() or not save.parent.is_dir()):
-        raise InputError(f"--save {save}: {'is a folder' if save.is_dir() else f'folder {save.parent} does not exist'}; name a file in one")
+    check_place("--save", save)
     me = launched(os.environ)
     known = read_cluster(cluster, measured=False)
     if me is None and sum(group.nodes for group in known.groups) > 1:
         raise InputError(
             f"cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, Slurm or `meshwright emulate`"
         )
+    if me is None:
+        _check_ranks(known)
     if me is not None and known.name.startswith("local") and known.devices != me.world:
         known = read_cluster(f"local:{me.world}", measured=False).but(name=UNDESCRIBED)
     found = _here(known) if me is None else _with_others(me.rank, me.world)
@@ -71,6 +75,19 @@ def probe(
     else:
         say("\n".join(lines(result, found)))
     return 0
+
+
+def _check_ranks(known: Cluster) -> None:
+    """InputError where more ranks were started here than take turns on the cores while each waits for all others."""
+    from meshwright.base.errors import InputError
+    from meshwright.intake.local import FEWEST, cores, cuda_cards
+
+    most = max(FEWEST, RANKS_PER_CORE * cores())
+    if not cuda_cards() and known.devices > most:
+        raise InputError(
+            f"probe of {known.devices} ranks: this machine has {cores()} cores, and beyond {RANKS_PER_CORE} ranks a core what is measured is waiting for "
+            f"each other; use --cluster local:{most}, or start the ranks on more machines"
+        )
 
 
 def _here(known: Cluster) -> Measurement:

@@ -1,13 +1,17 @@
-"""`meshwright report`: a run, or several, as text."""
+"""`meshwright report`: a run as text or as a page, or several as text."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, say, say_json
+from meshwright.cli.options import AsJson, check_place, note, say, say_json
+
+if TYPE_CHECKING:
+    from meshwright.report.run import Run
 
 
 def report(
@@ -15,7 +19,12 @@ def report(
     memory: Annotated[
         bool, Parameter(negative="", help="the memory of one step over its time, by kind, and the module that ran at its peak")
     ] = False,
+    page: Annotated[
+        Path | None,
+        Parameter(help="write an HTML page of one run to this file: plan, losses, predicted beside measured, memory, what broke"),
+    ] = None,
     json: AsJson = False,
+    lang: Annotated[str | None, Parameter(help="language of the page and of errors, en or zh; else that of the locale")] = None,
 ) -> int:
     """What a run planned and what it measured, in the same words; several runs side by side, with the difference of their losses.
 
@@ -27,16 +36,24 @@ def report(
     from meshwright.report.run import read_run, summarise
     from meshwright.report.run_text import run_text
     from meshwright.report.text import plain
+    from meshwright.words.say import language_of
 
+    language = language_of(lang, os.environ)
     if not runs:
         raise InputError("report needs a run: name one or several folders that `meshwright train` has written")
+    if page is not None and len(runs) > 1:
+        raise InputError(f"report --page shows one run: name one of the {len(runs)}")
+    if page is not None:
+        check_place("--page", page)
     found = [read_run(folder) for folder in runs]
+    if page is not None:
+        _page(found[0], page, language)
     if memory:
         if len(runs) > 1:
             raise InputError(f"report --memory shows one run: name one of the {len(runs)}")
         timelines = read_timelines(runs[0])
         if json:
-            say_json([plain(timeline) for timeline in timelines])
+            say_json({"run": found[0].folder, "timelines": [plain(timeline) for timeline in timelines]})
         else:
             say(memory_text(found[0], timelines))
         return 0
@@ -52,3 +69,12 @@ def report(
     else:
         say(compare_text(comparison))
     return 0
+
+
+def _page(run: Run, path: Path, language: str) -> None:
+    from meshwright.base.units import show_bytes
+    from meshwright.report.page import run_page_text
+
+    text = run_page_text(run, language)
+    path.write_text(text, encoding="utf-8")
+    note(f"page: {path}, {show_bytes(len(text.encode()))}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +39,7 @@ def train(
             help="run folder, or its name under runs/; the same folder goes on where it stopped (torchrun takes --run for its own: use --folder)",
         ),
     ] = None,
-    steps: Annotated[int | None, Parameter(help="optimizer steps in all")] = None,
+    steps: Annotated[int | None, Parameter(help="optimizer steps in all; more than a run was begun with train it on")] = None,
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
     offload_to: Annotated[
         Path | None,
@@ -58,27 +58,46 @@ def train(
 
     Try: meshwright train --model gpt2-tiny --steps 100 --cluster local:4 --pin tp=2
     """
-    from meshwright.cli.nodes import place_of, serve
+    from meshwright.cli.nodes import place_of
     from meshwright.cli.preparation import read_file
     from meshwright.train.rank import launched
     from meshwright.train.screen import Screen
 
+    question = _question(job, shared)
     shared = _with(shared, steps, run, offload_to)
     me = launched(os.environ)
     node = None if me is None else place_of(me, lambda: read_file(job, shared), os.environ)
     screen = Screen()
     try:
-        if me is None or (node is not None and node.number == 0):
-            folder = _supervise(job, shared, pin, screen, trials, node)
-        elif node is not None:
-            raise SystemExit(serve(node, read_file(job, shared), screen.note))
-        else:
+        if node is not None:
+            folder = _be_a_node(node, job, shared, pin, screen, trials)
+        elif me is not None:
             folder = _be_a_rank(me, job, shared, pin, screen, trials)
+        else:
+            folder = _supervise(job, shared, pin, screen, trials, None)
     finally:
         screen.close()
-    if me is None or me.rank == 0:
-        _conclude(folder, screen, json)
+    if me is None or node is not None or me.rank == 0:
+        _conclude(folder, question, screen, json)
     return 0
+
+
+def _be_a_node(node: Place, job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int) -> Path:
+    """The first node leads, unless another one does; who follows leads when it is its turn (succession.py). Ends the process of one that has not led."""
+    from meshwright.cli.nodes import serve
+    from meshwright.cli.preparation import folder_of, read_file, source_of
+    from meshwright.cli.succession import is_led_by_another
+    from meshwright.train.lease import Held
+
+    file = read_file(job, shared)
+    if node.number == 0 and not is_led_by_another(node, folder_of(file, source_of(file))):
+        return _supervise(job, shared, pin, screen, trials, node)
+    while True:
+        found = serve(node, file, screen.note)
+        if isinstance(found, int):
+            raise SystemExit(found)
+        with suppress(Held):  # another one was faster: it is joined
+            return _supervise(job, shared, pin, screen, 0, found)
 
 
 def _with(shared: Shared, steps: int | None, run: str | None, offload_to: Path | None) -> Shared:
@@ -90,10 +109,11 @@ def _with(shared: Shared, steps: int | None, run: str | None, offload_to: Path |
 
 
 def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int, node: Place | None) -> Path:
-    """Ranks of this machine, each a child of this process; and of the other nodes, when this is the first of several."""
+    """Ranks of this machine, each a child of this process; and of the other nodes, when this is the one of several that leads."""
     from meshwright.cli.nodes import leading, told
     from meshwright.cli.preparation import read_file
     from meshwright.cli.replans import Replans
+    from meshwright.cli.succession import announced
     from meshwright.elastic.slots import Leaving
     from meshwright.elastic.supervisor import Care, Supervisor
 
@@ -104,8 +124,9 @@ def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen
         run, plans = launch.run, Replans(launch, choice, folder)
         leaving = Leaving(plans.predict, PROBE) if run.balance else None
         care, work = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, run.rejoin, leaving), plans.work_of(launch)
-        fleet = stack.enter_context(leading(node, work, screen.note, run.least)) if node else None
-        work = plans.replan(fleet.places) if fleet is not None and fleet.places < work.world else work
+        stack.enter_context(announced(folder, node, screen.note))
+        fleet = stack.enter_context(leading(node, work, screen.note, run)) if node else None
+        work = plans.replan(len(fleet.slots)) if fleet is not None and len(fleet.slots) < work.world else work
         Supervisor(work, lambda rank, message: screen.hear(message), screen.note, run.grace, care=care, lent=fleet).run()
     return folder
 
@@ -136,8 +157,10 @@ def _prepared(
     job: Path | None, shared: Shared, pin: str | None, screen: Screen, world: int | None
 ) -> Iterator[tuple[Launch, Path, Choice]]:
     """A planned run whose folder is ours for as long as the block lasts."""
+    from shutil import disk_usage
+
     from meshwright.base.errors import InputError
-    from meshwright.cli.preparation import choose, folder_of, launch_of, read_file, source_of, write_run
+    from meshwright.cli.preparation import choose, folder_of, launch_of, read_file, short_of_room, source_of, write_run
     from meshwright.train.lease import Lease
 
     file = read_file(job, shared)
@@ -150,8 +173,10 @@ def _prepared(
     except OSError as error:
         raise InputError(f"run folder {str(folder)!r} cannot be made: {error.strerror}") from None
     with Lease(folder):
-        write_run(folder, launch, choice)
-        for line in choice.why:
+        longer = write_run(folder, launch, choice)
+        away = Path(launch.run.offload_to or folder)
+        room = short_of_room(choice.plan, choice.estimate, away, disk_usage(away).free) if choice.estimate and away.is_dir() else ""
+        for line in filter(None, [*choice.why, longer, room]):
             screen.note(line)
         yield launch, folder, choice
 
@@ -199,8 +224,22 @@ def _be_a_rank(me: Launched, job: Path | None, shared: Shared, pin: str | None, 
     return folder
 
 
-def _conclude(folder: Path, screen: Screen, json: bool) -> None:
+def _question(job: Path | None, shared: Shared) -> list[str]:
+    """The words of this command that say what is trained, for the commands that are proposed after it.
+
+    >>> _question(None, Shared(model="gpt2-tiny", plan="tp2", set=("workload.seed=3", "run.keep=9")))
+    ['--model', 'gpt2-tiny', '--set', 'workload.seed=3']
+    """
+    single = {name: value for name, value in dataclasses.asdict(shared).items() if name not in ("plan", "set") and value is not None}
+    words = [word for name, value in single.items() for word in (f"--{name}", str(value))]
+    words += [word for entry in shared.set if not entry.startswith(("run.", "plan")) for word in ("--set", entry)]
+    return [*([str(job)] if job else []), *words]
+
+
+def _conclude(folder: Path, question: list[str], screen: Screen, json: bool) -> None:
     """Predicted beside measured, and what to type next."""
+    from shlex import join
+
     from meshwright.report.run import read_run, summarise
     from meshwright.report.run_text import run_text
     from meshwright.report.text import plain
@@ -208,8 +247,7 @@ def _conclude(folder: Path, screen: Screen, json: bool) -> None:
     finished = read_run(folder)
     screen.note("")
     screen.note(run_text(finished))
-    screen.note(
-        f"\nnext: meshwright report {folder}    or prove the plan: meshwright verify --plan {finished.plan.name if finished.plan else 'auto'}"
-    )
+    proof = join(["meshwright", "verify", *question, "--plan", finished.plan.name if finished.plan else "auto"])
+    screen.note(f"\nnext: {join(['meshwright', 'report', str(folder)])}    or prove the plan: {proof}")
     if json:
         say_json(plain(summarise(finished)))

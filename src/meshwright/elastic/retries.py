@@ -1,6 +1,6 @@
 """Whether a run that has failed is tried again: what has failed so far, and what it says.
 
-[Note: giving up] The same error in the same step twice is deterministic: no more tries. Otherwise `retries` failures in a row without a step
+[Note: giving up] The same error in the same step twice is deterministic: no more tries; of two ranks that ended without a word nobody knows whether it is. Otherwise `retries` failures in a row without a step
 between them end the run; from the second on each try waits twice as long as the one before, with jitter.
 
 [Note: leaner] Want of memory twice in the same step is no chance either, however the words differ: a plan that takes less may do it, so the
@@ -32,6 +32,7 @@ class Retries:
     in_row: int = 0
     _step: int = -1
     _cause: str = ""
+    _rank: int = -1
     _kills: int = field(default_factory=memory_kills)
     _culprits: list[int] = field(default_factory=list)
 
@@ -43,9 +44,10 @@ class Retries:
     def count(self, failure: Failure, step: int, starved: bool = False) -> str:
         """Takes note of `failure` after `step` had ended. Why it is hopeless, in words; empty while it is not."""
         why = "want of memory" if starved else cause(failure)
-        same = step == self._step and why == self._cause and (starved or failure.status >= 0)
+        is_told = bool(failure.error or failure.message or failure.words) or failure.rank == self._rank
+        same = step == self._step and why == self._cause and (starved or (failure.status >= 0 and is_told))
         self.in_row = self.in_row + 1 if step == self._step else 1
-        self._step, self._cause = step, why
+        self._step, self._cause, self._rank = step, why, failure.rank
         self._culprits.append(failure.rank)
         if same or self.in_row > self.retries:
             again = "the same error in the same step again" if same else f"{self.in_row} failures without a step between them"

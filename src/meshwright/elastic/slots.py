@@ -1,4 +1,4 @@
-"""Which devices of this machine take part: a slot each, counted from 0. One that is slow for long may be left out, and comes back when it is well.
+"""Which devices take part: a slot each, counted from 0, over all machines of the run. One that is slow for long may be left out, and comes back when it is well.
 
 Rule: ranks say what a step takes, and what it would take if the slow ones computed as their peers do (train/straggler.py). The planner says what the best plan
 of the other devices takes beside the plan of now, both on devices that are well; so a step without the slow ones should take
@@ -10,6 +10,8 @@ took to start the last time. A device that is left out multiplies matrices for a
 first divided by how many times too slow it was. What no product shows is tried: after `rest` seconds the device comes back anyway, after twice as many the next time.
 
 [Note: ranks and slots] Ranks are counted anew by each generation; a rank is told its slot as LOCAL_RANK, so that a plan of three ranks leaves out any one of four devices.
+Of several machines the first one's devices are counted first, then those of each node (fleet.py), which a node that comes back has again. One device of the first, where
+the run is led from, always takes part. The first decides alone; the others are told which of their devices have ranks, and measure when they are asked.
 """
 
 from __future__ import annotations
@@ -67,6 +69,12 @@ class Slots:
     journal: Journal
     leaving: Leaving | None = None
     clock: Callable[[], float] = time.monotonic
+    name: Callable[[int], str] = str
+    """Of a device, in words."""
+    there: tuple[int, ...] | None = None
+    """The devices that are there now, where these are of several machines."""
+    first: int = 0
+    """How many the first of several machines has."""
     out: dict[int, _Out] = field(default_factory=dict)
     wanted: int | None = None
     """Ranks that a decision asks for, until it is carried out."""
@@ -84,13 +92,33 @@ class Slots:
 
     def of(self, world: int) -> tuple[int, ...]:
         """The slots of so many ranks; where they are too few, those that were left out take part again."""
-        free = [slot for slot in range(max(self.full, world)) if slot not in self.out]
+        there = range(max(self.full, world)) if self.there is None else self.there
+        if len(there) < world:
+            return ()
+        free = [slot for slot in there if slot not in self.out]
         if len(free) < world:
             self.out.clear()
-            free = list(range(world))
+            free = list(there)
         return tuple(free[:world])
 
+    @property
+    def room(self) -> int:
+        """How many devices are there and not left out, as many at most as the run began with."""
+        there = range(self.full) if self.there is None else self.there
+        return min(self.full, sum(slot not in self.out for slot in there))
+
+    def free(self, there: tuple[int, ...] | None) -> int | None:
+        """The room on devices of several machines, `there` being those; None where there is only this one."""
+        self.there = there
+        return None if there is None else self.room
+
+    def leads(self, slots: Sequence[int]) -> bool:
+        """Whether without these no device of the first of several machines would take part."""
+        return self.there is not None and not set(range(self.first)) - self.out.keys() - set(slots)
+
     def leave_out(self, slots: Sequence[int], times: float = 0.0) -> None:
+        if self.leads(slots):
+            return
         for slot in slots:
             self.out[slot] = _Out(self.clock(), times)
             self._spells[slot] = self._spells.get(slot, 0) + 1
@@ -137,7 +165,7 @@ class Slots:
             return
         ranks, step = tuple(message["ranks"]), int(message["step"])
         self._last, here = int(message["last"]), [slots[rank] for rank in ranks]
-        words, world = _words(here), self.full - len(self.out) - len(ranks)
+        words, world = self._words(here), self.room - len(ranks)
         try:
             now, then = self.leaving.predict(message["plan"], world)
         except MeshwrightError as error:
@@ -145,6 +173,8 @@ class Slots:
         else:
             seconds = message["without"] * then / now
             gain, why = message["seconds"] / seconds, self._worth(message["seconds"], seconds, LEAST)
+        if self.leads(here):
+            why = "the first node, which leads the run, needs a device that takes part"
         out = not why
         if not out and ranks == self._said:
             return
@@ -187,13 +217,12 @@ class Slots:
         now = self.clock()
         if self.leaving is None or self.wanted is not None or self._gain is not None or not self.out:
             return None
-        rested = [
-            slot for slot, out in self.out.items() if out.times and now > out.since + self.leaving.rest * 2 ** (self._spells[slot] - 1)
-        ]
+        there = {slot: out for slot, out in self.out.items() if self.there is None or slot in self.there}
+        rested = [slot for slot, out in there.items() if out.times and now > out.since + self.leaving.rest * 2 ** (self._spells[slot] - 1)]
         if rested:
             self.come_back(rested, "it has rested: tried again")
             return None
-        asked = [slot for slot, out in self.out.items() if out.times]
+        asked = [slot for slot, out in there.items() if out.times]
         if not self.leaving.probe or not asked or self._measuring or now < self._measured + self.leaving.every:
             return None
         self._measured, self._measuring = now, True
@@ -216,7 +245,7 @@ class Slots:
     def come_back(self, slots: Sequence[int], why: str) -> None:
         """From the next generation on, where that is worth it."""
         assert self.leaving is not None
-        before, world, words = median(self._usual or [0.0]), self.full - len(self.out) + len(slots), _words(slots)
+        before, world, words = median(self._usual or [0.0]), min(self.full, self.room + len(slots)), self._words(slots)
         now, then = self.leaving.predict(self.plan, world)
         for slot in slots:
             self.out[slot].since, self.out[slot].good = self.clock(), 0
@@ -228,9 +257,8 @@ class Slots:
         self.journal.note(f"step {self.journal.last}: {words} comes back: {why}; {now / then:.2f} times as fast predicted")
         self._change(f"taking back {words}", before, now / then, world)
 
-
-def _words(slots: Sequence[int]) -> str:
-    return f"device{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
+    def _words(self, slots: Sequence[int]) -> str:
+        return f"device{'s' if len(slots) > 1 else ''} {', '.join(map(self.name, slots))}"
 
 
 def _entries(message: Message, *names: str) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class Supervisor:
         self._holdings, self._full = Holdings(self.work.world), self.work.world
         self._nursery = self.lent or self._open_nursery()
         self._places = self._nursery.places
+        self._slots.name, self._slots.first = self._nursery.name_of, self._nursery.devices
         try:
             with hearing(self._on_signal):
                 if self.lent is None:
@@ -143,6 +144,8 @@ class Supervisor:
 
     def _generate(self) -> Generation:
         """A generation from its start until it is done, fails, or is to be ended."""
+        if self._slots.free(self._nursery.slots) is not None:  # nodes may have come and gone since the ranks were given theirs
+            self.work = replace(self.work, slots=self._slots.of(self.work.world))
         now = self._now = Generation(self.work, self.generation, self._hear)
         self._holdings.begin()
         watch = Watch(
@@ -187,8 +190,8 @@ class Supervisor:
         self.hear(rank, message)
 
     def _here(self) -> tuple[int, ...]:
-        """The slot of each rank; none where several machines take part."""
-        return () if self._nursery.places is not None else self.work.slots or tuple(range(self.work.world))
+        """The slot of each rank."""
+        return self.work.slots or self._slots.of(self.work.world)
 
     def _heed_others(self, event: Message) -> None:
         """Nodes, and the process that writes a checkpoint beside training. They may outlive a generation."""
@@ -197,6 +200,7 @@ class Supervisor:
         elif event["event"] in NODES:
             words = NODES[event["event"]].format(event)
             self._journal.write(kind=event["event"], node=event["name"])
+            self._slots.probed()
             self.note(words)
         if event.get("rank") == PROBER and event["event"] == "said" and event["message"]["kind"] == "speed":
             self._slots.measured(event["message"]["slot"], event["message"]["seconds"])
@@ -230,7 +234,7 @@ class Supervisor:
     def _room(self) -> int | None:
         """The ranks that there is room for, when nodes have come or are leaving; never more than the run began with."""
         before, self._places = self._places, self._nursery.places
-        return None if self._places in (None, before) else min(self._places, self._full)
+        return None if self._places in (None, before) else self._slots.free(self._nursery.slots)
 
     def _ask(self, now: Generation) -> None:
         """A first request lets the step end; a second one does not wait, nor does one before a rank said `begin`: there is no step to save."""
@@ -310,11 +314,11 @@ class Supervisor:
 
     def _await_places(self) -> None:
         """A node that is lost may come back; after a while the run goes on without it."""
-        began, places = time.monotonic(), self._nursery.places
+        began, places = time.monotonic(), self._slots.free(self._nursery.slots)
         if places is None or places >= self.work.world:
             return
         self.note(f"room for {places} of {self.work.world} ranks: waiting {self.care.rejoin:.0f} s for a node")
-        while (places := self._nursery.places or 0) < self.work.world and not self._asked:
+        while (places := self._slots.free(self._nursery.slots) or 0) < self.work.world and not self._asked:
             if time.monotonic() > began + self.care.rejoin and places >= self.care.least:
                 break
             for event in self._nursery.events(TICK):
@@ -339,7 +343,7 @@ class Supervisor:
     def _change(self, work: Work) -> None:
         """The copies so far stay until there are some of `work`."""
         self._journal.resize(self.work.world, work.world, work.plan, self.generation)
-        self.work = replace(work, slots=self._slots.of(work.world) if self._here() else ())
+        self.work = replace(work, slots=self._slots.of(work.world))
         self._retries.forget_culprits()
         self._pace = Pace()
         if self._old is None:

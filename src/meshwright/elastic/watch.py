@@ -3,10 +3,10 @@
 Three things are looked at from outside, none of which needs the rank to answer: its row of signs of life (base/pulse.py), the state of its
 process, and how long it stood in line for a core.
 
-Rule: a rank that waits for another says for whom; so whoever is silent for longer than its limit and waits for nobody is the culprit. Are
+Rule: a rank that waits for another says for whom, and again whenever it has looked in vain; so whoever is silent for longer than its limit and waits for nobody, or has stopped looking, is the culprit. Are
 several, then the one that is behind the others in (step, phase). When all that are silent wait for each other in a circle, they are not in
 the same collective: the circle is named. The limit is max(patience, 5 median steps) while a rank trains, longer while it starts, saves or
-evaluates; in the first steps of a generation 5 times the longest of these that an earlier one took, and longer where there was none. A
+evaluates; in the first steps of a generation 5 times the longest of these that any took, and longer until FEW of them have been seen. A
 process stopped by a signal needs no patience beyond a second. Time that a rank stood in line for a core is not silence of its own: a
 machine under load kills nobody.
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from meshwright.base.pulse import Phase, Word
+from meshwright.base.pulse import WAITS, Phase, Word
 from meshwright.base.units import show_seconds
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.signs import in_line, state_of
@@ -48,26 +48,34 @@ class Hung:
 
 @dataclass
 class Pace:
-    """How long steps take under one plan; it outlives a generation. `first`: the longest of the first FEW of any generation."""
+    """How long steps take under one plan; it outlives a generation. `first`: the longest of the first FEW of any generation; `early`: how many of these there were."""
 
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     first: float = 0.0
+    early: int = 0
 
     def count(self, number: int, seconds: float) -> None:
         """Step `number` of a generation, from 0."""
         if number < FEW:
-            self.first = max(self.first, seconds)
+            self.first, self.early = max(self.first, seconds), self.early + 1
         else:
             self.steps.append(seconds)
 
     @property
+    def is_known(self) -> bool:
+        """Generations may all be too short to get beyond their first steps: hang follows hang."""
+        return bool(self.steps) or self.early >= FEW
+
+    @property
     def typical(self) -> float:
-        return STEPS * median(self.steps) if self.steps else 0.0
+        return STEPS * (median(self.steps) if self.steps else self.first)
 
 
 @dataclass
 class _Seen:
-    beat: int
+    """A word of a rank's row, since when it stands there, and how long the rank had stood in line by then."""
+
+    word: int
     at: float
     in_line: float
 
@@ -85,8 +93,9 @@ class Watch:
     blind: Callable[[], bool] = lambda: False
     """Whether signs of life cannot arrive: a node has not been heard. Nobody is judged meanwhile, for all wait for its ranks."""
     _seen: dict[int, _Seen] = field(default_factory=dict)
+    _waits: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
-    _step: tuple[int, float] = (0, 0.0)
+    _step: int = 0
     _warm: int = 0
 
     def look(self, living: Mapping[int, int]) -> Hung | None:
@@ -95,15 +104,16 @@ class Watch:
             return None
         now = self.clock()
         if self.blind():
-            for before in self._seen.values():
+            for before in (*self._seen.values(), *self._waits.values()):
                 before.at = now
             return None
-        self._count_steps(now)
+        self._count_steps()
         silent: dict[int, float] = {}
         for rank, process in living.items():
             beat = self.holdings.pulse(rank).read(Word.beat)
+            self._note_wait(rank, process, now)
             seen = self._seen.get(rank)
-            if seen is None or seen.beat != beat:
+            if seen is None or seen.word != beat:
                 self._first.setdefault(rank, beat)
                 self._seen[rank] = _Seen(beat, now, self.signs(process)[1])
             elif process and beat != self._first[rank]:
@@ -116,27 +126,27 @@ class Watch:
         }
         return self._judge(late, silent, living) if late else None
 
-    def _count_steps(self, now: float) -> None:
-        step = max((self.holdings.pulse(rank).read(Word.step) for rank in range(self.holdings.world)), default=0)
-        if step > self._step[0]:
-            if self._step[0]:
-                passed = step - self._step[0]  # several between two looks, where steps are short or this process stood in line
-                self._warm += passed
-                self.pace.count(self._warm - 1, (now - self._step[1]) / passed)
-            self._step = (step, now)
+    def _count_steps(self) -> None:
+        """By what ranks say of them: several may pass between two looks, and a generation may end between the next two."""
+        pulses = [self.holdings.pulse(rank) for rank in range(self.holdings.world)]
+        step, took = max(((pulse.read(Word.step), pulse.read(Word.took)) for pulse in pulses), default=(0, 0))
+        if step > self._step and took:
+            self._warm += step - self._step if self._step else 1
+            self.pace.count(self._warm - 1, 1e-6 * took)
+            self._step = step
 
     def _limit(self, rank: int, process: int) -> float:
         phase = self.holdings.pulse(rank).read(Word.phase)
         typical = self.pace.typical
         if self.signs(process)[0] == "T":
             return max(STOPPED, typical)
-        if Phase.data <= phase <= Phase.compare and self.pace.steps:
+        if Phase.data <= phase <= Phase.compare and self.pace.is_known:
             return max(self.patience, typical, STEPS * self.pace.first if self._warm < FEW else 0.0)
         return max(OTHERWISE, 10 * self.patience, typical)
 
     def _judge(self, late: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]) -> Hung | None:
-        waits = {rank: self.holdings.pulse(rank).read(Word.waits) - 1 for rank in living}
-        guilty = [rank for rank in late if waits[rank] < 0 or self.signs(living[rank])[0] == "T"]
+        waits = {rank: self.holdings.pulse(rank).read(Word.waits) % WAITS - 1 for rank in living}
+        guilty = [rank for rank in late if waits[rank] < 0 or self.signs(living[rank])[0] == "T" or self._stands(rank, living[rank])]
         if guilty:
             rank = min(guilty, key=lambda rank: (self._place(rank), -late[rank]))
             return Hung(rank, silent[rank], f"hung: {self._why(rank, living[rank])}no sign of life for {show_seconds(silent[rank])}")
@@ -149,6 +159,16 @@ class Watch:
                 words = " waits for ".join(f"rank {rank}" for rank in (*circle, circle[0]))
                 return Hung(circle[0], silent[circle[0]], f"hung: {words}: they are not in the same collective")
         return None
+
+    def _note_wait(self, rank: int, process: int, now: float) -> None:
+        word = self.holdings.pulse(rank).read(Word.waits)
+        if rank not in self._waits or self._waits[rank].word != word:
+            self._waits[rank] = _Seen(word, now, self.signs(process)[1] if word else 0.0)
+
+    def _stands(self, rank: int, process: int) -> bool:
+        """Whether `rank` says that it waits but has not looked again for half its limit, though it had a core."""
+        seen = self._waits[rank]
+        return self.clock() - seen.at - (self.signs(process)[1] - seen.in_line) > 0.5 * self._limit(rank, process)
 
     def _place(self, rank: int) -> tuple[int, int]:
         pulse = self.holdings.pulse(rank)

@@ -2,7 +2,8 @@
 
 Rule: goodput = useful seconds / all seconds that are accounted for. Useful are the steps that count, each once as it was run last, without
 its waiting for data. Lost are: waiting for data, skipped steps, steps run again, saves that training waited for, silence before a hang was
-noticed, and recoveries (from the decision to the end of the next new step, less that step).
+noticed, and recoveries (from the decision to the end of the next new step, less that step and those that were run again before it: they count
+above). The table of what broke shows a recovery whole and what of it was lost, goodput the sum of what was lost.
 Source: Jiang et al., MegaScale, NSDI 2024, and ByteRobust (effective training time ratio) for the notion.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -61,25 +63,37 @@ def goodput(records: Sequence[StepRecord], repeated: float, events: Sequence[Eve
         "again": repeated,
         "saves": sum(event.seconds for event in events if event.kind == "save"),
         "detection": sum(event.detection for event in events if event.kind == "fault"),
-        "recovery": sum(event.seconds - _step(event, steps) for event in events if event.kind == "recovery"),
+        "recovery": sum(lost_in(event, steps) for event in events if event.kind == "recovery"),
     }
     useful = sum(record.seconds for record in steps if not record.skipped) - terms["data"]
     whole = useful + sum(terms.values())
     return Goodput(share=useful / whole if whole > 0 else 1.0, useful=useful, **terms)
 
 
-def _step(event: Event, steps: Sequence[StepRecord]) -> float:
-    """Seconds of the step that ended a recovery, which is useful."""
-    return min(event.seconds, next((record.seconds for record in steps if record.step == event.step + event.lost + 1), 0.0))
+def lost_in(event: Event, steps: Sequence[StepRecord]) -> float:
+    """Seconds of a recovery in which no step ran: all but its new step and those run again, which count as steps.
+
+    >>> steps = [StepRecord(step=number, loss=5.0, tokens=8, gradient_norm=1.0, lr=1e-3, seconds=2.0) for number in (1, 2, 3, 4)]
+    >>> lost_in(Event(kind="recovery", at=0.0, step=1, lost=1, seconds=9.0), steps)
+    5.0
+    """
+    ran = sum(record.seconds for record in steps if event.step < record.step <= event.step + event.lost + 1)
+    return max(0.0, event.seconds - ran)
 
 
 def goodput_text(found: Goodput) -> str:
     """One line: the share, then every term that is there.
 
     >>> goodput_text(Goodput(share=0.9, useful=90, saves=4, recovery=6))
-    '90.0% useful; saves 4.00 s, recovery 6.00 s'
+    '90.0% useful; saves 4.00 s, lost in recoveries 6.00 s'
     """
-    names = {"data": "waiting for data", "skipped": "skipped steps", "again": "steps run again", "detection": "noticing hangs"}
+    names = {
+        "data": "waiting for data",
+        "skipped": "skipped steps",
+        "again": "steps run again",
+        "detection": "noticing hangs",
+        "recovery": "lost in recoveries",
+    }
     terms = [
         f"{names.get(name, name)} {show_seconds(getattr(found, name))}"
         for name in Goodput.model_fields
@@ -96,24 +110,55 @@ def _short(event: Event) -> str:
     return event.cause.removeprefix(f"step {event.step}: ").partition(":")[0] or event.kind
 
 
-def faults_text(events: Sequence[Event]) -> str:
-    """A table of what broke and how the run went on; empty when nothing did."""
-    rows: list[tuple[str, ...]] = []
+class Row(NamedTuple):
+    """What broke, and how the run went on from there. `seconds` of its recovery, of which `lost` were no steps; `again`: steps run again."""
+
+    step: int
+    ranks: str
+    phase: str
+    cause: str
+    noticed: float = 0.0
+    seconds: float | None = None
+    source: str = ""
+    lost: float = 0.0
+    again: int = 0
+
+
+def fault_rows(events: Sequence[Event], records: Sequence[StepRecord] = ()) -> list[Row]:
+    """One for each thing that broke. `records`: each step once, to tell what of a recovery was lost."""
+    rows: list[Row] = []
     last = 0
     for event in events:
         last = event.step or last  # ranks that broke before they began a step say none
         if event.kind in ("fault", "verdict", "spike", "divergence", "quarantine"):
-            noticed = show_seconds(event.detection) if event.detection else ""
-            who = "" if event.rank is None else str(event.rank)
-            rows.append((str(last), who, event.phase, _short(event), noticed, "", ""))
+            rows.append(Row(last, "" if event.rank is None else str(event.rank), event.phase, _short(event), event.detection))
         elif event.kind in ("slow", "returned"):
-            who = ", ".join(map(str, event.ranks))
-            rows.append((str(event.step), who, "", f"{event.cause}: {event.decision}" if event.decision else event.cause, "", "", ""))
-        elif event.kind == "resize":
-            rows.append((str(event.step), "", "", event.cause, "", "", ""))
+            cause = f"{event.cause}: {event.decision}" if event.decision else event.cause
+            rows.append(Row(event.step, ", ".join(map(str, event.ranks)), "", cause))
+        elif event.kind in ("resize", "longer"):
+            rows.append(Row(event.step, "", "", _short(event)))
         elif event.kind == "recovery" and rows:
-            rows[-1] = (*rows[-1][:5], f"{show_seconds(event.seconds)} from {event.source or 'the beginning'}", str(event.lost))
+            lost = lost_in(event, records)
+            rows[-1] = rows[-1]._replace(seconds=event.seconds, source=event.source, lost=lost, again=event.lost)
+    return rows
+
+
+def faults_text(events: Sequence[Event], records: Sequence[StepRecord] = ()) -> str:
+    """A table of what broke and how the run went on; empty when nothing did."""
+    rows = fault_rows(events, records)
     if not rows:
         return ""
-    more = [(f"... {len(rows) - MOST} before", *[""] * 6)] if len(rows) > MOST else []
-    return columns([("step", "rank", "in", "what broke", "noticed after", "recovered in", "steps again"), *more, *rows[-MOST:]], "  ")
+    shown = [
+        (str(row.step), row.ranks, row.phase, row.cause, show_seconds(row.noticed) if row.noticed else "", *_recovery(row))
+        for row in rows[-MOST:]
+    ]
+    more = [(f"... {len(rows) - MOST} before", *[""] * 7)] if len(rows) > MOST else []
+    return columns(
+        [("step", "rank", "in", "what broke", "noticed after", "recovered in", "of it lost", "steps again"), *more, *shown], "  "
+    )
+
+
+def _recovery(row: Row) -> tuple[str, str, str]:
+    if row.seconds is None:
+        return "", "", ""
+    return f"{show_seconds(row.seconds)} from {row.source or 'the beginning'}", show_seconds(row.lost), str(row.again)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.base.units import show_bytes, show_count
-from meshwright.report.plans import WIDTH, clip, label
+from meshwright.report.plans import clip, label
 from meshwright.report.text import columns, folded
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import ModelSpec
@@ -47,7 +47,7 @@ def fit_text(
 def chart_text(cluster: Cluster, workload: Workload, rows: Sequence[Largest], language: str = "en") -> str:
     """A table of sizes by strategy and devices, and bars for the most devices."""
     if not rows:
-        return folded(say(conditions(cluster, workload), language), WIDTH) + "\n\n" + say(tell("fit.nothing"), language)
+        return folded(say(conditions(cluster, workload), language)) + "\n\n" + say(tell("fit.nothing"), language)
     counts = sorted({row.devices for row in rows})[-SHOWN:]
     table = {(row.strategy, row.devices): row for row in rows}
     strategies = list(dict.fromkeys(row.strategy for row in rows))
@@ -64,10 +64,10 @@ def chart_text(cluster: Cluster, workload: Workload, rows: Sequence[Largest], la
     ]
     wide = max(len(bar[1]) for bar in bars)
     drawn = columns([[bar[0], bar[1].rjust(wide) + "  " + bar[2].ljust(BAR)] for bar in bars])
-    said = [folded(say(sentence, language), WIDTH) for sentence in remarks(table, most)]
+    said = [folded(say(sentence, language)) for sentence in remarks(table, most)]
     return "\n".join(
         [
-            folded(say(conditions(cluster, workload), language), WIDTH),
+            folded(say(conditions(cluster, workload), language)),
             "",
             say(tell("fit.largest"), language),
             columns(lines),
@@ -105,11 +105,11 @@ def smallest_text(model: ModelSpec, cluster: Cluster, workload: Workload, rows: 
     return "\n".join(
         [
             say(tell("question.model", model=model.name, parameters=model.parameters, blocks=model.blocks, hidden=model.hidden), language),
-            folded(say(conditions(cluster, workload), language), WIDTH),
+            folded(say(conditions(cluster, workload), language)),
             "",
             say(tell("fit.smallest"), language),
             columns(lines),
-            *(["", *(folded(say(sentence, language), WIDTH) for sentence in said)] if said else []),
+            *(["", *(folded(say(sentence, language)) for sentence in said)] if said else []),
         ]
     )
 

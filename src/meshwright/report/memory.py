@@ -65,7 +65,7 @@ def chart(timeline: Timeline, width: int = WIDTH, height: int = HEIGHT) -> list[
     >>> [line.split()[-1] for line in chart(one, 2, 2)[:2]]
     ['a', '|PP']
     """
-    tops = _highest(timeline, width)
+    tops = highest(timeline, width)
     whole = max(timeline.total, 1.0)
     drawn = []
     for row in range(height, 0, -1):
@@ -76,7 +76,7 @@ def chart(timeline: Timeline, width: int = WIDTH, height: int = HEIGHT) -> list[
     return [*drawn, f"{'':>10} +{'-' * width}", f"{'':>12}{scale}"]
 
 
-def _highest(timeline: Timeline, width: int) -> list[Moment]:
+def highest(timeline: Timeline, width: int) -> list[Moment]:
     """Of each column the highest moment, or what was there before where nothing changed."""
     found: list[Moment | None] = [None] * width
     for moment in timeline.moments:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.base.units import show_bytes, show_seconds
-from meshwright.report.text import columns, columns_of, folded
+from meshwright.report.text import columns, columns_of, folded, screen
 from meshwright.spec.estimate import Estimate, Memory, Time
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
@@ -18,7 +18,8 @@ from meshwright.words.verdict import verdict
 if TYPE_CHECKING:
     from meshwright.search.answer import Answer
 
-WIDTH = 100
+NAME = 20
+"""Columns that a plan's name has at the least, however narrow the terminal."""
 
 
 def question_text(job: Job, language: str = "en") -> str:
@@ -33,20 +34,20 @@ def question_text(job: Job, language: str = "en") -> str:
         tell("question.cluster", cluster=cluster.name, groups=groups),
         tell("question.work", batch=work.batch, sequence=work.sequence, precision=work.precision, optimizer=work.optimizer.name),
     ]
-    return "\n".join(folded(say(line, language), WIDTH) for line in lines)
+    return "\n".join(folded(say(line, language)) for line in lines)
 
 
 def answer_text(job: Job, answer: Answer, why: Sequence[Sentence], language: str = "en") -> str:
     """The ranked plans, why the first one, and what was rejected for what reason."""
     ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans], language)
-    ranked += "".join(f"\n{folded(say(remark, language), WIDTH)}" for remark in not_run(answer))
+    ranked += "".join(f"\n{folded(say(remark, language))}" for remark in not_run(answer))
     tally = tell("answer.considered", count=answer.considered, seconds=answer.seconds)
     lines = [say(tell("answer.rejected", tally=tally) if answer.rejected else tally, language)]
     if answer.rejected:
         width = max(len(f"{entry.count:,}") for entry in answer.rejected)
         for entry in answer.rejected:
             example = f"{say(name('reason', entry.reason), language)} ({translated(entry.example, language)})"
-            lines.append(folded(f"  {entry.count:>{width},}  {example}", WIDTH, " " * (width + 6)))
+            lines.append(folded(f"  {entry.count:>{width},}  {example}", indent=" " * (width + 6)))
     said = told([*why, *(tell("estimate.note", note=note) for note in answer.chosen.estimate.notes)], language)
     return "\n\n".join([question_text(job, language), ranked, said, "\n".join(lines)])
 
@@ -66,7 +67,7 @@ def not_run(answer: Answer) -> list[Sentence]:
 
 def told(said: Sequence[Sentence], language: str = "en") -> str:
     """Sentences, each on a line of its own that is folded."""
-    return "\n".join(folded(say(sentence, language), WIDTH) for sentence in said)
+    return "\n".join(folded(say(sentence, language)) for sentence in said)
 
 
 def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -> str:
@@ -95,7 +96,7 @@ def broken(rows: list[list[str]], at: int = 0) -> list[list[str]]:
     rest = sum(2 + max(columns_of(row[column]) for row in rows) for column in range(len(rows[0])) if column != at)
     found = []
     for row in rows:
-        first, *more = parts_of(row[at], WIDTH - rest)
+        first, *more = parts_of(row[at], max(screen() - rest, NAME))
         found.append([*row[:at], first, *row[at + 1 :]])
         found += [[*[""] * at, "  " * (not at) + part] for part in more]
     return found
@@ -152,7 +153,7 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
     speed = tell("estimate.speed", rate=estimate.tokens_per_second, mfu=f"{estimate.mfu:.1%}")
     lines = [
         question_text(job, language),
-        folded(say(head, language), WIDTH),
+        folded(say(head, language)),
         "",
         columns(memory),
         *([say(left_out, language)] if left_out is not None else []),
@@ -161,7 +162,7 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
         columns(time),
         "",
         say(speed, language),
-        *(folded(say(tell("estimate.note", note=text), language), WIDTH) for text in estimate.notes),
+        *(folded(say(tell("estimate.note", note=text), language)) for text in estimate.notes),
     ]
     return "\n".join(lines)
 

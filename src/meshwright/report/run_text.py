@@ -28,7 +28,7 @@ def run_text(run: Run) -> str:
     if summary.goodput and run.events:
         facts.append(("goodput", goodput_text(summary.goodput)))
     parts = [f"run {summary.run}", lines(facts, "  ")]
-    broken = faults_text(run.events)
+    broken = faults_text(run.events, run.steps)
     if broken:
         parts.append("\n" + broken)
     for title, rows, show in (

@@ -1,4 +1,5 @@
-"""Plain text: columns that line up, and a curve in one line of characters, data as strict JSON. The same on a terminal, in a pipe and in a file.
+"""Plain text: columns that line up, and a curve in one line of characters, data as strict JSON. The same on a terminal, in a pipe and in a
+file, but that a terminal of less than 100 columns gets lines that fit it.
 
 >>> print(columns([("kind", "bytes"), ("parameters", "4.00 MiB")]))
 kind           bytes
@@ -12,11 +13,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from meshwright.base.codec import Noun
 
+WIDTH = 100
+NARROWEST = 60
 _BARS = "▁▂▃▄▅▆▇█"
 _CLOSING = "，。；：、）？！"
 _WIDE = "\u2e80-\u9fff\uff00-\uff60"
@@ -46,15 +51,25 @@ def columns_of(text: str) -> int:
     return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
 
 
-def folded(text: str, width: int = 100, indent: str = "    ") -> str:
-    """`text` in lines of at most `width` columns, what follows the first indented: broken at blanks, and between Chinese characters, but not
-    before a mark that ends a phrase.
+def screen() -> int:
+    """Columns that lines may take: 100, or those of a narrower terminal, at least 60.
+
+    >>> WIDTH >= screen() >= NARROWEST
+    True
+    """
+    return max(NARROWEST, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)) if sys.stdout.isatty() else WIDTH
+
+
+def folded(text: str, width: int | None = None, indent: str = "    ") -> str:
+    """`text` in lines of at most `width` columns (those of the screen), what follows the first indented: broken at blanks, and between
+    Chinese characters, but not before a mark that ends a phrase.
 
     >>> print(folded("plan 放得下，余量 3 GiB", 12, ""))
     plan 放得
     下，余量 3
     GiB
     """
+    width = screen() if width is None else width
     words = re.findall(rf"（*(?:[{_WIDE}]|[^{_WIDE}\s]+)[{_CLOSING}]*|\s+", text)
     lines, line = [], ""
     for word in words:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.base.units import show_bytes, show_seconds
-from meshwright.report.plans import WIDTH, broken, entry_data, label, show_step
+from meshwright.report.plans import broken, entry_data, label, show_step
 from meshwright.report.text import columns, folded, whole_parts
 from meshwright.spec.estimate import Estimate
 from meshwright.words.say import name, say, tell
@@ -25,7 +25,7 @@ DIGITS = 4
 def against_text(answer: Answer, found: Against, language: str = "en") -> str:
     """The verdict in one sentence, then the two plans item by item."""
     chosen = answer.chosen
-    lines = [folded(say(sentence, language), WIDTH) for sentence in _outcome(answer, found)]
+    lines = [folded(say(sentence, language)) for sentence in _outcome(answer, found)]
     if found.estimate is not None and found.plan is not None and found.plan != chosen.plan:
         lines += ["", time_table(chosen.estimate, found.estimate, language), "", memory_table(chosen.estimate, found.estimate, language)]
     return "\n".join(lines)

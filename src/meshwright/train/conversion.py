@@ -8,6 +8,7 @@ Source: huggingface/transformers, `conversion_mapping.py` and `core_model_loadin
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ def sources_of(weights: Weights, model: nn.Module, known: Collection[str]) -> di
 
 
 def _rules_of(model: nn.Module) -> list[Any]:
+    if "transformers" not in sys.modules:  # then none of its models is here; it takes seconds to import
+        return []
     try:
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping

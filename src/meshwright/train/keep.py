@@ -64,7 +64,7 @@ def pieces_of(trainer: Trainer) -> list[tuple[Piece, torch.Tensor]]:
     held = (
         *state.weight_pieces(engine, saving=True),
         *state.optimizer_pieces(engine, optimizer, saving=True),
-        *state.buffer_pieces(engine),
+        *state.buffer_pieces(engine, saving=True),
         *state.outer_pieces(engine, saving=True),
     )
     return [(piece, data) for piece, data in held]
@@ -100,7 +100,7 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
     with torch.no_grad():
         state.prepare_optimizer(engine, optimizer, saved["optimizer"])
         wanted = [*state.weight_pieces(engine, saving=False), *state.optimizer_pieces(engine, optimizer, saving=False)]
-        wanted += [held for held in state.buffer_pieces(engine) if held.piece.name in manifest.tensors]
+        wanted += [held for held in state.buffer_pieces(engine, saving=False) if held.piece.name in manifest.tensors]
         apart = any(name.startswith(state.OUTER) for name in manifest.tensors)
         wanted = [*wanted, *state.outer_pieces(engine, saving=False)] if apart else list(map(state.of_first, wanted))
         loaded = load(path, map(tuple, wanted), plan=trainer.plan, ranks=ranks_of(trainer.mesh))  # type: ignore[arg-type]

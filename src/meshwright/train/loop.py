@@ -156,7 +156,9 @@ class Loop:
     def _steps(self, began: int) -> Iterator[StepRecord]:
         """The records of steps began + 1 to the last, each as the whole world saw it."""
         tell = lambda kind, **entries: self._say(kind, last=self.steps, **entries)
-        done, watch = began, Watch(self.launch.plan, self.launch.workload.batch, lambda line: self._say("note", line=line), tell)
+        engine, work, note = self.trainer.engine, self.launch.workload, lambda line: self._say("note", line=line)
+        halves = not (work.exact or work.local or engine.balance or engine.statistics)
+        done, watch = began, Watch(self.launch.plan, work.batch, note, tell, halves)
         guard = self.recovery.guard
         while done < self.steps or guard.is_spike:
             done = self.recovery.go_back() if guard.is_spike else done
@@ -175,9 +177,8 @@ class Loop:
     def _stretch(self, began: int, launched: int) -> Iterator[tuple[StepRecord, Phases | None]]:
         """Steps from `began` on under one plan."""
         plan, rule = self.trainer.plan, self.launch.workload.optimizer
-        rows, replica, size = self.launch.workload.batch, self.trainer.mesh.replica, plan.micro_batch
-        first, apart = plan.first_row(rows, replica), self.trainer.engine.outer is not None
-        ranges = [(first + k * size, size) for k in range(plan.micro_batches(rows, replica))]
+        rows, apart = self.launch.workload.batch, self.trainer.engine.outer is not None
+        ranges = plan.ranges(rows, self.trainer.mesh.replica)
         with self.loader.prefetch(ranges, began, self.steps, device=self.device.type) as batches:
             for step, batch in enumerate(self._awaited(batches, began), began):
                 start = time.perf_counter() - batches.waited

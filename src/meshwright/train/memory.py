@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from meshwright.base.errors import MeshwrightError
+from meshwright.base.errors import InputError, MeshwrightError
 from meshwright.base.units import show_bytes
 from meshwright.spec.plan import Offload, Plan, Recompute
 from meshwright.spec.timeline import Moment, Timeline
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MOMENTS = 240
 """Moments that a timeline keeps: the highest of each of so many parts of a step."""
+LET_GO = ("its data is not allocated yet", "are out of bounds for storage of size 0")
+"""What torch says of a tensor whose storage is empty."""
 MODULE, BACKWARD = "module ", "autograd::engine::evaluate_function"
 
 
@@ -185,11 +187,16 @@ def out_of_memory(error: BaseException, trainer: Trainer) -> OutOfMemory | None:
 
 @contextmanager
 def in_words(trainer: Trainer) -> Iterator[None]:
-    """A want of memory inside is said in one line."""
+    """A want of memory inside is said in one line, and so is a weight that is read when ZeRO 3 has let it go."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        found = out_of_memory(error, trainer)
+        found: MeshwrightError | None = out_of_memory(error, trainer)
+        if found is None and trainer.plan.zero == 3 and any(words in str(error) for words in LET_GO):
+            found = InputError(
+                f"plan {trainer.plan.name}: this model reads weights where ZeRO 3 has let them go, outside of the forward of the module or block "
+                "that holds them (a backward of its own, say): use z2 at most"
+            )
         if found is None:
             raise
         raise found from None

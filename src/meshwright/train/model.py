@@ -28,6 +28,7 @@ from meshwright.models.registry import build
 from meshwright.parallel.experts.bias import RATE
 from meshwright.parallel.experts.capacity import FACTOR
 from meshwright.parallel.later import built_later
+from meshwright.parallel.objective import writes_beside
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.workload import Lora
 from meshwright.train.adapters import attach
@@ -80,12 +81,13 @@ def _in_folder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0][:200]
         raise InputError(f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: {reason}") from error
     names = list(getattr(config, "architectures", None) or [])
-    kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
+    usual = transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else transformers.AutoModelForCausalLM
+    kind: Any = getattr(transformers, names[0], None) if names else usual
     if kind is None:
         raise InputError(f"{folder / 'config.json'}: transformers {transformers.__version__} has no architecture {names[0]!r}")
     if filled and getattr(config, "quantization_config", None):
         raise InputError(f"{folder / 'config.json'}: its weights are quantized and cannot be trained: undo the quantization first")
-    if kind is transformers.AutoModelForCausalLM:
+    if not names:
         return lambda: kind.from_config(copy.deepcopy(config), dtype=torch.float32)
     return lambda: kind(copy.deepcopy(config))
 
@@ -110,10 +112,12 @@ def _from_module(name: str) -> nn.Module:
 
 
 def objective_of(source: ModelSource, model: nn.Module) -> Objective:
-    """What the model learns: the next token, masked tokens, or the kind of an image."""
+    """What the model learns: the next token, masked tokens, a row behind another, or the kind of an image."""
     kind = str(source.sizes.get("kind", ""))
     if kind == "convnet" or type(model).__name__.endswith("ForImageClassification"):
         return "images"
+    if writes_beside(model):
+        return "pairs"
     return "masked" if kind == "bert" or type(model).__name__.endswith("ForMaskedLM") else "causal"
 
 

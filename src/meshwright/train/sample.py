@@ -56,6 +56,8 @@ def write_text(
 
 def why_no_sample(objective: str, tokenizer: Tokenizer | None, bytes_of_weights: float) -> str:
     """The reason why this run ends without a sample; empty when there is none."""
+    if objective == "pairs":
+        return "the model writes behind what its encoder reads: export the checkpoint and generate with transformers"
     if objective != "causal":
         return f"the model's objective is {objective}, it does not write text"
     if tokenizer is None:

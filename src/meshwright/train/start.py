@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from meshwright.base.errors import InputError
 from meshwright.checkpoint.manifest import MANIFEST
-from meshwright.checkpoint.weights import PREFIX, Weights, load_weights
+from meshwright.checkpoint.weights import BUFFER, PREFIX, Weights, load_weights
 from meshwright.parallel import state
 from meshwright.train.conversion import sources_of
 
@@ -66,7 +66,7 @@ def fill(trainer: Trainer, path: Path | str) -> None:
             unit.write_back()
             unit.share().wait()
     if weights is not None:
-        _fill_buffers(engine.model, weights)
+        _fill_buffers(engine, weights)
     engine.unfilled = frozenset()
 
 
@@ -74,20 +74,22 @@ def _checked(path: Path | str, engine: Parallel) -> Weights:
     """The weights at `path`, seen to be those of the whole model, whatever this rank holds of it: all ranks find the same."""
     weights = Weights(path)
     shapes = {name.replace(ADAPTED, "."): engine.shapes[name] for name in engine.unfilled}
-    others = {name.replace(ADAPTED, ".") for name in engine.aliases}
+    others = {name.replace(ADAPTED, ".") for name in (*engine.beside.second, *engine.beside.buffers)}
     weights.sources = sources_of(weights, engine.model, shapes.keys() | others)
     weights.check(shapes, others, [*OLD_BUFFERS, *(getattr(engine.model, "_keys_to_ignore_on_load_unexpected", None) or ())])
     return weights
 
 
 @torch.no_grad()
-def _fill_buffers(model: nn.Module, weights: Weights) -> None:
-    """Buffers that belong to the saved state, of the modules that this rank holds."""
-    kept = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        found = weights.whole(name.replace(ADAPTED, ".")) if name in kept else None
+def _fill_buffers(engine: Parallel, weights: Weights) -> None:
+    """Buffers that belong to the saved state, of the modules that this rank holds, as much of them as it holds."""
+    for piece, data in state.buffer_pieces(engine, saving=False):
+        name = piece.name.removeprefix(BUFFER)
+        found = weights.whole(name.replace(ADAPTED, "."))
         if found is None:
             continue
-        if found.shape != buffer.shape:
-            raise InputError(f"{weights.path}: {name} has shape {list(found.shape)}, this model's is {list(buffer.shape)}")
-        buffer.copy_(found)
+        if tuple(found.shape) != piece.shape:
+            raise InputError(f"{weights.path}: {name} has shape {list(found.shape)}, this model's is {list(piece.shape)}")
+        if piece.split is not None:
+            found = torch.cat([found.narrow(piece.split, first, end - first) for first, end in piece.intervals], piece.split)
+        data.copy_(found.reshape(-1))

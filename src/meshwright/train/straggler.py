@@ -7,12 +7,14 @@
 Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middle of its peers, the ranks that hold the same stage, at least
 PART of the step more, and SPREADS times as much more as its steps, or its peers', differ among themselves (the median of their distances from
 the median), in MOST of the steps by half of that ratio: where other programs take cores now from one rank and now from another, steps differ as
-much as ranks do and nothing is said. Computing counts by micro-batch, as peers may have unlike shares. A verdict falls when the same is found
+much as ranks do and nothing is said. Computing counts by sequence, as peers may have unlike shares. A verdict falls when the same is found
 STEADY steps in a row, and again when all is well. All ranks see the same numbers and come to the same verdict, with no message of its own. A stage that
 one rank alone holds is compared with what it took before, as far as the other stages did not change alike.
 
 [Note: adjusted shares] Where replicas meet once a step, the shares follow the speeds at a step boundary: what changes is who reads which rows. The loss stays
-that of one device; the order of its sums does not, so that a run that adjusts itself is not repeated bit for bit. It must be asked for.
+that of one device; the order of its sums does not, so that a run that adjusts itself is not repeated bit for bit. It must be asked for. Whole micro-batches may be too coarse:
+16 among four replicas of which one is 1.5 times as slow are 5-4-4-3, a step 15 % longer than by speeds. Where halves of them promise GAIN more, replicas share those out, and
+each passes as many at once as divide its sequences, never more than before.
 
 [Note: ranks that are left out] Where no shares help, the rank is told of once it has been slow for LONG steps, and then every WINDOW: `Asked`, with what a step takes and
 what it would take if the rank computed as its peers do. Who runs the ranks decides (elastic/slots.py).
@@ -23,6 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from math import gcd
 from statistics import median
 from typing import NamedTuple
 
@@ -91,9 +94,16 @@ class Watch:
     """Hears the phases of each step of one launch under `plan`. `tell` gets what a machine is to know: a kind of message and its entries."""
 
     def __init__(
-        self, plan: Plan, batch: int, say: Callable[[str], None] = lambda _: None, tell: Callable[..., None] = lambda *_, **__: None
+        self,
+        plan: Plan,
+        batch: int,
+        say: Callable[[str], None] = lambda _: None,
+        tell: Callable[..., None] = lambda *_, **__: None,
+        halves: bool = True,
     ) -> None:
+        """`halves`: micro-batches may become smaller, which exact sums, a balance loss and compiled blocks do not allow."""
         self.batch, self.say, self.tell, self.slow = batch, say, tell, frozenset[tuple[int, Phase]]()
+        self.first, self.halves = plan, halves and not plan.compile
         self.grid = Grid(plan)
         self.follow(plan)
         self._seen = self._steady = self._since = 0
@@ -102,10 +112,11 @@ class Watch:
         self._before: list[float] = []
 
     def follow(self, plan: Plan) -> None:
-        """From now on the ranks run under `plan`, which differs in its shares alone."""
+        """From now on the ranks run under `plan`, which differs in shares and sizes of micro-batches alone."""
         self.plan, self._window = plan, deque[Phases](maxlen=WINDOW)
         self._promised: tuple[float, float] | None = None
-        self.counts = [plan.micro_batches(self.batch, self.grid.replica(rank)) for rank in range(plan.world)]
+        rows = [sum(size for _, size in plan.ranges(self.batch, replica)) for replica in range(plan.dp)]
+        self.counts = [rows[self.grid.replica(rank)] for rank in range(plan.world)]
 
     def heed(self, phases: Phases, step: int, balance: bool) -> Plan | None:
         """Says what has changed; with `balance` the plan to go on with, where another one is better."""
@@ -172,25 +183,42 @@ class Watch:
         return Asked(tuple(sorted(slow)), max(now.values()), seconds, seconds - longer)
 
     def better(self) -> tuple[Plan, float] | None:
-        """The plan whose shares follow the speeds of now, and by how many times a step should be shorter; None where that is not worth it, or not legal."""
+        """The plan whose shares (and halves of micro-batches) follow the speeds of now, and by how many times a step should be shorter; None where that is not worth it, or not legal."""
         if len(self._window) < WINDOW or self.plan.dp < 2:
             return None
-        each = self._by_micro_batch()
+        each = self._by_sequence()
         replicas = [
             max(each[rank] for rank in range(self.plan.world) if self.grid.replica(rank) == replica) for replica in range(self.plan.dp)
         ]
-        shares = by_speed([1.0 / seconds for seconds in replicas], self.batch // self.plan.micro_batch)
-        held = self.plan.shares or tuple(self.plan.micro_batches(self.batch, replica) for replica in range(self.plan.dp))
-        before, after = (max(count * seconds for count, seconds in zip(counts, replicas, strict=True)) for counts in (held, shares))
+        end = lambda rows: max(count * seconds for count, seconds in zip(rows, replicas, strict=True))
+        held = [sum(size for _, size in self.plan.ranges(self.batch, replica)) for replica in range(self.plan.dp)]
+        shared = self._shared(replicas, 1)
+        if self.halves and end(finer := self._shared(replicas, 2)) < (1.0 - GAIN) * end(shared):
+            shared = finer
+        before, after = end(held), end(shared)
         step = before + median(
             self._middle("waiting")[rank] for rank in range(self.plan.world) if self.grid.replica(rank) == replicas.index(max(replicas))
         )
         if before - after < GAIN * step:
             return None
         try:
-            return self.plan.but(shares=shares if len(set(shares)) > 1 else ()), step / (step - before + after)
+            return self._of(shared), step / (step - before + after)
         except InputError:
             return None
+
+    def _shared(self, seconds: Sequence[float], parts: int) -> list[int]:
+        """The sequences of each replica by its seconds for one, in whole micro-batches of the first plan, or in halves where these are whole."""
+        unit = gcd(self.first.micro_batch, *self.first.micro_batch_sizes)
+        unit = unit // parts if unit % parts == 0 else unit
+        return [unit * count for count in by_speed([1.0 / each for each in seconds], self.batch // unit)]
+
+    def _of(self, rows: Sequence[int]) -> Plan:
+        """The plan under which each replica reads so many sequences, in as few micro-batches as are no larger than those of the first plan."""
+        most = [self.first.size_of(replica) for replica in range(self.first.dp)]
+        sizes = [max(size for size in range(1, limit + 1) if held % size == 0) for held, limit in zip(rows, most, strict=True)]
+        counts = [held // size for held, size in zip(rows, sizes, strict=True)]
+        unlike = [values if len(set(values)) > 1 else () for values in (sizes, counts)]
+        return self.first.but(micro_batch=max(sizes), micro_batch_sizes=tuple(unlike[0]), shares=tuple(unlike[1]))
 
     def _middle(self, phase: str) -> list[float]:
         """By rank the median over the window."""
@@ -209,12 +237,12 @@ class Watch:
         steps = [[seconds / count for seconds, count in zip(getattr(each, phase), counts, strict=True)] for each in self._window]
         return sum(step[rank] > half * median(step[other] for other in peers) for step in steps) >= MOST * len(steps)
 
-    def _by_micro_batch(self) -> list[float]:
+    def _by_sequence(self) -> list[float]:
         return [max(seconds, 1e-9) / count for seconds, count in zip(self._middle("computing"), self.counts, strict=True)]
 
     def _slow(self) -> list[Slow]:
         found: list[Slow] = []
-        each, data, waiting = self._by_micro_batch(), self._middle("data"), self._middle("waiting")
+        each, data, waiting = self._by_sequence(), self._middle("data"), self._middle("waiting")
         step = max(seconds * count + late + wait for seconds, count, late, wait in zip(each, self.counts, data, waiting, strict=True))
         alone = self._alone(each)
         for rank in range(self.plan.world):

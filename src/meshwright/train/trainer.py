@@ -30,7 +30,7 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.parallel.offload.away import away_of
 from meshwright.parallel.tensor.products import check_device
-from meshwright.parallel.update.door import MakeOptimizer, check_away, rule_of
+from meshwright.parallel.update.door import MakeOptimizer, check_away, fuse, rule_of
 from meshwright.parallel.update.places import give_places
 from meshwright.parallel.zero.local import Outer
 from meshwright.spec.plan import Plan, parse_plan
@@ -96,7 +96,9 @@ def parallelize(
     give_places(engine, seed)
     give_back()
     torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
-    return Trainer(engine, optimizer(engine.zero.masters()), clip, seed)
+    made = optimizer(engine.zero.masters())
+    fuse(made, chosen.exact)
+    return Trainer(engine, made, clip, seed)
 
 
 class Trainer:
@@ -218,8 +220,9 @@ class Trainer:
         if isinstance(batch, Share):
             batches = batch.micro_batches
             tokens = batch.tokens
-            parts = sum(self.plan.shares) / self.plan.shares[self.mesh.replica] if self.plan.shares else self.plan.dp
-            self._rows = round(sum(map(rows_of, batches)) * parts)
+            of_all, here = self.plan.rows_shared_out or self.plan.rows_at_once, self.mesh.replica
+            own = self.plan.size_of(here) * (self.plan.shares[here] if self.plan.shares else 1)
+            self._rows = round(sum(map(rows_of, batches)) * of_all / own)
             if tokens is None:
                 valid = torch.tensor(float(sum(map(objective.count, batches))), dtype=torch.float64, device=self.mesh.device)
                 all_reduce(valid, self.mesh.world).wait()
@@ -230,15 +233,9 @@ class Trainer:
             if objective.loss is None and "labels" in batch and not self.engine.statistics and self.engine.balance is None:
                 batch = filled(batch, self.plan)
                 rows = rows_of(batch)
-            size = self.plan.micro_batch
-            count = self.plan.micro_batches(rows, self.mesh.replica)
-            first = self.plan.first_row(rows, self.mesh.replica)
             batches = [
-                {
-                    name: value[first + k * size : first + (k + 1) * size] if isinstance(value, torch.Tensor) else value
-                    for name, value in batch.items()
-                }
-                for k in range(count)
+                {name: value[first : first + size] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+                for first, size in self.plan.ranges(rows, self.mesh.replica)
             ]
         self.engine.pipeline.labels = tokens
         return [self._on_device(part) for part in batches], tokens
@@ -265,7 +262,8 @@ class Trainer:
 
     def gradients(self, batch: Batch | Share) -> tuple[float, int, dict[str, torch.Tensor] | None]:
         """Mean loss, valid labels, and on rank 0 every full gradient by name. Nothing is updated."""
-        loss, tokens, _ = self._backward(batch)
+        with in_words(self):
+            loss, tokens, _ = self._backward(batch)
         full = state.gather_full(self.engine, state.gradient_pieces(self.engine))
         return loss, tokens, {name: value / self.scale.factor for name, value in full.items()} if full is not None else None
 
@@ -281,8 +279,8 @@ class Trainer:
             group["lr"] = lr * ratio
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Every weight whole, on rank 0 (CPU); None on the other ranks. All ranks must call it. Tied weights stand once."""
-        return state.gather_full(self.engine, state.weight_pieces(self.engine, saving=True))
+        """The plain model's state dict, every weight and buffer whole, on rank 0 (CPU); None on the other ranks. All ranks must call it."""
+        return state.gather_state(self.engine)
 
     def bytes(self) -> dict[str, int]:
         """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits elsewhere of these."""

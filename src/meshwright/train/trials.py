@@ -70,12 +70,11 @@ class Ground:
                 dist.destroy_process_group(group)
 
     def _steps(self, trainer: Trainer) -> Timed:
-        plan, rows, replica = trainer.plan, self.launch.workload.batch, trainer.mesh.replica
-        first, size = plan.first_row(rows, replica), plan.micro_batch
+        ranges = trainer.plan.ranges(self.launch.workload.batch, trainer.mesh.replica)
         seconds = []
         began, ours, all_before = time.perf_counter(), time.process_time(), busy_seconds()
         for step in range(FIRST + self.steps):
-            batches = [self.loader.rows(step, first + k * size, size) for k in range(plan.micro_batches(rows, replica))]
+            batches = [self.loader.rows(step, first, size) for first, size in ranges]
             _slowest(trainer, 0.0)
             record = trainer.step(Share(batches, self.loader.labels_per_step))
             seconds.append(_slowest(trainer, record.seconds))

@@ -23,10 +23,10 @@ def whole_rows(plan: Plan, rows: int) -> int:
     (8, 4, 4)
     """
     if plan.shares:
-        return sum(plan.shares) * plan.micro_batch
+        return plan.rows_shared_out
     counts = plan.pp if plan.schedule == Schedule.interleaved else 1
     least = 2 * plan.pp if plan.schedule == Schedule.dualpipev else 1
-    each = plan.dp * plan.micro_batch
+    each = plan.rows_at_once
     micro_batches = max(-(-rows // each), least)
     return each * (-(-micro_batches // counts) * counts)
 

@@ -103,7 +103,7 @@ def verify(channel: Channel, payload: Message) -> int:
 
 def rows_of(plan: Plan) -> int:
     """A batch with several micro-batches a replica; enough of them for any schedule of the plan."""
-    return plan.micro_batch * (sum(plan.shares) or plan.dp * (micro_batches_of(plan.actions) or 2 * plan.pp))
+    return plan.rows_shared_out or plan.rows_at_once * (micro_batches_of(plan.actions) or 2 * plan.pp)
 
 
 # --- the reduced model --------------------------------------------------------------------------------------------------------
@@ -161,7 +161,8 @@ def _small_hugging_face(source: ModelSource, question: Question) -> nn.Module:
     torch.manual_seed(question.seed)
     if names and hasattr(transformers, names[0]):
         return getattr(transformers, names[0])(config)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    usual = transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else transformers.AutoModelForCausalLM
+    return usual.from_config(config)
 
 
 def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str = "images", channels: int = 3) -> Batch:
@@ -188,7 +189,6 @@ def _batches(question: Question, model: nn.Module, dtype: torch.dtype) -> list[B
     config, rows = getattr(model, "config", None), rows_of(question.plan)
     if objective == "images" and question.model.folder:
         vocabulary = int(getattr(config, "num_labels", vocabulary))
-    objective = "pairs" if getattr(config, "is_encoder_decoder", False) else objective
     main = getattr(model, "main_input_name", "images") if objective == "images" else "images"
     batches = [make_batch(objective, vocabulary, rows, step, main, getattr(config, "num_channels", 3)) for step in range(STEPS)]
     return [{name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()} for batch in batches]

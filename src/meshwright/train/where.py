@@ -105,7 +105,7 @@ def _under_plan(trainer: Trainer, batch: Mapping[str, Any]) -> tuple[list[tuple[
     passes: list[tuple[int, Pass]] = []
 
     def forward(stage: int, *given: Any) -> Any:
-        first = plan.first_row(len(next(iter(batch.values()))), place) + counts[stage] * plan.micro_batch
+        first = plan.first_row(len(next(iter(batch.values()))), place) + counts[stage] * plan.size_of(place)
         counts[stage] += 1
         recorder.now = Pass()
         passes.append((first, recorder.now))
@@ -115,6 +115,7 @@ def _under_plan(trainer: Trainer, batch: Mapping[str, Any]) -> tuple[list[tuple[
             recorder.now = None  # what is computed again in backward has been seen
 
     pipeline.forward = forward
+    trainer.engine.looked.add("rows")  # only the passes of the step itself are recorded
     try:
         ours = trainer.gradients(dict(batch))[2]
     finally:
@@ -183,9 +184,10 @@ def _off(trainer: Trainer, path: str, mine: torch.Tensor, whole: torch.Tensor, f
     if whole.ndim != mine.ndim:
         return None
     if whole.shape[0] != mine.shape[0]:
-        if mine.shape[0] != plan.micro_batch:
+        size = plan.size_of(trainer.mesh.replica)
+        if mine.shape[0] != size:
             return None  # rows and places as one
-        whole = whole[first : first + plan.micro_batch]
+        whole = whole[first : first + size]
     unlike = [dim for dim in range(mine.ndim) if whole.shape[dim] != mine.shape[dim]]
     if not unlike:
         return _relative(mine, whole) if plan.cp == 1 else None

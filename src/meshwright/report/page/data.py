@@ -133,7 +133,7 @@ def charts(found: Grid, room: int) -> dict[str, Any]:
     wanted += [(at, priced.plan) for at in places for standing in found.points[at].standings for _, priced in standing.families]
     pricers: dict[int, Pricer] = {}
     drawn: dict[str, Any] = {}
-    for at, plan in (each for each in dict.fromkeys(wanted) if each[1].pp > 1 and not each[1].shares):
+    for at, plan in (each for each in dict.fromkeys(wanted) if each[1].pp > 1 and not (each[1].shares or each[1].micro_batch_sizes)):
         pricer = pricers.setdefault(at, Pricer(found.points[at].job))
         one = chart(pricer, plan)
         one["seconds"] = short(one["seconds"])

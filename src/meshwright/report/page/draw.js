@@ -1,6 +1,6 @@
 // Elements from nothing: text never becomes markup. Bars and charts are drawn from shares of what the data says.
 function make(tag, properties = {}, ...inside) {
-  const spaced = tag === "svg" || ["rect", "text", "line", "title"].includes(tag)
+  const spaced = tag === "svg" || ["rect", "text", "line", "path", "circle", "title"].includes(tag)
   const element = spaced ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag)
   for (const [name, value] of Object.entries(properties)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from typing import Any
 
 from meshwright import __version__
 from meshwright.report.page.data import compact, page_data
@@ -14,12 +15,17 @@ PARTS = ("style.css", "words.js", "numbers.js", "draw.js", "page.js")
 
 
 def page_text(found: Grid, command: Sequence[str], cluster: str | None, language: str = "en") -> str:
-    """The whole page. `language` is the one it opens in."""
-    data = {**page_data(found, command, cluster), "language": language, "version": __version__}
-    text = part("template.html")
+    """The whole page of a plan. `language` is the one it opens in."""
     job = found.job
-    title = html.escape(f"{job.model.name}, {job.cluster.name}: meshwright plan")
-    for place, filling in {"TITLE": title, "LANGUAGE": language, **{name: part(name) for name in PARTS}, "DATA": compact(data)}.items():
+    title = f"{job.model.name}, {job.cluster.name}: meshwright plan"
+    return filled("template.html", PARTS, title, page_data(found, command, cluster), language)
+
+
+def filled(template: str, parts: Sequence[str], title: str, data: Mapping[str, Any], language: str) -> str:
+    """`template` with its parts and the data in their places."""
+    text = part(template)
+    told = compact({**data, "language": language, "version": __version__})
+    for place, filling in {"TITLE": html.escape(title), "LANGUAGE": language, **{name: part(name) for name in parts}, "DATA": told}.items():
         text = text.replace(f"{{{{{place}}}}}", filling, 1)
     return text
 

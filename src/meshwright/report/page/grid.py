@@ -129,4 +129,4 @@ def limits(job: Job, plan: Plan, priced: Estimate) -> tuple[float, ...]:
     """Bytes that each pipeline rank of a plan over unlike groups can take of its device; of a stage whose replicas are unlike that of the fullest."""
     if plan.placement:
         return tuple(min(job.cluster.groups[group].device.memory * USABLE, job.cluster.budget or inf) for group in plan.placement)
-    return (priced.limit,) * plan.pp if plan.shares or plan.shard_weights else ()
+    return (priced.limit,) * plan.pp if plan.shares or plan.micro_batch_sizes or plan.shard_weights else ()

@@ -1,0 +1,80 @@
+"""Who leads a run on several machines when the node that led is gone: the first of the others, by number, that gets the lease of the run folder.
+
+Rule: whoever leads holds the lease (train/lease.py), which the kernel or the file server frees when its holder dies, however it dies; so there are never two leaders. It writes
+RUN/leader: its number and where it listens; at an end in order the file goes. A node that has lost its leader, whose ranks have ended with it,
+
+1. ends too where RUN/leader is gone, or the run is not to be healed (`run.retries` 0);
+2. leads when the lease is free and its turn has come: TURN seconds for each other node of a lower number;
+3. else joins whoever leads, the same one as before or another, until ARRIVE seconds are over.
+
+A first node that is started again while another one leads joins that one. The new leader begins as any does: from the newest checkpoint on disk, with a
+store and generations of its own; the copies of the lost node's ranks went with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from meshwright.cli.nodes import Place
+
+LEADER = "leader"
+TURN = 1.0
+
+
+class Leader(NamedTuple):
+    """A node and where it listens for the others."""
+
+    number: int
+    host: str
+    port: int
+
+
+def leader_of(folder: Path) -> Leader | None:
+    """Who leads the run in `folder`, or led it until it died; None where nobody does."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads((folder / LEADER).read_text())
+        return Leader(int(found["number"]), str(found["host"]), int(found["port"]))
+    return None
+
+
+@contextmanager
+def announced(folder: Path, place: Place | None, note: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the others find this node by RUN/leader, and the event log says who led before. Whoever enters holds the lease."""
+    from meshwright.elastic.journal import Journal
+
+    if place is None:
+        yield
+        return
+    if place.after is not None:
+        Journal(folder, note).write(kind="lost", node=str(place.after), cause="it led", decision=f"node {place.number} leads from here on")
+    fresh = folder / f".{LEADER}.{os.getpid()}"
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+        json.dump(Leader(place.number, place.host, place.port)._asdict(), file)
+    fresh.replace(folder / LEADER)
+    try:
+        yield
+    finally:
+        (folder / LEADER).unlink(missing_ok=True)
+
+
+def is_led_by_another(place: Place, folder: Path) -> bool:
+    """Whether a node of another number leads now."""
+    from meshwright.train.lease import is_held
+
+    leader = leader_of(folder)
+    return leader is not None and leader.number != place.number and is_held(folder)
+
+
+def is_heir(place: Place, lost: Leader, folder: Path, waited: float) -> bool:
+    """Whether this node is to lead after `lost`, which has been gone for `waited` seconds."""
+    from meshwright.train.lease import is_held
+
+    before = place.number - (lost.number < place.number)
+    return waited >= TURN * before and not is_held(folder)

@@ -1,0 +1,103 @@
+"""The page of a run: plan, losses, predicted beside measured, the memory of a step, what broke and where the seconds went, as one file.
+
+Rule: it shows the numbers of `report --json` and nothing that it computed itself; curves of many steps are means of equal shares of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.report.faults import fault_rows
+from meshwright.report.ledger import balance_text
+from meshwright.report.memory import highest, read_timelines
+from meshwright.report.page.data import short, words
+from meshwright.report.page.file import filled
+from meshwright.report.run import Run, summarise
+from meshwright.report.text import plain
+from meshwright.spec.timeline import Timeline
+from meshwright.words.lines import translated
+from meshwright.words.say import TABLES
+
+PARTS = ("style.css", "run_words.js", "numbers.js", "draw.js", "run.js")
+POINTS = 500
+"""Most points of a curve."""
+COLUMNS = 240
+"""Parts of a step whose memory is shown."""
+
+
+def run_page_text(run: Run, language: str = "en") -> str:
+    """The whole page. `language` is the one it opens in."""
+    title = " · ".join(part for part in (run.model, Path(run.folder).name, "meshwright report") if part)
+    return filled("run.html", PARTS, title, run_data(run), language)
+
+
+def run_data(run: Run) -> dict[str, Any]:
+    """Everything that the page shows."""
+    summary = summarise(run)
+    data = plain(summary)
+    steps = run.steps
+    balance = balance_text(summary.ledger) if summary.ledger else ""
+    return {
+        "folder": run.folder,
+        "run": Path(run.folder).name,
+        "model": run.model,
+        "plan": summary.plan,
+        "ranks": summary.devices,
+        "steps": summary.steps,
+        "planned": summary.planned_steps,
+        "tokens": summary.tokens,
+        "checkpoints": len(summary.checkpoints),
+        "balance": {language: translated(balance, language) for language in TABLES},
+        "loss": thinned([(record.step, record.loss) for record in steps]),
+        "held": thinned([(record.step, record.held_out_loss) for record in run.records if record.held_out_loss is not None]),
+        "seconds": thinned([(record.step, record.seconds) for record in steps]),
+        "speed": data["tokens_per_second"],
+        **{
+            kind: [{**row, "ratio": pair.ratio} for row, pair in zip(data[kind], getattr(summary, kind), strict=True)]
+            for kind in ("time", "memory")
+        },
+        "timeline": timeline_data(run),
+        "events": [
+            {**row._asdict(), "cause": {language: translated(row.cause, language) for language in TABLES}}
+            for row in fault_rows(run.events, steps)
+        ],
+        "goodput": data["goodput"],
+        "words": {language: words(language, (), ()) for language in TABLES},
+    }
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int = POINTS) -> list[tuple[int, float | None]]:
+    """At most `most` points, each the mean of its share at its last step; None where nothing in it is a finite number.
+
+    >>> thinned([(1, 4.0), (2, 2.0), (3, math.nan), (4, math.inf)], 2)
+    [(2, 3), (4, None)]
+    """
+    count = min(most, len(points))
+    shares = [points[len(points) * at // count : len(points) * (at + 1) // count] for at in range(count)]
+    found: list[tuple[int, float | None]] = []
+    for share in shares:
+        values = [value for _, value in share if math.isfinite(value)]
+        found.append((share[-1][0], short(sum(values) / len(values)) if values else None))
+    return found
+
+
+def timeline_data(run: Run) -> dict[str, Any] | None:
+    """Of the fullest rank, the most bytes of each kind in each part of the step; None where no rank wrote any."""
+    if not any((Path(run.folder) / "memory").glob("rank-*.json")):
+        return None
+    fullest: Timeline = read_timelines(Path(run.folder))[0]
+    tops = highest(fullest, COLUMNS)
+    held = {kind: [short(size)] * COLUMNS for kind, size in fullest.held.items() if size > 0}
+    moving = {"activations": [short(top.activations) for top in tops], "buffers": [short(top.buffers) for top in tops]}
+    return {
+        "rank": fullest.rank,
+        "step": fullest.step,
+        "seconds": fullest.seconds,
+        "at": fullest.peak.at,
+        "total": fullest.total,
+        "place": fullest.place,
+        "columns": {**held, **moving},
+    }

@@ -1,0 +1,49 @@
+"""Who leads after whom: as the files of a run folder say, in one process; runs that lose their first node are in tests/ranks/test_nodes.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.nodes import Place
+from meshwright.cli.succession import LEADER, TURN, Leader, announced, is_heir, is_led_by_another, leader_of
+from meshwright.report.faults import read_events
+from meshwright.spec.event import EVENTS
+from meshwright.train.lease import Held, Lease, is_held
+
+FIRST = Leader(0, "10.0.0.1", 29400)
+
+
+def node(number: int, after: int | None = None) -> Place:
+    return Place(number, 4, (2, 2, 2, 2), f"10.0.0.{number + 1}", 29400, after)
+
+
+def test_the_others_follow_in_order_of_number_once_the_lease_is_free(tmp_path: Path) -> None:
+    with Lease(tmp_path):
+        assert not any(is_heir(node(number), FIRST, tmp_path, 100.0) for number in (1, 2, 3))
+    waits = {number: min(at for at in range(9) if is_heir(node(number), FIRST, tmp_path, at * TURN / 2)) for number in (1, 2, 3)}
+    assert waits == {1: 0, 2: 2, 3: 4}
+    after_the_second = Leader(1, "10.0.0.2", 29400)
+    assert is_heir(node(0), after_the_second, tmp_path, 0.0) and not is_heir(node(2), after_the_second, tmp_path, 0.0)
+
+
+def test_a_node_is_found_by_the_others_only_while_it_leads(tmp_path: Path) -> None:
+    with Lease(tmp_path), announced(tmp_path, node(2, after=0), lambda _: None):
+        assert leader_of(tmp_path) == Leader(2, "10.0.0.3", 29400)
+        assert os.stat(tmp_path / LEADER).st_mode & 0o777 == 0o600
+        assert is_led_by_another(node(0), tmp_path) and not is_led_by_another(node(2), tmp_path)
+        with pytest.raises(Held, match="is being trained by process"), Lease(tmp_path):
+            pass
+    assert leader_of(tmp_path) is None and not is_held(tmp_path)
+    [event] = read_events(tmp_path / EVENTS)
+    assert (event.kind, event.node, event.decision) == ("lost", "0", "node 2 leads from here on")
+
+
+def test_what_a_killed_leader_left_or_anything_else_in_its_file_holds_nobody_up(tmp_path: Path) -> None:
+    for text in ("", "{}", "[1]", '{"number": 1, "host": "10.0.0.2"}', '{"number": "x", "host": 1, "port": 2}'):
+        (tmp_path / LEADER).write_text(text)
+        assert leader_of(tmp_path) is None
+    (tmp_path / LEADER).write_text('{"number": 1, "host": "10.0.0.2", "port": 29400}')
+    assert leader_of(tmp_path) == Leader(1, "10.0.0.2", 29400) and not is_led_by_another(node(0), tmp_path)
