@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("flat, slow links", "4x1:cpu@0.4Gb", 16),
-    Case("flat, fast links", "4x1:cpu@8Gb", 16, slows=True),
+    Case("flat, fast links", "4x1:cpu@8Gb", 32, sequence=64, slows=True),
     Case("tiered 2x2, slow network", "2x2:cpu@0.4Gb", 16),
     Case("tiered 2x2, fast network", "2x2:cpu@4Gb", 32),
     Case("one host", "1x4:cpu", 16),

@@ -4,6 +4,9 @@ In each round every system does one step on the round's batch, in random order, 
 of the slowest rank, CPU time the sum over ranks; both are divided by those of DDP in the same round, so that load from outside cancels as
 far as it can. Peak memory is measured in jobs of their own, one system each: the growth of the process's share of memory over what it held
 before its model, looked at every few milliseconds. Losses are compared with one process, step by step.
+
+Peers that torch does not bring are measured where they are installed, and named in one line where they are not. DeepSpeed leaves torch as it
+is with `DS_BUILD_OPS=0 pip install --no-deps deepspeed` and, beside it, hjson, einops, msgpack, ninja, py-cpuinfo.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from bench.ranks import run
-from bench.systems import DDP, Batch, Setting, Sizes, System, divided, replicated, sharded
+from bench.systems import DDP, OTHERS, Batch, Setting, Sizes, System, divided, is_here, replicated, sharded
 
 RESULTS = Path(__file__).parent / "results"
 FAMILIES: dict[str, Callable[[int, int], list[System]]] = {"replicated": replicated, "sharded": sharded, "divided": divided}
@@ -102,6 +105,7 @@ def fresh(world: int, setting: Setting, family: str, name: str) -> float:
 
 
 def _fullest(world: int, setting: Setting, family: str, name: str) -> float:
+    chosen_systems(family, world, setting.sizes.batch, [name])  # what they import is no memory of a rank's
     return max(run(world, peak, setting, family, name))
 
 
@@ -145,17 +149,16 @@ def rows(found: dict[str, list[dict[str, Any]]], peaks: dict[str, float], tokens
 def paired(found: dict[str, list[dict[str, Any]]], systems: list[System]) -> list[dict[str, Any]]:
     """Ours against the one that does the same: how many times as fast, round by round."""
     table = []
-    for system in systems:
-        if system.rival in found and system.name in found:
-            pairs = [(mine, other) for mine, other in zip(found[system.name], found[system.rival], strict=True) if not mine["warm"]]
-            table.append(
-                {
-                    "system": system.name,
-                    "rival": system.rival,
-                    "speed": spread([other["seconds"] / mine["seconds"] for mine, other in pairs]),
-                    "cpu": spread([other["cpu"] / mine["cpu"] for mine, other in pairs]),
-                }
-            )
+    for name, rival in ((system.name, rival) for system in systems for rival in system.rivals if system.name in found and rival in found):
+        pairs = [(mine, other) for mine, other in zip(found[name], found[rival], strict=True) if not mine["warm"]]
+        table.append(
+            {
+                "system": name,
+                "rival": rival,
+                "speed": spread([other["seconds"] / mine["seconds"] for mine, other in pairs]),
+                "cpu": spread([other["cpu"] / mine["cpu"] for mine, other in pairs]),
+            }
+        )
     return table
 
 
@@ -232,6 +235,8 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     sizes = Sizes(layers=4, hidden=64, heads=4, ffn=128, vocab=512, sequence=32) if chosen.small else Sizes()
     setting = Setting(sizes, chosen.source, chosen.fused)
+    if missing := [f"{peer} ({how})" for peer, how in OTHERS.items() if not is_here(peer)]:
+        print(f"bench peers: without {', '.join(missing)}\n", flush=True)
     tiny = Setting(Sizes(**{**asdict(sizes), "sequence": 8}), chosen.source, chosen.fused)
     if chosen.memory:
         for world in chosen.ranks:

@@ -97,9 +97,8 @@ def _one(there: Emulated, rank: int, launch: Launch, ground: Ground, trainer: Tr
 
 
 def _rows(ground: Ground, trainer: Trainer, step: int) -> list[dict[str, torch.Tensor]]:
-    plan, rows, replica = trainer.plan, ground.launch.workload.batch, trainer.mesh.replica
-    first, size = plan.first_row(rows, replica), plan.micro_batch
-    return [ground.loader.rows(step, first + k * size, size) for k in range(plan.micro_batches(rows, replica))]
+    ranges = trainer.plan.ranges(ground.launch.workload.batch, trainer.mesh.replica)
+    return [ground.loader.rows(step, first, size) for first, size in ranges]
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
