@@ -91,15 +91,17 @@ class Slots:
     _last: int = 0
 
     def of(self, world: int) -> tuple[int, ...]:
-        """The slots of so many ranks; where they are too few, those that were left out take part again."""
+        """The slots of so many ranks; where they are too few, of those that were left out as well."""
         there = range(max(self.full, world)) if self.there is None else self.there
         if len(there) < world:
             return ()
-        free = [slot for slot in there if slot not in self.out]
-        if len(free) < world:
-            self.out.clear()
-            free = list(there)
-        return tuple(free[:world])
+        return tuple(sorted(sorted(there, key=lambda slot: (slot in self.out, slot))[:world]))
+
+    def seat(self, world: int) -> tuple[int, ...]:
+        """`of`, where ranks are about to start there: those of them that were left out take part again."""
+        slots = self.of(world)
+        self.out = {slot: out for slot, out in self.out.items() if slot not in slots}
+        return slots
 
     @property
     def room(self) -> int:

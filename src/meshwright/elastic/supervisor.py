@@ -145,7 +145,7 @@ class Supervisor:
     def _generate(self) -> Generation:
         """A generation from its start until it is done, fails, or is to be ended."""
         if self._slots.free(self._nursery.slots) is not None:  # nodes may have come and gone since the ranks were given theirs
-            self.work = replace(self.work, slots=self._slots.of(self.work.world))
+            self.work = replace(self.work, slots=self._slots.seat(self.work.world))
         now = self._now = Generation(self.work, self.generation, self._hear)
         self._holdings.begin()
         watch = Watch(
@@ -343,7 +343,7 @@ class Supervisor:
     def _change(self, work: Work) -> None:
         """The copies so far stay until there are some of `work`."""
         self._journal.resize(self.work.world, work.world, work.plan, self.generation)
-        self.work = replace(work, slots=self._slots.of(work.world))
+        self.work = replace(work, slots=self._slots.seat(work.world))
         self._retries.forget_culprits()
         self._pace = Pace()
         if self._old is None:
