@@ -74,7 +74,7 @@ def test_an_implementation_that_nobody_chose_is_the_fused_one_and_one_that_someb
     for said in ({}, {"foreach": False}, {"foreach": True}, {"fused": False}, {"differentiable": False}):
         parameter = torch.nn.Parameter(start.clone())
         optimizer = kind([parameter], lr=1e-2, weight_decay=0.1, **said)
-        fuse(optimizer, exact=False)
+        fuse(optimizer)
         assert optimizer.param_groups[0]["fused"] == (said.get("fused") if "fused" in said or "foreach" in said else True)
         for parameter.grad in steps:
             optimizer.step()
@@ -82,20 +82,24 @@ def test_an_implementation_that_nobody_chose_is_the_fused_one_and_one_that_someb
     assert all(torch.allclose(each, ends[1], rtol=1e-13, atol=1e-15) for each in ends)
 
 
-def test_exact_runs_are_updated_by_the_loop_whose_bits_do_not_know_where_a_run_ends() -> None:
-    ends = []
-    for cut in (1007, 13):
-        generator = torch.Generator().manual_seed(0)
-        flat = torch.randn(1007, generator=generator)
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(run) for run in flat.split(cut)], lr=1e-2, fused=True)
-        fuse(optimizer, exact=True)
-        for _ in range(4):
-            gradient = torch.randn(1007, generator=generator)
-            for run, part in zip(optimizer.param_groups[0]["params"], gradient.split(cut), strict=True):
-                run.grad = part
-            optimizer.step()
-        ends.append(flat)
-    assert torch.equal(*ends)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_kernels_round_an_element_alike_wherever_runs_of_whole_alignments_end(kind: Any, dtype: torch.dtype) -> None:
+    for lengths in ([7] * 24, [1] * 5 + [3, 17, 1, 40, 64], [*range(1, 17)]):
+        generator = torch.Generator().manual_seed(len(lengths))
+        cuts = [length * ALIGN for length in lengths]
+        start, *gradients = (torch.randn(sum(cuts), generator=generator, dtype=torch.float64).to(dtype) for _ in range(4))
+        ends = []
+        for split in ([sum(cuts)], cuts, cuts[::-1]):
+            flat = start.clone()
+            runs = [torch.nn.Parameter(run) for run in flat.split(split)]
+            optimizer = kind(runs, lr=1e-2, weight_decay=0.1, fused=True)
+            for gradient in gradients:
+                for run, part in zip(runs, gradient.split(split), strict=True):
+                    run.grad = part
+                optimizer.step()
+            ends.append(flat)
+        assert all(torch.equal(ends[0], each) for each in ends[1:])
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def parallelize(
     give_back()
     torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
     made = optimizer(engine.zero.masters())
-    fuse(made, chosen.exact)
+    fuse(made)
     return Trainer(engine, made, clip, seed)
 
 

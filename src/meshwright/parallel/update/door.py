@@ -9,8 +9,9 @@ The trial: two steps on the same numbers, once as whole tensors, once as flat ru
 
 [Note: fused on cores] torch leaves its fused kernels out unless they are asked for. On a core they read and write each element once: 20 million
 elements of AdamW took 12 ms in runs that stay in the cache where the loop over operations took 31. Whoever says
-neither `fused` nor `foreach` has left the choice to us; results are those of the loop within rounding. That rounding is another at the end of a run
-whose length no vector of the processor divides, so sums that are exact under every plan go through the loop, whatever was said.
+neither `fused` nor `foreach` has left the choice to us; results are those of the loop within rounding. That rounding is another behind the last
+full vector of a run, and runs end at multiples of ALIGN, which every vector divides: an element is rounded alike wherever it lies, and sums
+that are exact under every plan go through the same kernels.
 """
 
 from __future__ import annotations
@@ -65,12 +66,8 @@ ELEMENTWISE = Rule(False, False)
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
-def fuse(optimizer: torch.optim.Optimizer, exact: bool) -> None:
+def fuse(optimizer: torch.optim.Optimizer) -> None:
     """See [Note: fused on cores]; before its first step."""
-    if exact:
-        for group in optimizer.param_groups:
-            group.update({"fused": False} if group.get("fused") else {})
-        return
     if type(optimizer) not in FUSED:
         return
     for group in optimizer.param_groups:
