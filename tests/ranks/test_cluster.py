@@ -82,6 +82,16 @@ def test_nodes_have_networks_of_their_own_whose_wires_carry_what_was_asked_and_r
     assert 0.5 * WIRE < min(pair.bandwidth for pair in pairs) < 1.2 * WIRE
 
 
+def test_links_with_a_delay_are_as_late_and_as_wide_as_asked() -> None:
+    """Through the relay: what one rank sends is with the other no sooner."""
+    if not permitted():
+        return
+    with emulated(NODES._replace(delay=0.02)) as cluster:
+        pairs = on_ranks(cluster, look)[0][2]
+    assert min(pair.latency for pair in pairs) > 0.02
+    assert 0.4 * WIRE < min(pair.bandwidth for pair in pairs) < 1.2 * WIRE
+
+
 @pytest.mark.parametrize("plan", ["dp2.pp2.z1.zb1", "dp2.z1.mb2.sh3-1"])
 def test_ranks_of_different_hosts_train_to_the_loss_of_one_device(ranks: Any, plan: str) -> None:
     check(alone("llama", "fp64", 2), ranks.run(parse_plan(plan).world, train_between_hosts, "llama", plan, "fp64", 2), "fp64")

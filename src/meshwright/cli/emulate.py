@@ -16,12 +16,12 @@ def emulate(
     *command: Annotated[str, Parameter(name="COMMAND", allow_leading_hyphen=True, help="what every rank runs, behind --")],
 ) -> int:
     """Run a command on every rank of a described cluster, emulated on this machine: nodes are network namespaces whose links have the described
-    rates, devices are shares of the cores; all in slow motion by one factor, which is said. Linux and root only.
+    rates and delays, devices are shares of the cores; all in slow motion by one factor, which is said. Linux and root only.
 
     Try: meshwright emulate 2x2:cpu@1Gb -- meshwright probe --save measured.json
     """
     from meshwright.base.errors import InputError
-    from meshwright.base.units import parse_quantity, show_rate
+    from meshwright.base.units import parse_quantity, show_rate, show_seconds
     from meshwright.catalog.read import devices
     from meshwright.emulate.run import emulated, run
     from meshwright.emulate.scale import scaled
@@ -37,6 +37,6 @@ def emulate(
     with emulated(found) as there:
         note(
             f"{there.world} ranks on {len(found.wires)} nodes of {cores()} cores: {shares.replace('%', ' %')} of a core each, "
-            f"{show_rate(min(found.wires))} between nodes; slower than described by {found.motion:,.3g}"
+            f"{show_rate(min(found.wires))} and {show_seconds(found.delay)} between nodes; slower than described by {found.motion:,.3g}"
         )
         return run(there, words, os.environ)

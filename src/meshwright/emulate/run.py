@@ -97,7 +97,7 @@ def emulated(scaled: Scaled) -> Iterator[Emulated]:
         raise InputError(f"emulate: network namespaces and quotas of processor time are root's; {INSTEAD}")
     with ExitStack() as stack:
         shares = stack.enter_context(Shares(scaled.shares))
-        yield Emulated(scaled, stack.enter_context(Wires(scaled.wires)), shares)
+        yield Emulated(scaled, stack.enter_context(Wires(scaled.wires, scaled.delay)), shares)
 
 
 def run(cluster: Emulated, command: Sequence[str], environment: Mapping[str, str]) -> int:

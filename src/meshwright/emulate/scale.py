@@ -2,7 +2,7 @@
 
 The fastest device takes as much of a core as the cores allow for all, each other one its part of that: speeds stand to each other as described.
 Time then runs slower by one factor, `motion`: the described peak over what the share of a core gives. Links between nodes carry their
-described rate divided by the same factor, so that compute and communication stand to each other as described, too.
+described rate divided by the same factor and their latency times it, so that compute and communication stand to each other as described, too.
 
 >>> from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 >>> def group(peak): return NodeGroup(nodes=1, devices=1, device=Device(name="a", memory=1e9, bandwidth=1e9, peak={"fp32": peak}), link=Link(name="in", bandwidth=1e9))
@@ -32,6 +32,8 @@ class Scaled(NamedTuple):
     nodes: tuple[int, ...]
     wires: tuple[float, ...]
     motion: float
+    delay: float = 0.0
+    """Seconds from one node to another, on top of what this machine takes anyway."""
 
 
 def scaled(cluster: Cluster, cores: float, core: float) -> Scaled:
@@ -53,7 +55,7 @@ def scaled(cluster: Cluster, cores: float, core: float) -> Scaled:
             "emulate fewer devices, or play it with `meshwright simulate`"
         )
     motion = fastest / (most * core)
-    return Scaled(tuple(shares), tuple(nodes), tuple(wire / motion for wire in wires), motion)
+    return Scaled(tuple(shares), tuple(nodes), tuple(wire / motion for wire in wires), motion, cluster.network.latency * motion)
 
 
 def _speed(cluster: Cluster, peak: dict[str, float]) -> float:
