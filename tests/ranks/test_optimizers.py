@@ -23,6 +23,9 @@ SAMPLE = [
 PLANS = ("dp1", "dp2", "dp2.z1", "dp4.z2", "dp2.z3.mb2", "dp2x2.z1", "tp2.mb4", "tp4.sp.mb4", "pp4", "dp2.tp2.z3.mb2",
          "tp2.pp2.mb2.interleaved2", "dp2.pp2.z1.zb1", "dp2.tp2.pp2.z2.mb2", "dp2.cp2.z1", "pp2.zbv", "dp2.z1.shards3-1")  # fmt: skip
 
+# A key's bias moves no score: its gradient is rounding, of which Adafactor makes whole steps. It trains the models without one.
+PAIRS = [(rule, model) for rule in sorted(RULES) for model in ("llama", "llama-tied", *(() if rule == "adafactor" else ("gpt2", "bert")))]
+
 
 @functools.cache
 def expected(rule: str, model: str) -> dict[str, Any]:
@@ -36,11 +39,8 @@ def test_a_rule_updates_whole_tensors_as_one_device_does(ranks: Any, rule: str, 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", ["llama", "llama-tied", "gpt2", "bert"])
-@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize(("rule", "model"), PAIRS)
 def test_every_rule_under_every_kind_of_plan_updates_as_one_device_does(ranks: Any, rule: str, model: str, plan: str) -> None:
-    if rule == "adafactor" and model in ("gpt2", "bert"):
-        pytest.skip("a key's bias moves no score: its gradient is rounding, of which Adafactor makes whole steps")
     check(expected(rule, model), ranks.run(parse_plan(plan).world, train, rule, model, plan, 2), "fp64")
 
 
