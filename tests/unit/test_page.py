@@ -19,16 +19,17 @@ from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
 from meshwright.report.page import Grid, axes_of, grid, page_text
 from meshwright.report.page.axes import Shape, limited, resized
-from meshwright.report.page.file import PARTS, part
+from meshwright.report.page.file import FRAME, STYLE, body, part, scripts
 from meshwright.report.page.grid import SHOWN
 from meshwright.report.page.pipeline import UNITS, chart, played
-from meshwright.report.page.run import PARTS as RUN_PARTS
 from meshwright.search.answer import Objective
 from meshwright.search.rank import search
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
+from meshwright.words.lines import translated
 
 SMALL: Shape = (1, 2, 1, 3)
+PAGES = ("plans", "run")
 
 
 def embedded(text: str) -> dict[str, Any]:
@@ -110,6 +111,7 @@ def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(
         (entry.reason, entry.count, entry.example) for entry in answer.rejected
     ]
     assert shown["considered"] == answer.considered
+    assert data["lines"]["en"] == {} and {line: translated(line, "zh") for line in shown["examples"]}.items() <= data["lines"]["zh"].items()
     assert found.base.job == job
 
 
@@ -123,6 +125,12 @@ def test_nothing_of_the_page_leads_out_of_it() -> None:
     assert "{{" not in text.replace("{{DATA}}", "")
 
 
+def test_what_a_person_wrote_takes_no_place_of_the_frame() -> None:
+    job = small_job().but(model=decoder().but(name="{{DATA}}{{STYLE}}"))
+    text = page_text(grid(job, axes_of(job, (1, 1, 1, 1))), ["meshwright", "plan"], None)
+    assert "<title>{{DATA}}{{STYLE}}, " in text and embedded(text)["model"]["name"] == "{{DATA}}{{STYLE}}"
+
+
 def test_what_a_person_wrote_cannot_end_the_data_or_become_markup() -> None:
     job = small_job().but(model=decoder().but(name="</script><b>x"))
     text = page_text(grid(job, axes_of(job, (1, 1, 1, 1))), ["meshwright", "plan", "--set", "model.name=</script>"], None)
@@ -133,21 +141,33 @@ def test_what_a_person_wrote_cannot_end_the_data_or_become_markup() -> None:
 def test_a_page_of_many_settings_and_ranks_stays_under_a_megabyte() -> None:
     job = small_job(decoder(((48, 128),)), cluster(2, 8), 64)
     text = page_text(grid(job, axes_of(job, (1, 3, 1, 5))), ["meshwright", "plan"], job.cluster.name)
-    once = len(text.encode()) - sum(len(part(name).encode()) for name in PARTS) - len(json.dumps(embedded(text)["charts"]))
+    once = (
+        len(text.encode())
+        - sum(len(part(name).encode()) for name in (STYLE, body("plans"), *scripts("plans")))
+        - len(json.dumps(embedded(text)["charts"]))
+    )
     settings = len(embedded(text)["points"])
     assert settings == 3
     assert once * 27 / settings + 300_000 + 60_000 < 1e6
 
 
-@pytest.mark.parametrize(
-    ("words", "template", "script"), [("words.js", "template.html", "page.js"), ("run_words.js", "run.html", "run.js")], ids=["plan", "run"]
-)
-def test_both_languages_have_the_same_labels(words: str, template: str, script: str) -> None:
-    english, chinese = part(words).split("\n  zh: {")
+@pytest.mark.parametrize("page", PAGES)
+def test_both_languages_have_the_same_labels(page: str) -> None:
+    words, *script = map(part, scripts(page))
+    english, chinese = words.split("\n  zh: {")
     labels = [re.findall(r"(?:^|, )\s*(\w+): (?=[\"(]|\{ \w)", half, re.MULTILINE) for half in (english, chinese)]
     assert labels[0] == labels[1] and len(labels[0]) > 40
-    assert set(re.findall(r'data-say="(\w+)"', part(template))) <= set(labels[0])
-    assert set(re.findall(r"\bsay\.(\w+)", part(script))) <= set(labels[0])
+    assert set(re.findall(r'data-say="(\w+)"', part(FRAME) + part(body(page)))) <= set(labels[0])
+    assert set(re.findall(r"\bsay\.(\w+)", "".join(script))) <= set(labels[0])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_two_scripts_of_a_page_declare_the_same_name(page: str) -> None:
+    """Scripts of one page share a scope: a second constant of a name ends the script, a second function silently replaces the first."""
+    names = [
+        name for script in scripts(page) for name in re.findall(r"^(?:const|let|(?:async )?function) (\w+)", part(script), re.MULTILINE)
+    ]
+    assert sorted(set(names)) == sorted(names) and {"WORDS", "make", "DATA", "read", "draw", "begin"} <= set(names)
 
 
 @pytest.mark.parametrize("name", ["dp2.pp4", "dp4.pp2.gpipe.rc-layer", "pp4.tp2.interleaved2", "dp8"])
@@ -265,5 +285,6 @@ def test_a_place_that_cannot_be_written_is_said_before_the_search(option: str, t
 def test_an_installation_brings_every_part_of_the_page() -> None:
     root = Path(__file__).parents[2]
     globs = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["meshwright"]
+    parts = {FRAME, STYLE, *(name for page in PAGES for name in (body(page), *scripts(page)))}
     brought = {path for glob in globs for path in (root / "src" / "meshwright").glob(glob)}
-    assert {root / "src" / "meshwright" / "report" / "page" / name for name in (*PARTS, *RUN_PARTS, "template.html", "run.html")} <= brought
+    assert {root / "src" / "meshwright" / "report" / "page" / name for name in parts} <= brought

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from meshwright.cost.price import Pricer
@@ -19,6 +19,7 @@ from meshwright.search.explain import family_name
 from meshwright.spec.estimate import Estimate, Memory, Time
 from meshwright.spec.plan import Plan
 from meshwright.spec.runs import missing
+from meshwright.words.lines import translated
 from meshwright.words.say import TABLES, name, say
 
 DIGITS = 10
@@ -39,7 +40,7 @@ def page_data(found: Grid, command: Sequence[str], cluster: str | None) -> dict[
     axes, job = found.axes, found.job
     families = sorted({family for point in found.points for standing in point.standings for family, _ in standing.families})
     reasons = sorted({reason for point in found.points for standing in point.standings for reason, _, _ in standing.rejected})
-    data = {
+    data: dict[str, Any] = {
         "model": {"name": job.model.name, "parameters": job.model.parameters, "blocks": job.model.blocks, "hidden": job.model.hidden},
         "precision": job.workload.precision,
         "optimizer": job.workload.optimizer.name,
@@ -60,6 +61,15 @@ def page_data(found: Grid, command: Sequence[str], cluster: str | None) -> dict[
         "words": {language: words(language, families, reasons) for language in TABLES},
         "points": [point_data(point, families, reasons, point is found.base) for point in found.points],
     }
+    rejected = [example for point in found.points for standing in point.standings for _, _, example in standing.rejected]
+    priced = [
+        each
+        for point in found.points
+        for standing in point.standings
+        for each in (*standing.ranked, *(last for _, last in standing.families))
+    ]
+    notes = [note for each in priced for note in each.estimate.notes]
+    data["lines"] = lines((*rejected, *notes, *(point.error for point in found.points)))
     return {**data, "charts": charts(found, min(CHARTS, ROOM - len(compact(data))))}
 
 
@@ -110,7 +120,7 @@ def entry_data(priced: Priced, whole: bool) -> list[Any]:
         short(estimate.tokens_per_second),
         short(estimate.mfu),
         ", ".join(missing(priced.plan)),
-        " ".join(estimate.notes),
+        list(estimate.notes),
         [short(priced.limits[rank]) for rank in ranks] if priced.limits else [],
     ]
     while not entry[-1]:
@@ -149,6 +159,12 @@ def words(language: str, families: Sequence[str], reasons: Sequence[str]) -> dic
     groups = {"memory": MEMORY, "time": TIME, "reason": reasons}
     said = {group: {word: say(name(group, word), language) for word in found} for group, found in groups.items()}
     return {**said, "family": {family: say(family_name(family), language) for family in families}}
+
+
+def lines(said: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Lines that rules and errors say, by language, where they read otherwise there."""
+    once = dict.fromkeys(said)
+    return {language: {line: other for line in once if (other := translated(line, language)) != line} for language in TABLES}
 
 
 def compact(data: Any) -> str:

@@ -12,6 +12,8 @@ function make(tag, properties = {}, ...inside) {
 
 const fill = (id, ...inside) => document.getElementById(id).replaceChildren(...inside)
 
+const table = (id, heads, rows) => fill(id, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows))
+
 // A bar of parts [kind, value, words], as long as `whole`; `mark` is where a line stands across it.
 function bar(parts, whole, mark) {
   const drawn = parts.filter(([, value]) => value > 0).map(([kind, value, words]) => make("i", { class: `k-${kind}`, style: `width:${100 * value / whole}%`, title: words }))
@@ -19,7 +21,10 @@ function bar(parts, whole, mark) {
   return make("div", { class: "bar" }, ...drawn)
 }
 
-const legend = (kinds, name) => make("div", { class: "key" }, ...kinds.map(kind => make("span", { class: `k-${kind}` }, name(kind))))
+// Of each [kind, words] its colour; what is false is left out.
+const legend = (...pairs) => make("div", { class: "key" }, ...pairs.filter(Boolean).map(([kind, words]) => make("span", { class: `k-${kind}` }, words)))
+
+const fact = (label, value, kind = "") => make("div", { class: kind }, make("small", {}, label), make("strong", {}, value))
 
 // Idle units before an action and units that it takes are 10,000ths of the chart's time.
 function gantt(chart, words) {

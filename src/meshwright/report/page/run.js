@@ -1,30 +1,13 @@
-// The state is a language and a theme; both stand in the address. What is drawn was computed before.
-const DATA = JSON.parse(document.getElementById("data").textContent)
+// It has no state of its own: what is drawn was computed before.
 const WIDTH = 1120, HIGH = 230, LEFT = 74, BELOW = 22
-let state, say
-
-function read() {
-  const given = new URLSearchParams(location.hash.slice(1))
-  return { language: given.get("lang") in WORDS ? given.get("lang") : DATA.language, theme: given.get("theme") || "auto" }
-}
-
-function write(changes) {
-  Object.assign(state, changes)
-  const told = new URLSearchParams()
-  if (state.language !== DATA.language) told.set("lang", state.language)
-  if (state.theme !== "auto") told.set("theme", state.theme)
-  history.replaceState(null, "", `#${told}`)
-  draw()
-}
-
-const nameOf = (group, kind) => DATA.words[state.language][group][kind] || say.kinds[kind] || kind
+const called = (group, kind) => nameOf(group, kind) || say.kinds[kind] || kind
 const since = value => value ? seconds(value) : "0 s"
 const finite = points => points.filter(([, value]) => value !== null)
 
 // --- charts -----------------------------------------------------------------------------------------------------------------------
 
 // Five lines across between the ends of the values, or from zero.
-function frame(low, high, last, show, unit) {
+function axes(low, high, last, show, unit) {
   const svg = make("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${HIGH + BELOW}`, role: "img" })
   const x = value => LEFT + (WIDTH - LEFT) * (last[1] > last[0] ? (value - last[0]) / (last[1] - last[0]) : 0.5)
   const y = value => HIGH - (HIGH - 12) * (high > low ? (value - low) / (high - low) : 0.5)
@@ -42,28 +25,27 @@ const pathOf = (points, x, y) => points.map(([at, value], index) => `${index ? "
 function curve({ svg, x, y }, kind, points, words) {
   if (points.length === 1) return svg.append(make("circle", { class: `k-${kind}`, cx: x(points[0][0]), cy: y(points[0][1]), r: 3 }))
   svg.append(make("path", { class: `curve k-${kind}`, d: pathOf(points, x, y) }, make("title", {}, words)))
-  if (points.length <= 40) svg.append(...points.map(([at, value]) => make("circle", { class: `k-${kind}`, cx: x(at), cy: y(value), r: 2.5 }, make("title", {}, `${say.step} ${at}: ${Number(value.toFixed(4))}`))))
+  if (points.length <= 40) svg.append(...points.map(([at, value]) => make("circle", { class: `k-${kind}`, cx: x(at), cy: y(value), r: 2.5 }, make("title", {}, `${say.stepAt(at)}: ${Number(value.toFixed(4))}`))))
 }
 
 function marks({ svg, x }, last) {
   for (const event of DATA.events.filter(event => event.step >= last[0] && event.step <= last[1])) {
-    svg.append(make("line", { class: "event", x1: x(event.step), x2: x(event.step), y1: 12, y2: HIGH }, make("title", {}, `${say.step} ${event.step}: ${event.cause[state.language]}`)))
+    svg.append(make("line", { class: "event", x1: x(event.step), x2: x(event.step), y1: 12, y2: HIGH }, make("title", {}, `${say.stepAt(event.step)}: ${lineOf(event.cause)}`)))
   }
 }
 
-const keyOf = (...pairs) => make("div", { class: "key" }, ...pairs.filter(Boolean).map(([kind, words]) => make("span", { class: `k-${kind}` }, words)))
-const stepName = value => `${say.step} ${Math.round(value)}`
+const stepName = value => say.stepAt(Math.round(value))
 
 function drawLoss() {
   const train = finite(DATA.loss), held = finite(DATA.held)
   const all = [...train, ...held]
   if (!all.length) return fill("lossChart", make("p", { class: "note" }, say.noStep))
   const values = all.map(point => point[1]), steps = all.map(point => point[0]), last = [Math.min(...steps), Math.max(...steps)]
-  const plot = frame(Math.min(...values), Math.max(...values), last, value => value.toFixed(Math.max(...values) - Math.min(...values) < 0.1 ? 4 : 2), stepName)
+  const plot = axes(Math.min(...values), Math.max(...values), last, value => value.toFixed(Math.max(...values) - Math.min(...values) < 0.1 ? 4 : 2), stepName)
   marks(plot, last)
   if (train.length) curve(plot, "loss", train, say.train)
   if (held.length) curve(plot, "held", held, say.held)
-  return fill("lossChart", make("div", { class: "scroll" }, plot.svg), keyOf(["loss", say.train], held.length && ["held", say.held], DATA.events.length && ["recovery", say.broke]))
+  return fill("lossChart", make("div", { class: "scroll" }, plot.svg), legend(["loss", say.train], held.length && ["held", say.held], DATA.events.length && ["recovery", say.broke]))
 }
 
 function drawSeconds() {
@@ -71,12 +53,12 @@ function drawSeconds() {
   document.getElementById("seconds").hidden = points.length < 2
   if (points.length < 2) return
   const last = [points[0][0], points[points.length - 1][0]]
-  const plot = frame(0, Math.max(...points.map(point => point[1]), expected || 0), last, since, stepName)
+  const plot = axes(0, Math.max(...points.map(point => point[1]), expected || 0), last, since, stepName)
   marks(plot, last)
   curve(plot, "compute", points, say.measured)
   if (expected) plot.svg.append(make("line", { class: "expected", x1: LEFT, x2: WIDTH, y1: plot.y(expected), y2: plot.y(expected) }, make("title", {}, `${say.predicted} ${seconds(expected)}`)))
-  const key = keyOf(["compute", say.measured])
-  if (expected) key.append(make("span", { class: "limit" }, `${say.predicted} ${seconds(expected)}`))
+  const key = legend(["compute", say.measured])
+  if (expected) key.append(make("span", { class: "expected" }, `${say.predicted} ${seconds(expected)}`))
   fill("secondsChart", make("div", { class: "scroll" }, plot.svg), key)
 }
 
@@ -87,7 +69,7 @@ function drawTimeline() {
   if (!found) return
   const expected = DATA.memory.find(row => row.name === "total")?.predicted
   const most = Math.max(found.total, expected || 0), count = found.columns.activations.length
-  const plot = frame(0, most, [0, found.seconds], bytes, since)
+  const plot = axes(0, most, [0, found.seconds], bytes, since)
   const kinds = Object.keys(found.columns)
   const below = Array(count).fill(0)
   for (const kind of kinds) {
@@ -95,11 +77,11 @@ function drawTimeline() {
     found.columns[kind].forEach((size, at) => { below[at] += Math.max(size, 0) })
     const steps = row => row.flatMap((size, at) => [[at / count * found.seconds, size], [(at + 1) / count * found.seconds, size]])
     const outline = `${pathOf(steps(below), plot.x, plot.y)}L${pathOf(steps(floor).reverse(), plot.x, plot.y).slice(1)}Z`
-    plot.svg.append(make("path", { class: `area k-${kind}`, d: outline }, make("title", {}, nameOf("memory", kind))))
+    plot.svg.append(make("path", { class: `area k-${kind}`, d: outline }, make("title", {}, called("memory", kind))))
   }
   if (expected) plot.svg.append(make("line", { class: "expected", x1: LEFT, x2: WIDTH, y1: plot.y(expected), y2: plot.y(expected) }))
-  const key = keyOf(...kinds.map(kind => [kind, nameOf("memory", kind)]))
-  if (expected) key.append(make("span", { class: "limit" }, `${say.predicted} ${bytes(expected)}`))
+  const key = legend(...kinds.map(kind => [kind, called("memory", kind)]))
+  if (expected) key.append(make("span", { class: "expected" }, `${say.predicted} ${bytes(expected)}`))
   fill("timelineChart", make("div", { class: "scroll" }, plot.svg), key, make("p", { class: "note" }, say.timelineNote(found.step, found.rank, bytes(found.total), seconds(found.at), seconds(found.seconds), found.place)))
 }
 
@@ -107,22 +89,22 @@ function drawTimeline() {
 
 function drawPairs(id, group, rows, show) {
   const most = Math.max(...rows.filter(row => row.name !== "resident").flatMap(row => [row.predicted || 0, row.measured || 0]), 1e-12)
-  const kindOf = name => name.replace(/ .*/, "")
+  const colour = name => name.replace(/ .*/, "")
   const head = ["kind", "predicted", "measured", "ratio"].map(name => make("th", { scope: "col" }, say[name]))
   head.splice(1, 0, make("th", { class: "bars" }))
   const cell = (...inside) => make("td", {}, ...inside)
-  fill(id, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows.map(row => make("tr", {},
-    cell(nameOf(group, row.name)), make("td", { class: "bars" }, bar([[kindOf(row.name), Math.min(row.measured || 0, most), say.measured]], most, row.predicted ? row.predicted : undefined)),
-    cell(row.predicted === null ? "\u2013" : show(row.predicted)), cell(row.within ? say.inside(nameOf(group, row.within)) : row.measured === null ? "\u2013" : show(row.measured)),
-    cell(row.ratio === null ? "" : row.ratio.toFixed(2))))))
+  table(id, head, rows.map(row => make("tr", {},
+    cell(called(group, row.name)), make("td", { class: "bars" }, row.name === "resident" ? "" : bar([[colour(row.name), row.measured || 0, say.measured]], most, row.predicted ? row.predicted : undefined)),
+    cell(row.predicted === null ? "\u2013" : show(row.predicted)), cell(row.within ? say.inside(called(group, row.within)) : row.measured === null ? "\u2013" : show(row.measured)),
+    cell(row.ratio === null ? "" : row.ratio.toFixed(2)))))
   document.getElementById(group).hidden = !rows.length
 }
 
 function drawEvents() {
   const head = ["step", "rank", "phase", "cause", "noticed", "recovered", "lost", "again"].map((name, index) => make("th", { scope: "col", class: index === 3 ? "left" : "" }, say[name]))
-  const rows = DATA.events.map(event => make("tr", {}, ...[event.step, event.ranks, event.phase].map(word => make("td", {}, String(word))), make("td", { class: "left text" }, event.cause[state.language]),
+  const rows = DATA.events.map(event => make("tr", {}, ...[event.step, event.ranks, event.phase].map(word => make("td", {}, String(word))), make("td", { class: "left text" }, lineOf(event.cause)),
     ...[event.noticed ? seconds(event.noticed) : "", ...(event.seconds === null ? ["", "", ""] : [say.from(seconds(event.seconds), event.source), seconds(event.lost), String(event.again)])].map(word => make("td", {}, word))))
-  if (rows.length) fill("eventRows", make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))
+  if (rows.length) table("eventRows", head, rows)
   else fill("eventRows", make("caption", { class: "note" }, say.nothing))
 }
 
@@ -138,7 +120,6 @@ function drawGoodput() {
 }
 
 function drawFacts() {
-  const fact = (label, value, kind = "") => make("div", { class: kind }, make("small", {}, label), make("strong", {}, value))
   const loss = finite(DATA.loss), held = finite(DATA.held), total = DATA.memory.find(row => row.name === "total")
   const facts = [fact(say.plan, DATA.plan || say.unknown, "name"), DATA.ranks && fact(say.ranks, DATA.ranks),
     fact(say.trained, `${grouped(DATA.steps)}${DATA.planned ? ` ${say.of} ${grouped(DATA.planned)}` : ""} ${say.steps}`), fact(say.tokens, parameters(DATA.tokens)),
@@ -147,19 +128,9 @@ function drawFacts() {
   fill("chosen", ...facts.filter(Boolean))
 }
 
-function draw() {
-  say = WORDS[state.language]
-  document.documentElement.lang = state.language
-  const dark = state.theme === "dark" || (state.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches && !matchMedia("print").matches)
-  document.documentElement.dataset.theme = dark ? "dark" : "light"
-  for (const element of document.querySelectorAll("[data-say]")) {
-    if (element.dataset.say === "keys") element.innerHTML = say.keys
-    else element.textContent = say[element.dataset.say]
-  }
-  document.getElementById("language").textContent = say.other
-  document.getElementById("theme").textContent = say[state.theme]
-  fill("title", [DATA.model, DATA.run].filter(Boolean).join(" \u00b7 "))
-  fill("subtitle", DATA.balance[state.language])
+function drawRun() {
+  fill("title", [...new Set([DATA.model, DATA.run])].filter(Boolean).join(" \u00b7 "))
+  fill("subtitle", lineOf(DATA.balance))
   drawFacts()
   drawLoss()
   drawPairs("timeRows", "time", DATA.time, seconds)
@@ -171,19 +142,4 @@ function draw() {
   fill("made", say.made(DATA.version, DATA.folder))
 }
 
-const turnTheme = () => write({ theme: { auto: "dark", dark: "light", light: "auto" }[state.theme] })
-const turnLanguage = () => write({ language: state.language === "en" ? "zh" : "en" })
-
-addEventListener("keydown", event => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return
-  const deeds = { l: turnLanguage, t: turnTheme }
-  if (event.key in deeds) deeds[event.key]()
-})
-addEventListener("hashchange", () => { state = read(); draw() })
-addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light" })
-addEventListener("afterprint", draw)
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw)
-document.getElementById("language").addEventListener("click", turnLanguage)
-document.getElementById("theme").addEventListener("click", turnTheme)
-state = read()
-draw()
+begin({ draw: drawRun })

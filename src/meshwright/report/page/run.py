@@ -13,15 +13,13 @@ from typing import Any
 from meshwright.report.faults import fault_rows
 from meshwright.report.ledger import balance_text
 from meshwright.report.memory import highest, read_timelines
-from meshwright.report.page.data import short, words
+from meshwright.report.page.data import lines, short, words
 from meshwright.report.page.file import filled
 from meshwright.report.run import Run, summarise
 from meshwright.report.text import plain
 from meshwright.spec.timeline import Timeline
-from meshwright.words.lines import translated
 from meshwright.words.say import TABLES
 
-PARTS = ("style.css", "run_words.js", "numbers.js", "draw.js", "run.js")
 POINTS = 500
 """Most points of a curve."""
 COLUMNS = 240
@@ -30,8 +28,8 @@ COLUMNS = 240
 
 def run_page_text(run: Run, language: str = "en") -> str:
     """The whole page. `language` is the one it opens in."""
-    title = " · ".join(part for part in (run.model, Path(run.folder).name, "meshwright report") if part)
-    return filled("run.html", PARTS, title, run_data(run), language)
+    title = " · ".join(filter(None, dict.fromkeys((run.model, Path(run.folder).name, "meshwright report"))))
+    return filled("run", title, run_data(run), language)
 
 
 def run_data(run: Run) -> dict[str, Any]:
@@ -39,7 +37,7 @@ def run_data(run: Run) -> dict[str, Any]:
     summary = summarise(run)
     data = plain(summary)
     steps = run.steps
-    balance = balance_text(summary.ledger) if summary.ledger else ""
+    balance, events = balance_text(summary.ledger) if summary.ledger else "", fault_rows(run.events, steps)
     return {
         "folder": run.folder,
         "run": Path(run.folder).name,
@@ -50,7 +48,7 @@ def run_data(run: Run) -> dict[str, Any]:
         "planned": summary.planned_steps,
         "tokens": summary.tokens,
         "checkpoints": len(summary.checkpoints),
-        "balance": {language: translated(balance, language) for language in TABLES},
+        "balance": balance,
         "loss": thinned([(record.step, record.loss) for record in steps]),
         "held": thinned([(record.step, record.held_out_loss) for record in run.records if record.held_out_loss is not None]),
         "seconds": thinned([(record.step, record.seconds) for record in steps]),
@@ -60,12 +58,10 @@ def run_data(run: Run) -> dict[str, Any]:
             for kind in ("time", "memory")
         },
         "timeline": timeline_data(run),
-        "events": [
-            {**row._asdict(), "cause": {language: translated(row.cause, language) for language in TABLES}}
-            for row in fault_rows(run.events, steps)
-        ],
+        "events": [row._asdict() for row in events],
         "goodput": data["goodput"],
         "words": {language: words(language, (), ()) for language in TABLES},
+        "lines": lines((balance, *(row.cause for row in events))),
     }
 
 

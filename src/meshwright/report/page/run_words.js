@@ -2,7 +2,7 @@
 const WORDS = {
   en: {
     plan: "plan", ranks: "ranks", trained: "trained", lossNow: "loss", heldOutNow: "held-out loss", speed: "tokens/s, median", saved: "checkpoints", fullest: "fullest rank", of: "of", steps: "steps", tokens: "tokens",
-    loss: "Loss", train: "training", held: "held out", expected: "predicted", broke: "something broke", step: "step",
+    loss: "Loss", train: "training", held: "held out", expected: "predicted", broke: "something broke", step: "step", stepAt: (at) => `step ${at}`,
     time: "Time per step", seconds: "Seconds of each step", memory: "Memory of the fullest rank", kind: "", predicted: "predicted", measured: "measured", ratio: "ratio", inside: (row) => `in ${row}`,
     timeline: "Memory of one step", timelineNote: (step, rank, size, at, all, place) => `Step ${step} on rank ${rank}, the fullest: ${size} at its peak, ${at} into ${all}; at the peak: ${place || "outside of all modules"}.`,
     events: "What broke, and how the run went on", rank: "rank", phase: "in", cause: "what broke", noticed: "noticed after", recovered: "recovered in", lost: "of it lost", again: "steps again", nothing: "Nothing broke.",
@@ -16,7 +16,7 @@ const WORDS = {
   },
   zh: {
     plan: "方案", ranks: "rank 数", trained: "已训练", lossNow: "损失", heldOutNow: "留出集损失", speed: "token/s（中位数）", saved: "检查点", fullest: "最满的 rank", of: "/", steps: "步", tokens: "token",
-    loss: "损失", train: "训练", held: "留出集", expected: "预测", broke: "出了故障", step: "步",
+    loss: "损失", train: "训练", held: "留出集", expected: "预测", broke: "出了故障", step: "步", stepAt: (at) => `第 ${at} 步`,
     time: "每步时间", seconds: "每一步的秒数", memory: "最满的 rank 的内存", kind: "", predicted: "预测", measured: "实测", ratio: "比值", inside: (row) => `含在${row}里`,
     timeline: "一步之内的内存", timelineNote: (step, rank, size, at, all, place) => `第 ${step} 步，最满的 rank ${rank}：峰值 ${size}，在 ${all} 中的 ${at} 处；峰值时在运行：${place || "不在任何模块里"}。`,
     events: "出了什么故障，怎样继续", rank: "rank", phase: "正在", cause: "故障", noticed: "多久后发现", recovered: "恢复用时", lost: "其中损失", again: "重做步数", nothing: "没有故障。",

@@ -1,5 +1,4 @@
-// The state is four stops, a plan, an order, a language and a theme; all of it stands in the address. A change of the address draws the page anew.
-const DATA = JSON.parse(document.getElementById("data").textContent)
+// Its part of the state is four stops, a plan and an order.
 for (const point of DATA.points) point.plans = point.plans.map(row => Object.fromEntries(DATA.keys.entry.map((key, index) => [key, row[index]])))
 const SLIDERS = ["devices", "batch", "sequence", "memory"]
 const TIME = DATA.keys.time, MEMORY = DATA.keys.memory
@@ -16,31 +15,20 @@ const COLUMNS = {
   bubble: row => at(row.entry, "bubble") / at(row.entry, "step"), exposed: row => exposed(row.entry) / at(row.entry, "step"),
 }
 
-let state, say
-
 // --- the address ------------------------------------------------------------------------------------------------------------------
 
-function read() {
-  const given = new URLSearchParams(location.hash.slice(1))
+function heard(given) {
   const stops = SLIDERS.map((name, axis) => {
     const found = DATA.axes[name].findIndex(stop => String(stop) === given.get(name))
     return found < 0 ? DATA.here[axis] : found
   })
-  const language = given.get("lang") in WORDS ? given.get("lang") : DATA.language
-  return { stops, plan: given.get("plan"), sort: given.get("sort") || "", language, theme: given.get("theme") || "auto" }
+  return { stops, plan: given.get("plan"), sort: given.get("sort") || "" }
 }
 
-function write(changes) {
-  Object.assign(state, changes)
-  const told = new URLSearchParams()
+function tell(told) {
   SLIDERS.forEach((name, axis) => { if (state.stops[axis] !== DATA.here[axis]) told.set(name, DATA.axes[name][state.stops[axis]]) })
   if (state.plan) told.set("plan", state.plan)
   if (state.sort) told.set("sort", state.sort)
-  if (state.language !== DATA.language) told.set("lang", state.language)
-  if (state.theme !== "auto") told.set("theme", state.theme)
-  const address = `#${told}`
-  if (address !== (location.hash || "#")) history.replaceState(null, "", address)
-  draw()
 }
 
 // What a hand was on is drawn anew: it stays on it.
@@ -80,19 +68,9 @@ function command(view) {
 
 // --- drawing ----------------------------------------------------------------------------------------------------------------------
 
-function draw() {
-  say = WORDS[state.language]
-  document.documentElement.lang = state.language
-  const dark = state.theme === "dark" || (state.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches && !matchMedia("print").matches)
-  document.documentElement.dataset.theme = dark ? "dark" : "light"
-  for (const element of document.querySelectorAll("[data-say]")) {
-    if (element.dataset.say === "keys") element.innerHTML = say.keys
-    else element.textContent = say[element.dataset.say]
-  }
-  document.getElementById("language").textContent = say.other
-  document.getElementById("theme").textContent = say[state.theme]
-  document.getElementById("copy").textContent = say.copy
+function drawAnswer() {
   const view = look()
+  fill("copy", say.copy)
   fill("title", `${DATA.model.name} \u00b7 ${view.cluster || `${DATA.axes.devices[state.stops[0]]} ${say.devices}`}`)
   fill("subtitle", say.subtitle({ ...DATA.model, parameters: parameters(DATA.model.parameters) }, DATA.precision, DATA.optimizer))
   drawSliders()
@@ -131,10 +109,9 @@ function drawSliders() {
 }
 
 function drawChosen(view) {
-  const fact = (label, value, kind = "") => make("div", { class: kind }, make("small", {}, label), make("strong", {}, value))
   if (!view.rows.length) {
     const kin = view.kin[0]
-    const why = view.point.error || (kin ? say.nearest(kin.entry.name, bytes(size(kin.entry, "reserved")), bytes(view.standing.limit)) : "")
+    const why = lineOf(view.point.error) || (kin ? say.nearest(kin.entry.name, bytes(size(kin.entry, "reserved")), bytes(view.standing.limit)) : "")
     return fill("chosen", make("p", {}, make("b", { class: "no" }, say.none), ` ${why}`))
   }
   const { entry, verdict } = view.rows[0]
@@ -158,31 +135,30 @@ function drawPlans(view) {
       cell(bytes(size(entry, "reserved"))), make("td", { class: "bars" }, memoryBar(entry, entry.fullest, limit)), make("td", { class: `left ${verdict}` }, say[verdict]),
       cell(percent((limit - size(entry, "reserved")) / limit)), cell(percent(at(entry, "bubble") / step)), cell(percent(exposed(entry) / step)))
   })
-  fill("ranked", make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows))
+  table("ranked", heads, rows)
   fill("order", say[DATA.objective])
   fill("missing", [...view.rows, ...view.kin].some(row => row.entry.missing) ? say.missingNote : "")
 }
 
 const parts = name => name.split(/(?<=\.)/).flatMap(part => [part, make("wbr")])
 const planOf = entry => [make("code", {}, ...parts(entry.name)), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, "\u25cb")] : [])]
-const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${kindOf("time", kind)} ${seconds(at(entry, kind))}`]), whole)
+const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${nameOf("time", kind)} ${seconds(at(entry, kind))}`]), whole)
 // Over unlike groups each rank has a limit of its own; unless one is asked for, that of the fullest.
 const limitOf = (entry, view, row = entry.fullest) => entry.limits ? entry.limits[row] : view.standing.limit
 
-const memoryBar = (entry, row, limit, whole = limit) => bar(KINDS.map(kind => [kind, size(entry, kind, row), `${kindOf("memory", kind)} ${bytes(size(entry, kind, row))}`]), whole, limit)
-const kindOf = (group, kind) => DATA.words[state.language][group][kind]
+const memoryBar = (entry, row, limit, whole = limit) => bar(KINDS.map(kind => [kind, size(entry, kind, row), `${nameOf("memory", kind)} ${bytes(size(entry, kind, row))}`]), whole, limit)
 
 function drawMemory(view) {
   if (!view.selected) { fill("memoryBars"); return fill("rankBars") }
   const { entry } = view.selected, limit = limitOf(entry, view)
   const most = Math.max(limit, size(entry, "total"))
-  const kinds = KINDS.flatMap(kind => [make("span", {}, kindOf("memory", kind)), bar([[kind, size(entry, kind), ""]], most), make("span", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
-  const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, kindOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.fullest, limit, most) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
+  const kinds = KINDS.flatMap(kind => [make("span", {}, nameOf("memory", kind)), bar([[kind, size(entry, kind), ""]], most), make("span", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
+  const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, nameOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.fullest, limit, most) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
   fill("memoryBars", make("div", { class: "rows" }, ...kinds, make("div", { class: "rule" }), ...sums))
   const limits = entry.ranks.map((_, row) => limitOf(entry, view, row))
   const whole = Math.max(...limits, ...entry.ranks.map((_, row) => size(entry, "total", row))) * 1.005
   const stages = entry.ranks.flatMap((rank, row) => [make("span", { class: "quiet" }, `${say.rank} ${rank}`), memoryBar(entry, row, limitOf(entry, view, row), whole), make("span", { class: "end" }, bytes(size(entry, "total", row)))])
-  const key = legend(KINDS, kind => kindOf("memory", kind))
+  const key = legend(...KINDS.map(kind => [kind, nameOf("memory", kind)]))
   key.append(make("span", { class: "limit" }, `${say.limit}: ${[...new Set(limits.map(bytes))].join(", ")}`))
   return fill("rankBars", make("div", { class: "rows stages" }, ...stages), key, make("p", { class: "note" }, say.ranksNote(entry.ranks.length, entry.of)))
 }
@@ -191,8 +167,8 @@ function drawTime(view) {
   if (!view.selected) return fill("timeBars")
   const { entry } = view.selected, step = at(entry, "step")
   const items = ITEMS.filter(kind => at(entry, kind) > 0)
-  const rows = items.flatMap(kind => [make("span", {}, kindOf("time", kind)), bar([[kind, at(entry, kind), ""]], step), make("span", { class: "end" }, seconds(at(entry, kind))), make("span", { class: "end quiet" }, percent(at(entry, kind) / step))])
-  const sum = [make("b", {}, kindOf("time", "step")), timeBar(entry, step), make("b", { class: "end" }, seconds(step)), make("span", { class: "end quiet" }, "100%")]
+  const rows = items.flatMap(kind => [make("span", {}, nameOf("time", kind)), bar([[kind, at(entry, kind), ""]], step), make("span", { class: "end" }, seconds(at(entry, kind))), make("span", { class: "end quiet" }, percent(at(entry, kind) / step))])
+  const sum = [make("b", {}, nameOf("time", "step")), timeBar(entry, step), make("b", { class: "end" }, seconds(step)), make("span", { class: "end quiet" }, "100%")]
   return fill("timeBars", make("div", { class: "rows" }, ...rows, make("div", { class: "rule" }), ...sum))
 }
 
@@ -201,7 +177,7 @@ function drawPipeline(view) {
   if (!chart) return fill("chart", make("p", { class: "note" }, view.selected ? say.noChart : ""))
   const caption = say.chartCaption(chart.count, chart.of, seconds(chart.seconds)) + say.chartRanks(chart.ranks.length, view.selected.entry.of)
   const kinds = ["F", "B", "W"].filter((_, kind) => chart.rows.some(row => row.some((number, i) => i % 5 === 0 && number === kind)))
-  const key = legend(kinds, kind => say[kind])
+  const key = legend(...kinds.map(kind => [kind, say[kind]]))
   key.append(make("span", { class: "idle" }, say.idle))
   return fill("chart", make("div", { class: "scroll" }, gantt(chart, { ...say, title: caption })), key, make("p", { class: "note" }, caption))
 }
@@ -217,17 +193,17 @@ function drawFamilies(view) {
     return make("tr", { tabindex: 0, onclick: choose, onkeydown: event => event.key === "Enter" && choose(), "aria-selected": String(view.selected.entry === entry) },
       make("td", {}, DATA.words[state.language].family[family]), make("td", { class: "left plan" }, ...planOf(entry)), make("td", {}, stepOf(at(entry, "step"))),
       make("td", {}, fits && best ? percent(at(entry, "step") / at(best, "step") - 1, true) : "\u2013"),
-      make("td", {}, fits && lost[1] > 0 ? `${kindOf("time", lost[0])} +${seconds(lost[1])}` : "\u2013"),
+      make("td", {}, fits && lost[1] > 0 ? `${nameOf("time", lost[0])} +${seconds(lost[1])}` : "\u2013"),
       make("td", {}, bytes(size(entry, "reserved"))), make("td", { class: `left ${verdict}` }, say[verdict]))
   })
-  return fill("kin", make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))
+  return table("kin", head, rows)
 }
 
 function drawRejected(view) {
-  const rows = (view.standing?.rejected || []).map(([reason, count, example]) => make("tr", {}, make("td", {}, DATA.words[state.language].reason[DATA.reasons[reason]]), make("td", {}, grouped(count)), make("td", { class: "left text" }, view.point.examples[example])))
+  const rows = (view.standing?.rejected || []).map(([reason, count, example]) => make("tr", {}, make("td", {}, DATA.words[state.language].reason[DATA.reasons[reason]]), make("td", {}, grouped(count)), make("td", { class: "left text" }, lineOf(view.point.examples[example]))))
   const head = ["reason", "count", "example"].map((name, index) => make("th", { scope: "col", class: index === 2 ? "left" : "" }, say[name]))
-  fill("refused", make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))
-  fill("notes", view.selected ? view.selected.entry.notes || "" : "")
+  table("refused", head, rows)
+  fill("notes", view.selected ? (view.selected.entry.notes || []).map(lineOf).join(" ") : "")
 }
 
 // --- hands ------------------------------------------------------------------------------------------------------------------------
@@ -242,9 +218,6 @@ async function copy() {
   setTimeout(() => { button.textContent = say.copy }, 1200)
 }
 
-const turnTheme = () => write({ theme: { auto: "dark", dark: "light", light: "auto" }[state.theme] })
-const turnLanguage = () => write({ language: state.language === "en" ? "zh" : "en" })
-
 function move(by) {
   const view = look()
   const now = view.sorted.findIndex(row => row.entry === view.selected?.entry)
@@ -253,21 +226,9 @@ function move(by) {
   again({ plan: next.entry.name }, "#ranked [aria-selected=true]")
 }
 
-addEventListener("keydown", event => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return
-  const sliding = event.target.matches("input")
-  const deeds = { ArrowDown: () => move(1), ArrowUp: () => move(-1), 0: () => write({ stops: [...DATA.here], plan: null, sort: "" }), c: copy, l: turnLanguage, t: turnTheme }
-  if (!(event.key in deeds) || (sliding && event.key.startsWith("Arrow"))) return
-  event.preventDefault()
-  deeds[event.key]()
-})
-addEventListener("hashchange", () => { state = read(); draw() })
-addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light" })
-addEventListener("afterprint", draw)
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw)
-document.getElementById("language").addEventListener("click", turnLanguage)
-document.getElementById("theme").addEventListener("click", turnTheme)
 document.getElementById("copy").addEventListener("click", copy)
 document.getElementById("sliders").addEventListener("submit", event => event.preventDefault())
-state = read()
-draw()
+begin({
+  read: heard, tell, draw: drawAnswer,
+  keys: { ArrowDown: () => move(1), ArrowUp: () => move(-1), 0: () => write({ stops: [...DATA.here], plan: null, sort: "" }), c: copy },
+})

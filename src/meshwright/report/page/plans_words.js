@@ -1,4 +1,4 @@
-// Labels of the page. Kinds, families and reasons come with the data: they are called what the terminal calls them.
+// Labels of the page of plans. Kinds, families and reasons come with the data: they are called what the terminal calls them.
 const WORDS = {
   en: {
     devices: "devices", batch: "batch, sequences a step", sequence: "sequence, tokens", memorySlider: "memory a device", budgetSlider: "budget of a rank",

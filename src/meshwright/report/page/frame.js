@@ -1,0 +1,61 @@
+// What every page has: its data, a language and a theme, which stand in the address, and the hands on them. A page begins with what is its own:
+// `read` takes its part of the state out of the address and `tell` puts it there, `draw` shows it, `keys` are its deeds by key.
+const DATA = JSON.parse(document.getElementById("data").textContent)
+const THEMES = { auto: "dark", dark: "light", light: "auto" }
+const DARK = matchMedia("(prefers-color-scheme: dark)")
+
+let page, state, say
+
+function read() {
+  const given = new URLSearchParams(location.hash.slice(1)), language = given.get("lang"), theme = given.get("theme")
+  return { ...page.read(given), language: Object.hasOwn(WORDS, language) ? language : DATA.language, theme: Object.hasOwn(THEMES, theme) ? theme : "auto" }
+}
+
+function write(changes) {
+  Object.assign(state, changes)
+  const told = new URLSearchParams()
+  page.tell(told)
+  if (state.language !== DATA.language) told.set("lang", state.language)
+  if (state.theme !== "auto") told.set("theme", state.theme)
+  const address = `#${told}`
+  if (address !== (location.hash || "#")) history.replaceState(null, "", address)
+  draw()
+}
+
+function draw() {
+  say = WORDS[state.language]
+  document.documentElement.lang = state.language
+  const dark = state.theme === "dark" || (state.theme === "auto" && DARK.matches && !matchMedia("print").matches)
+  document.documentElement.dataset.theme = dark ? "dark" : "light"
+  for (const element of document.querySelectorAll("[data-say]")) {
+    if (element.dataset.say === "keys") element.innerHTML = say.keys
+    else element.textContent = say[element.dataset.say]
+  }
+  fill("language", say.other)
+  fill("theme", say[state.theme])
+  page.draw()
+}
+
+const nameOf = (group, kind) => DATA.words[state.language][group][kind]
+const lineOf = line => DATA.lines[state.language][line] ?? line
+const turnTheme = () => write({ theme: THEMES[state.theme] })
+const turnLanguage = () => write({ language: state.language === "en" ? "zh" : "en" })
+
+function begin(own) {
+  page = { read: () => ({}), tell: () => {}, ...own }
+  const deeds = { ...page.keys, l: turnLanguage, t: turnTheme }
+  addEventListener("keydown", event => {
+    if (event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(deeds, event.key)) return
+    if (event.target.matches("input") && event.key.startsWith("Arrow")) return
+    event.preventDefault()
+    deeds[event.key]()
+  })
+  addEventListener("hashchange", () => { state = read(); draw() })
+  addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light" })
+  addEventListener("afterprint", draw)
+  DARK.addEventListener("change", draw)
+  document.getElementById("language").addEventListener("click", turnLanguage)
+  document.getElementById("theme").addEventListener("click", turnTheme)
+  state = read()
+  draw()
+}
