@@ -213,3 +213,9 @@ def test_whole_numbers_of_micro_batches_of_any_sizes_end_as_early_as_can_be() ->
         end, counts = sizes.whole(kinds, batch)
         assert end == pytest.approx(min(ends, default=float("inf")))
         assert not counts or sum(sum(held) * kind.size for held, kind in zip(counts, kinds, strict=True)) == batch
+
+
+def test_micro_batches_are_counted_where_a_link_takes_so_long_that_their_seconds_are_lost_in_rounding() -> None:
+    """Beside 1e9 seconds once, a millisecond more is no number: the count of micro-batches went on for ever."""
+    _, counts = sizes.whole([sizes.Kind(1, 4, 1e-3, 1e9), sizes.Kind(1, 1, 2e-3, 1e9)], 11)
+    assert sum(counts[0]) * 4 + sum(counts[1]) == 11

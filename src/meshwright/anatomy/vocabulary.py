@@ -28,8 +28,8 @@ TABLES = ("max_norm", "scale_grad_by_freq")
 
 @dataclass
 class Vocabulary:
-    """Notes of one run. `embeddings`: weights that token ids chose rows of; `outside`: matrix products outside blocks, weight and output features; `problems`: weights that stay whole, and why; `beside`: parameters with a number for each word, by the
-    weight whose logits they meet."""
+    """Notes of one run. `embeddings`: weights that token ids chose rows of; `outside`: matrix products outside blocks, weight and output features;
+    `problems`: weights that stay whole, and why; `beside`: parameters with a number for each word, by the weight whose logits they meet."""
 
     embeddings: list[str] = field(default_factory=list)
     outside: list[tuple[str, int]] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""`meshwright train` as one of several nodes: the first one leads (succession.py: or the one after it), the others serve it. Each is started once, by whatever starts processes.
+"""`meshwright train` as one of several nodes: the first one leads (succession.py: or the one after it), the others serve it. Each is started once,
+by whatever starts processes.
 
 Rule: a process is a node, not a rank, when MESHWRIGHT_NODE is 1, or when as many processes were started as the cluster has nodes and these have several
 devices each. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which node it is and where the first one is; so do Slurm's names.
@@ -113,7 +114,8 @@ def _await(fleet: Fleet, place: Place, note: Callable[[str], None], run: Run) ->
     from meshwright.base.errors import MeshwrightError
 
     heir, least, ready = place.after is not None, run.least, False
-    end = time.monotonic() + (run.rejoin if heir else ARRIVE)
+    patience = run.rejoin if heir else ARRIVE
+    end = time.monotonic() + patience
     leads = f", leads in the place of node {place.after}" if heir else ""
     note(f"node {place.number} of {place.started} at {fleet.host}:{place.port}{leads}, waiting for the others")
     while not ready or 1 + len(fleet.nodes) < place.started - heir:
@@ -125,7 +127,7 @@ def _await(fleet: Fleet, place: Place, note: Callable[[str], None], run: Run) ->
             if (least or heir) and len(fleet.slots) >= least:
                 return
             raise MeshwrightError(
-                f"{1 + len(fleet.nodes)} of {place.started} nodes came to {fleet.host}:{place.port} within {ARRIVE:.0f} s; "
+                f"{1 + len(fleet.nodes)} of {place.started} nodes came to {fleet.host}:{place.port} within {patience:.0f} s; "
                 "start the same command on each, or let the run go on with fewer: --set run.least=RANKS"
             )
 

@@ -1,7 +1,8 @@
 """Who leads a run on several machines when the node that led is gone: the first of the others, by number, that gets the lease of the run folder.
 
-Rule: whoever leads holds the lease (train/lease.py), which the kernel or the file server frees when its holder dies, however it dies; so there are never two leaders. It writes
-RUN/leader: its number and where it listens; at an end in order the file goes. A node that has lost its leader, whose ranks have ended with it,
+Rule: whoever leads holds the lease (train/lease.py), which the kernel or the file server frees when its holder dies, however it dies; so there are
+never two leaders. It writes RUN/leader: its number and where it listens; the file goes when the run ends, in order or by an error that is said, and
+stays when its writer is killed. A node that has lost its leader, whose ranks have ended with it,
 
 1. ends too where RUN/leader is gone, or the run is not to be healed (`run.retries` 0);
 2. leads when the lease is free and its turn has come: TURN seconds for each other node of a lower number;

@@ -9,8 +9,9 @@ parts of micro-batches, all would end at
 below which no shares go. Plans in the order of T get whole shares, as long as T is below what is found: each replica what it does by T, the rest one
 by one to whoever then ends first, which is the best that whole numbers can do; the best of these are priced by themselves.
 
-Where one size of micro-batches does not fit on every group, or is too coarse, each group may have its own (`sizes.py`). Where equal shards do not fit on every group, shards by memory may (`portions.py`): ZeRO 1 with any shares, ZeRO 2 and 3, whose replicas meet in every
-micro-batch, with equal ones.
+Where one size of micro-batches does not fit on every group, or is too coarse, each group may have its own (`sizes.py`). Where equal shards do not
+fit on every group, shards by memory may (`portions.py`): ZeRO 1 with any shares, ZeRO 2 and 3, whose replicas meet in every micro-batch, with
+equal ones.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Micro-batches of their own size for replicas on unlike groups: where one size would not fit on all of them, or be too coarse.
 
-The space is that of `shares.py`, with a size of its own for each group (divisors of the batch), shares of any whole numbers at ZeRO 0 and 1, equal ones at
-ZeRO 2 and 3, whose replicas meet in every micro-batch. A replica of m sequences, t seconds a micro-batch and f once passes m (T - f) / t sequences by T, so
-that with R replicas in each group no step of these sizes ends before
+The space is that of `shares.py`, with a size of its own for each group (divisors of the batch), shares of any whole numbers at ZeRO 0 and 1, equal
+ones at ZeRO 2 and 3, whose replicas meet in every micro-batch. A replica of m sequences, t seconds a micro-batch and f once passes m (T - f) / t
+sequences by T, so that with R replicas in each group no step of these sizes ends before
 
     T = (batch + sum of R f m / t) / (sum of R m / t) + what all do afterwards.
 
-Sizes in the order of T get whole shares, as long as T promises WORTH over what is found: whether groups that pass at most so many micro-batches each can make up the
-batch exactly is read off the sums that they can reach, which are the bits of one number.
+Sizes in the order of T get whole shares, as long as T promises WORTH over what is found: whether groups that pass at most so many micro-batches
+each can make up the batch exactly is read off the sums that they can reach, which are the bits of one number.
 """
 
 from __future__ import annotations
@@ -147,13 +147,16 @@ def whole(kinds: Sequence[Kind], batch: int) -> tuple[float, tuple[tuple[int, ..
     rate = sum(kind.replicas * kind.size / kind.each for kind in kinds)
     end = (batch + sum(kind.replicas * kind.size * kind.once / kind.each for kind in kinds)) / rate
     end = max(end, *(kind.each + kind.once for kind in kinds))
-    while True:
-        most = [kind.by(end) for kind in kinds]
-        if (totals := _totals(kinds, most, batch // unit, unit)) is not None:
-            break
-        if min(count * kind.size for count, kind in zip(most, kinds, strict=True)) > batch:
+    most = [max(kind.by(end), 1) for kind in kinds]
+    while (totals := _totals(kinds, most, batch // unit, unit)) is None:
+        ends = [
+            ((count + 1) * kind.each + kind.once, at)
+            for at, (count, kind) in enumerate(zip(most, kinds, strict=True))
+            if count * kind.size <= batch
+        ]
+        if not ends:
             return inf, ()
-        end = min((count + 1) * kind.each + kind.once for count, kind in zip(most, kinds, strict=True))
+        most[min(ends)[1]] += 1  # counted: beside a large `once` the seconds of one micro-batch are lost in rounding
     shares = tuple(
         tuple(total // kind.replicas + (at < total % kind.replicas) for at in range(kind.replicas))
         for total, kind in zip(totals, kinds, strict=True)
@@ -162,7 +165,8 @@ def whole(kinds: Sequence[Kind], batch: int) -> tuple[float, tuple[tuple[int, ..
 
 
 def _totals(kinds: Sequence[Kind], most: Sequence[int], batch: int, unit: int) -> list[int] | None:
-    """Micro-batches of each kind, none of whose replicas has more than `most`, that sum to the batch; None where there are none. Bit n of a number: sum n is reached."""
+    """Micro-batches of each kind, none of whose replicas has more than `most`, that sum to the batch; None where there are none. Bit n of a number:
+    sum n is reached."""
     reached, mask = [1], (1 << (batch + 1)) - 1
     for kind, count in zip(kinds, most, strict=True):
         size, more = kind.size // unit, kind.replicas * (count - 1)
