@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from shutil import which
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -31,6 +33,8 @@ def emulate(
     words = [word for at, word in enumerate(command) if at or word != "--"]
     if not words:
         raise InputError("emulate: no command; write it behind --, such as: meshwright emulate 2x2:cpu@1Gb -- meshwright probe")
+    if words[0] == "meshwright" and not which("meshwright"):  # in an environment that was not activated
+        words[:1] = [sys.executable, "-m", "meshwright"]
     described = read_cluster(cluster, measured=False)
     found = scaled(described, cores(), parse_quantity(devices()["cpu"]["peak"]["fp32"], "FLOP/s"))
     shares = ", ".join(f"{share:.0%}" for share in dict.fromkeys(round(share, 3) for share in found.shares))
