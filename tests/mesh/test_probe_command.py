@@ -15,6 +15,7 @@ import meshwright
 from meshwright.cli.main import main
 from meshwright.cli.options import Shared
 from meshwright.cli.preparation import choose, source_of
+from meshwright.words.say import say
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
 LIVE = """
@@ -89,7 +90,7 @@ def test_a_model_that_cannot_be_traced_is_one_line_for_plan_and_data_parallel_fo
     file = Shared(model="a_live_model:Asking", cluster="1x4:a100-80gb").job_file(None)
     choice = choose(file, None, None, {}, None)
     assert (choice.plan.name, choice.estimate) == ("dp4", None)
-    assert "is not priced" in choice.why[0]
+    assert "is not priced" in say(choice.why[0])
 
 
 def test_a_folder_that_nobody_knows_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

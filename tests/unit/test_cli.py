@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from meshwright.cli import main as command_line
+from meshwright.cli.doctor import Mend, text
 from meshwright.cli.main import COMMANDS, application, main
 from meshwright.cli.preparation import short_of_room
 from meshwright.intake.plans import read_plan
@@ -250,6 +252,10 @@ def test_the_doctor_gives_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(out)
     assert code == {"works": 0, "broken": 1}[facts["verdict"]]
     assert facts["speed"]["matrix_product_flops_per_second"] > 1e8 and facts["cores"] >= 1
+    mends = [Mend("torch 9.9 is newer than 2.13, the newest that was tested")]
+    assert text(facts, mends, "en").splitlines()[-2] == "may mend  torch 9.9 is newer than 2.13, the newest that was tested"
+    chinese = text(facts, mends, "zh")
+    assert "torch 9.9 比测试过的最新版 2.13 还新" in chinese and not re.search("verdict|mend|host|core|works", chinese)
 
 
 def test_a_narrow_terminal_gets_lines_that_fit_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,7 @@ def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings
     asked = ["plan", "--model", "gpt2-xl", "--cluster", "1x2:v100-32gb", "--batch", "8", "--seq", "1024", "--pin", "tp=1,pp=1"]
     assert main([*asked, "--page", str(path), "--lang", "zh"]) == 0
     said = capsys.readouterr()
-    assert f"page: {path}" in said.err and path.stat().st_size < 1e6
+    assert f"网页：{path}" in said.err and path.stat().st_size < 1e6
     data = embedded(path.read_text(encoding="utf-8"))
     assert data["language"] == "zh" and data["command"] == ["meshwright", "plan", "--model", "gpt2-xl", "--pin", "tp=1,pp=1"]
     axes = data["axes"]

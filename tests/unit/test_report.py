@@ -363,7 +363,7 @@ def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(tmp
     assert main(["report", str(folder), "--page", str(path), "--lang", "zh", "--json"]) == 0
     captured = capsys.readouterr()
     told = json.loads(captured.out)
-    assert f"page: {path}" in captured.err
+    assert f"网页：{path}" in captured.err
     text = path.read_text(encoding="utf-8")
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert found is not None and text.count("</script>") == 2, "what a person named cannot end the data"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import string
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ from hypothesis import strategies as st
 
 from meshwright.base.errors import InputError
 from meshwright.cli.main import main
+from meshwright.cli.verify import _line, _lossy
 from meshwright.report.text import columns, columns_of, folded, whole_parts
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.record import StepRecord
+from meshwright.spec.workload import Workload
+from meshwright.train.screen import Screen
 from meshwright.words.lines import translated
 from meshwright.words.lines_zh import LINES
 from meshwright.words.say import TABLES, language_of, name, say, table, tell
@@ -91,16 +97,54 @@ def said_by(path: Path) -> set[str]:
             return [first + second for first in skeletons(node.left) for second in skeletons(node.right)]
         return [*skeletons(node.body), *skeletons(node.orelse)] if isinstance(node, ast.IfExp) else ["{}"]
 
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    lines = [call.args[-1] for call in calls if call.func.id in ("Fault", "InputError", "ValueError", "NothingFits") and call.args]
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
+    sayers = {"Fault": -1, "InputError": -1, "ValueError": -1, "NothingFits": -1, "Mend": 0, "note": 0, "translated": 0}
+    named = [(getattr(call.func, "id", getattr(call.func, "attr", "")), call) for call in calls]
+    lines = [call.args[sayers[name]] for name, call in named if name in sayers]
     return {text for line in lines for text in skeletons(line) if re.search("[a-z]{4}", text)}
 
 
-@pytest.mark.parametrize("place", ["spec/plan.py", "spec/rules.py", "search/*.py", "intake/*.py", "cli/plan.py", "cli/fit.py"])
-def test_every_line_of_rules_and_errors_of_planning_is_known_in_chinese(place: str) -> None:
+@pytest.mark.parametrize(
+    "place",
+    [
+        "spec/plan.py", "spec/rules.py", "search/*.py", "intake/*.py", "cli/plan.py", "cli/fit.py", "cli/train.py", "cli/doctor.py",
+        "train/screen.py",
+    ],
+)  # fmt: skip
+def test_every_line_that_a_command_says_is_known_in_chinese(place: str) -> None:
     said = {text for path in (Path(__file__).parents[2] / "src/meshwright").glob(place) for text in said_by(path)}
     assert said, place
     assert said - LINES.keys() == set()
+
+
+def test_what_a_proof_found_is_said_in_both_languages() -> None:
+    found = {
+        "precision": "fp32", "equal": False, "loss": 0.5, "gradient": 0.25, "where": "a.weight", "steps": 3, "weight": 0.125, "weight_where": "b.bias",
+        "parameters": (5000, 4000), "labels": (12, 12), "labels_by_replica": [5, 7], "missing": ["c"], "rounding": 2, "first": "d differs first",
+    }  # fmt: skip
+    english, chinese = ("".join(say(part, language) for part in _line(found, parse_plan("dp2"))) for language in TABLES)
+    assert english == (
+        "float32 dp2 differs from one device: loss 5.0e-01, gradients 2.5e-01 at a.weight, weights after 3 steps 1.2e-01 at b.bias, "
+        "4,000 parameters instead of 5,000, 12 labels, 5 to 7 a replica, 1 gradients are missing or too many, the first c, "
+        "2 gradients are rounding alone and left out, d differs first"
+    )
+    numbers = [sorted(re.findall(r"\d[\d.e-]*", text.replace(",", ""))) for text in (english, chinese)]
+    assert numbers[0] == numbers[1] and "单设备不同" in chinese
+    for workload in (Workload(compression={"kind": "low-rank"}), Workload(local={"steps": 4, "replicas": 2})):  # type: ignore[arg-type]
+        (line,) = _lossy(workload)
+        assert translated(line, "zh") != line and "verified" not in translated(line, "zh")
+
+
+def test_a_run_speaks_the_language_of_who_reads_and_what_it_wrote_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(words=partial(translated, language="zh"))
+    screen.hear({"kind": "begin", "step": 4, "steps": 8, "data": "some text", "parameters": 5})
+    record = StepRecord(
+        step=8, loss=2.0, tokens=64, gradient_norm=1.0, lr=0.1, seconds=0.5, tokens_per_second=1234.0, memory={"resident": 2.0**20}
+    )
+    screen.hear({"kind": "record", "record": record.model_dump()})
+    screen.hear({"kind": "sample", "text": "loss 1.0\nall 3 steps are done"})
+    said = "some text\n从第 4 步的检查点继续\n第 8/8 步  损失 2.0000  每秒 1.23 k 个 token  最满的 rank 占 1.00 MiB\n"
+    assert capsys.readouterr().err == f"{said}它写出的样例：\n  | loss 1.0\n  | all 3 steps are done\n"
 
 
 def test_a_line_in_chinese_has_every_value_of_the_english_one() -> None:

@@ -9,9 +9,13 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.cli.options import AsJson, say, say_json
+from meshwright.base.units import show_rate
+from meshwright.cli.options import AsJson, Language, say, say_json
+
+if TYPE_CHECKING:
+    from meshwright.words.say import Sentence
 
 PACKAGES = ("torch", "numpy", "pydantic", "cyclopts", "safetensors", "xxhash", "psutil", "tokenizers", "transformers", "tensorboard")
 NEEDED = ("torch", "numpy", "pydantic", "cyclopts", "safetensors", "xxhash", "psutil")
@@ -32,11 +36,14 @@ class Mend(NamedTuple):
     must: bool = False
 
 
-def doctor(*, json: AsJson = False) -> int:
+def doctor(*, json: AsJson = False, lang: Language = None) -> int:
     """Check this machine: versions, devices, backends, speed, settings of NCCL and gloo; a verdict and what to mend.
 
     Try: meshwright doctor --json
     """
+    from meshwright.words.say import language_of
+
+    language = language_of(lang, os.environ)
     facts: dict[str, Any] = {"python": sys.version.split()[0], "packages": dict(packages()), **hardware()}
     facts["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     mends = [Mend(f"{name} is missing: pip install meshwright", must=True) for name in NEEDED if not facts["packages"][name]]
@@ -47,7 +54,7 @@ def doctor(*, json: AsJson = False) -> int:
     mends += machine_mends(facts)
     verdict = "broken" if any(mend.must for mend in mends) else "works"
     facts |= {"verdict": verdict, "mends": [mend._asdict() for mend in mends]}
-    say_json(facts) if json else say("\n".join(lines(facts, mends)))
+    say_json(facts) if json else say(text(facts, mends, language))
     return 1 if verdict == "broken" else 0
 
 
@@ -182,26 +189,38 @@ def machine_mends(facts: dict[str, Any]) -> Iterator[Mend]:
         yield Mend("PYTORCH_ALLOC_CONF=expandable_segments:True wastes less device memory")
 
 
-def lines(facts: dict[str, Any], mends: list[Mend]) -> Iterator[str]:
-    from meshwright.base.units import show_bytes, show_rate, show_seconds
+def text(facts: dict[str, Any], mends: list[Mend], language: str) -> str:
+    from meshwright.report.text import lines
+    from meshwright.words.lines import translated
+    from meshwright.words.say import name, tell
+    from meshwright.words.say import say as said
 
-    yield f"python    {facts['python']}"
-    yield "packages  " + ", ".join(f"{name} {number}" for name, number in facts["packages"].items() if number)
+    rows = [(label, line if isinstance(line, str) else said(line, language)) for label, line in lines_of(facts)]
+    verdict = [(f"{'must' if mend.must else 'may'} mend", translated(mend.what, language)) for mend in mends]
+    verdict.append(("verdict", said(tell(f"doctor.{facts['verdict']}"), language)))
+    called = [[(said(name("doctor", label), language), line) for label, line in part] for part in (rows, verdict)]
+    return "\n\n".join(map(lines, called))
+
+
+def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, Sentence | str]]:
+    """What is known, each with its label: names and numbers as they are, the rest in words."""
+    from meshwright.words.say import tell
+
+    yield "python", facts["python"]
+    yield "packages", ", ".join(f"{name} {number}" for name, number in facts["packages"].items() if number)
     absent = [name for name, number in facts["packages"].items() if not number]
     if absent:
-        yield f"absent    {', '.join(absent)}"
-    yield f"host      {facts['cores']} cores, {show_bytes(facts['memory'])}, shared memory {show_bytes(facts['shared_memory'])}"
+        yield "absent", ", ".join(absent)
+    yield "host", tell("doctor.cores", cores=facts["cores"], memory=facts["memory"], shared=facts["shared_memory"])
     if "torch" in facts:
-        found, measured = facts["torch"], facts["speed"]
-        yield f"devices   {', '.join(found['cuda_devices']) or 'no CUDA devices: ranks run on cores'}"
-        yield f"backends  {', '.join(found['backends']) or 'none'}"
+        known, measured = facts["torch"], facts["speed"]
+        yield "devices", ", ".join(known["cuda_devices"]) or tell("doctor.no devices")
+        yield "backends", ", ".join(known["backends"]) or tell("doctor.no backends")
         product, memory = measured["matrix_product_flops_per_second"], measured["memory_bytes_per_second"]
-        yield f"speed     matrix product {show_rate(product, 'FLOP/s')}, memory {show_rate(memory)} ({'device 0' if found['cuda_devices'] else 'one core'})"
+        where = tell("doctor.device" if known["cuda_devices"] else "doctor.core")
+        yield "speed", tell("doctor.rates", product=show_rate(product, "FLOP/s"), memory=memory, where=where)
         if "all_reduce_seconds" in measured:
-            rate, wait = show_rate(measured["all_reduce_bytes_per_second"]), show_seconds(measured["all_reduce_seconds"])
-            yield f"gloo      2 ranks all-reduce at {rate}, the smallest in {wait}"
-    for name, value in facts["environment"].items():
-        yield f"set       {name}={value}"
-    yield ""
-    yield from (f"{'must' if mend.must else 'may'} mend  {mend.what}" for mend in mends)
-    yield f"verdict   {'training works here' if facts['verdict'] == 'works' else 'training will not work before what must be mended is'}"
+            rate, wait = measured["all_reduce_bytes_per_second"], measured["all_reduce_seconds"]
+            yield "gloo", tell("doctor.exchange", rate=rate, wait=wait)
+    for variable, value in facts["environment"].items():
+        yield "set", f"{variable}={value}"

@@ -38,7 +38,7 @@ def estimate(
         if json:
             say_json(question.model.model_dump(mode="json"))
         else:
-            say(layers_text(question.model, question.workload.precision, question.workload.sequence))
+            say(layers_text(question.model, question.workload.precision, question.workload.sequence, language))
         return 0
     plan = file.given_plan()
     if plan is None:

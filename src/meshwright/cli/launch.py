@@ -95,6 +95,7 @@ def start_of(file: JobFile, least: int | None) -> Start:
     from meshwright.intake.job import cluster_from
     from meshwright.launch.start import Start
     from meshwright.report.settings import settings_of
+    from meshwright.words.say import say as said
 
     cluster = cluster_from(file.cluster)
     kinds = {group.devices for group in cluster.groups}
@@ -120,7 +121,7 @@ def start_of(file: JobFile, least: int | None) -> Start:
         folder=str(folder),
         grace=file.run.grace,
         settings={setting.name: (setting.value, setting.reason) for setting in settings_of(cluster)},
-        about=("Written by `meshwright launch`.", *(line.strip() for line in choice.why)),
+        about=("Written by `meshwright launch`.", *(said(line).strip() for line in choice.why)),
     )
 
 

@@ -88,9 +88,11 @@ def say(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
-def note(text: str) -> None:
-    """Standard error: progress and remarks."""
-    sys.stderr.write(text + "\n")
+def note(text: str, language: str = "en") -> None:
+    """Standard error: progress and remarks, in a language as far as it has a line for them."""
+    from meshwright.words.lines import translated
+
+    sys.stderr.write(translated(text, language) + "\n")
 
 
 def say_json(data: Any) -> None:

@@ -100,7 +100,7 @@ def plan(
         _answer(question, answer, wanted.runnable, language, shown)
     if shown.save is not None:
         shown.save.write_text(answer.plans[0].plan.to_json() + "\n", encoding="utf-8")
-        note(f"{answer.plans[0].plan.name} is in {shown.save}; `--plan {shown.save}` uses it")
+        note(f"{answer.plans[0].plan.name} is in {shown.save}; `--plan {shown.save}` uses it", language)
     if shown.page is not None:
         _page(question, answer, wanted, _asked(job, shared, wanted), file.cluster, shown.page, language)
     return 0
@@ -143,12 +143,12 @@ def _page(question: Job, answer: Answer, wanted: Wanted, asked: list[str], choic
 
     workers = min(os.cpu_count() or 1, 8)
     axes = axes_of(question, shape_for(answer.seconds / workers))
-    note(f"page: a search for each of {axes.size} settings of devices, batch, sequence and memory")
+    note(f"page: a search for each of {axes.size} settings of devices, batch, sequence and memory", language)
     found = grid(question, axes, Objective(wanted.objective), wanted.runnable, workers if axes.size * answer.seconds > 2.0 else 1)
     cluster = choice.name if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0) else None
     text = page_text(found, asked, cluster, language)
     path.write_text(text, encoding="utf-8")
-    note(f"page: {path}, {show_bytes(len(text.encode()))}")
+    note(f"page: {path}, {show_bytes(len(text.encode()))}", language)
 
 
 def _answer(question: Job, answer: Answer, runnable: bool, language: str, shown: Shown) -> None:

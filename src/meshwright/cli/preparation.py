@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshwright.spec.job import Job
     from meshwright.spec.launch import Launch, ModelSource
     from meshwright.spec.plan import Plan
+    from meshwright.words.say import Sentence
 
 EMBEDDED = Path(__file__).parents[1] / "catalog" / "default.yaml"
 BYTE_VOCABULARY = 258
@@ -31,7 +32,7 @@ class Choice(NamedTuple):
     question: Job | None
     plan: Plan
     estimate: Estimate | None
-    why: list[str]
+    why: list[Sentence]
 
 
 def read_file(path: Path | None, shared: Shared) -> JobFile:
@@ -81,7 +82,7 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
     from meshwright.intake.plans import parse_pins
     from meshwright.search.explain import explain
     from meshwright.search.rank import search
-    from meshwright.words.say import say
+    from meshwright.words.say import tell
 
     if world is not None and file.cluster.name == "local" and not file.cluster.path and not file.cluster.groups:
         here = int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", world)))
@@ -97,42 +98,35 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
     plan = given or (_before(folder, question) if folder is not None and question.pins == question.workload.fixed else None)
     if plan is not None:
         estimate = price(question, plan)
-        why = [f"plan {plan.name}, {'as asked' if given else 'as the run began'}: {_expected(estimate)}"]
+        expected = {"seconds": estimate.time.step, "size": estimate.memory.total}
+        why = [tell("choice.given" if given else "choice.before", plan=plan.name, **expected)]
     else:
         answer = search(question, 1, runnable=True)
         plan, estimate = answer.chosen.plan, answer.chosen.estimate
-        first, *rest = map(say, explain(question, answer))
-        why = [f"plan {first}", *(f"  {line}" for line in rest)]
+        first, *rest = explain(question, answer)
+        why = [tell("choice.found", why=first), *(tell("choice.also", why=line) for line in rest)]
         why += _without_the_slow(question, estimate.time.step) if world is not None else []
     return Choice(question, plan, estimate, [_asked(question), *why])
 
 
-def _without_the_slow(question: Job, step: float) -> list[str]:
+def _without_the_slow(question: Job, step: float) -> list[Sentence]:
     """Ranks that were started all take part. Where a plan without a group of them is faster, a line says so."""
-    from meshwright.base.units import show_seconds
     from meshwright.search.unlike import plans
+    from meshwright.words.say import tell
 
     score, plan = next(iter(plans(question, 1)), (step, None))
     if plan is None or score >= step or len(set(plan.placement)) in (0, len(question.cluster.groups)):
         return []
     groups = ", ".join(str(at) for at in range(len(question.cluster.groups)) if at not in plan.placement)
-    return [
-        f"  without group {groups} of the cluster {plan.name} would take {show_seconds(score)} a step: start ranks on the other nodes alone"
-    ]
+    return [tell("choice.without", groups=groups, plan=plan.name, seconds=score)]
 
 
-def _asked(question: Job) -> str:
-    from meshwright.base.units import show_count
+def _asked(question: Job) -> Sentence:
+    from meshwright.words.say import tell
 
     model, cluster, work = question.model, question.cluster, question.workload
-    ranks = f"{cluster.devices} rank{'s' if cluster.devices > 1 else ''}"
-    return f"{model.name}, {show_count(model.parameters)} parameters, on {ranks} of {cluster.name}; {work.batch} x {work.sequence} tokens a step"
-
-
-def _expected(estimate: Estimate) -> str:
-    from meshwright.base.units import show_bytes, show_seconds
-
-    return f"{show_seconds(estimate.time.step)} a step and {show_bytes(estimate.memory.total)} on the fullest rank expected"
+    values = {"model": model.name, "parameters": model.parameters, "ranks": cluster.devices, "cluster": cluster.name}
+    return tell("choice.asked", **values, batch=work.batch, sequence=work.sequence)
 
 
 def _before(folder: Path, question: Job) -> Plan | None:
@@ -172,12 +166,13 @@ def _unpriced(file: JobFile, reason: str, world: int | None) -> Choice:
     from meshwright.base.errors import InputError
     from meshwright.intake.job import cluster_from
     from meshwright.spec.plan import Plan
+    from meshwright.words.say import tell
 
     devices = world or cluster_from(file.cluster).devices
     plan = file.given_plan() or Plan(dp_replicate=devices, micro_batch=max(file.workload.exact, 1))
     if plan.world != devices:
         raise InputError(f"plan {plan.name} is for {plan.world} ranks but there are {devices} devices")
-    return Choice(None, plan, None, [f"plan {plan.name} is not priced, another by --plan: {reason}"])
+    return Choice(None, plan, None, [tell("choice.unpriced", plan=plan.name, reason=reason)])
 
 
 def launch_of(file: JobFile, source: ModelSource, folder: Path, choice: Choice) -> Launch:

@@ -77,4 +77,4 @@ def _page(run: Run, path: Path, language: str) -> None:
 
     text = run_page_text(run, language)
     path.write_text(text, encoding="utf-8")
-    note(f"page: {path}, {show_bytes(len(text.encode()))}")
+    note(f"page: {path}, {show_bytes(len(text.encode()))}", language)

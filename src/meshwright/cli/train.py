@@ -7,6 +7,7 @@ others, and nothing is forked.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobPath, Shared, say_json
+from meshwright.cli.options import AsJson, JobPath, Language, Shared, say_json
 
 if TYPE_CHECKING:
     from meshwright.cli.nodes import Place
@@ -27,29 +28,44 @@ if TYPE_CHECKING:
 PROBE = "meshwright.train.probing:speed"
 
 
-def train(
-    job: JobPath = None,
-    /,
-    *,
-    shared: Shared = Shared(),  # noqa: B008
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """How the job is run, and in which language it speaks."""
+
     run: Annotated[
         str | None,
         Parameter(
             name=("--run", "--folder"),
             help="run folder, or its name under runs/; the same folder goes on where it stopped (torchrun takes --run for its own: use --folder)",
         ),
-    ] = None,
-    steps: Annotated[int | None, Parameter(help="optimizer steps in all; more than a run was begun with train it on")] = None,
-    pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
+    ] = None
+    steps: Annotated[int | None, Parameter(help="optimizer steps in all; more than a run was begun with train it on")] = None
+    pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None
     offload_to: Annotated[
         Path | None,
         Parameter(
             help="folder on a local disk for what the plan keeps in files (off-optimizer-files, off-parameters-files); else the run's own"
         ),
-    ] = None,
+    ] = None
     trials: Annotated[
         int, Parameter(help="before: run up to so many of the best plans for a few steps each, and train with the fastest")
-    ] = 0,
+    ] = 0
+    lang: Language = None
+
+    @property
+    def language(self) -> str:
+        from meshwright.words.say import language_of
+
+        return language_of(self.lang, os.environ)
+
+
+def train(
+    job: JobPath = None,
+    /,
+    *,
+    shared: Shared = Shared(),  # noqa: B008
+    wanted: Wanted = Wanted(),
     json: AsJson = False,
 ) -> int:
     """Plan a job, start its ranks on this machine, train; leave records, checkpoints and a report in a run folder.
@@ -62,19 +78,20 @@ def train(
     from meshwright.cli.preparation import read_file
     from meshwright.train.rank import launched
     from meshwright.train.screen import Screen
+    from meshwright.words.lines import translated
 
     question = _question(job, shared)
-    shared = _with(shared, steps, run, offload_to)
+    shared = _with(shared, wanted)
     me = launched(os.environ)
     node = None if me is None else place_of(me, lambda: read_file(job, shared), os.environ)
-    screen = Screen()
+    screen = Screen(words=functools.partial(translated, language=wanted.language))
     try:
         if node is not None:
-            folder = _be_a_node(node, job, shared, pin, screen, trials)
+            folder = _be_a_node(node, job, shared, wanted, screen)
         elif me is not None:
-            folder = _be_a_rank(me, job, shared, pin, screen, trials)
+            folder = _be_a_rank(me, job, shared, wanted, screen)
         else:
-            folder = _supervise(job, shared, pin, screen, trials, None)
+            folder = _supervise(job, shared, wanted, screen, None)
     finally:
         screen.close()
     if me is None or node is not None or me.rank == 0:
@@ -82,7 +99,7 @@ def train(
     return 0
 
 
-def _be_a_node(node: Place, job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int) -> Path:
+def _be_a_node(node: Place, job: Path | None, shared: Shared, wanted: Wanted, screen: Screen) -> Path:
     """The first node leads, unless another one does; who follows leads when it is its turn (succession.py). Ends the process of one that has not led."""
     from meshwright.cli.nodes import serve
     from meshwright.cli.preparation import folder_of, read_file, source_of
@@ -91,24 +108,25 @@ def _be_a_node(node: Place, job: Path | None, shared: Shared, pin: str | None, s
 
     file = read_file(job, shared)
     if node.number == 0 and not is_led_by_another(node, folder_of(file, source_of(file))):
-        return _supervise(job, shared, pin, screen, trials, node)
+        return _supervise(job, shared, wanted, screen, node)
     while True:
         found = serve(node, file, screen.note)
         if isinstance(found, int):
             raise SystemExit(found)
         with suppress(Held):  # another one was faster: it is joined
-            return _supervise(job, shared, pin, screen, 0, found)
+            return _supervise(job, shared, dataclasses.replace(wanted, trials=0), screen, found)
 
 
-def _with(shared: Shared, steps: int | None, run: str | None, offload_to: Path | None) -> Shared:
+def _with(shared: Shared, wanted: Wanted) -> Shared:
     """The options that are entries of the job file too."""
+    run = wanted.run
     named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
-    where = None if offload_to is None else offload_to.expanduser().resolve()
-    entries = (("workload.steps", steps), ("run.folder", named), ("run.offload_to", where))
+    where = None if wanted.offload_to is None else wanted.offload_to.expanduser().resolve()
+    entries = (("workload.steps", wanted.steps), ("run.folder", named), ("run.offload_to", where))
     return dataclasses.replace(shared, set=(*shared.set, *(f"{name}={value}" for name, value in entries if value is not None)))
 
 
-def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int, node: Place | None) -> Path:
+def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, node: Place | None) -> Path:
     """Ranks of this machine, each a child of this process; and of the other nodes, when this is the one of several that leads."""
     from meshwright.cli.nodes import leading, told
     from meshwright.cli.preparation import read_file
@@ -117,10 +135,10 @@ def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen
     from meshwright.elastic.slots import Leaving
     from meshwright.elastic.supervisor import Care, Supervisor
 
-    shared = _after_trials(job, shared, pin, trials) if trials else shared
+    shared = _after_trials(job, shared, wanted) if wanted.trials else shared
     if node is not None:
         shared = dataclasses.replace(shared, cluster=told(read_file(job, shared), node) or shared.cluster)
-    with _prepared(job, shared, pin, screen, node.world if node else None) as (launch, folder, choice), ExitStack() as stack:
+    with _prepared(job, shared, wanted, screen, node.world if node else None) as (launch, folder, choice), ExitStack() as stack:
         run, plans = launch.run, Replans(launch, choice, folder)
         leaving = Leaving(plans.predict, PROBE) if run.balance else None
         care, work = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, run.rejoin, leaving), plans.work_of(launch)
@@ -131,7 +149,7 @@ def _supervise(job: Path | None, shared: Shared, pin: str | None, screen: Screen
     return folder
 
 
-def _after_trials(job: Path | None, shared: Shared, pin: str | None, trials: int, connection: Connection | None = None) -> Shared:
+def _after_trials(job: Path | None, shared: Shared, wanted: Wanted, connection: Connection | None = None) -> Shared:
     """The options with the plan that trials found; as they are where the plan is given, or the run has begun with one. `connection`: of ranks that
     another launcher has started, of which rank 0 knows."""
     from meshwright.cli.options import note
@@ -144,29 +162,29 @@ def _after_trials(job: Path | None, shared: Shared, pin: str | None, trials: int
     known = file.given_plan() is not None or (folder_of(file, source_of(file)) / "plan.json").is_file()
     if connection.tell("known" if known else "") if connection is not None else known:
         if connection is None or connection.rank == 0:
-            note("no trials: the plan is given, or the run has begun with one")
+            note("no trials: the plan is given, or the run has begun with one", wanted.language)
         return shared
     question = resolve(file)
-    found = tried(file, question.but(pins={**question.pins, **parse_pins(pin)}) if pin else question, trials, connection)
+    pins = {**question.pins, **parse_pins(wanted.pin)} if wanted.pin else question.pins
+    found = tried(file, question.but(pins=pins), wanted.trials, connection)
     best = found[1] if found else None
     return dataclasses.replace(shared, plan=best.plan.name) if best else shared
 
 
 @contextmanager
-def _prepared(
-    job: Path | None, shared: Shared, pin: str | None, screen: Screen, world: int | None
-) -> Iterator[tuple[Launch, Path, Choice]]:
+def _prepared(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, world: int | None) -> Iterator[tuple[Launch, Path, Choice]]:
     """A planned run whose folder is ours for as long as the block lasts."""
     from shutil import disk_usage
 
     from meshwright.base.errors import InputError
     from meshwright.cli.preparation import choose, folder_of, launch_of, read_file, short_of_room, source_of, write_run
     from meshwright.train.lease import Lease
+    from meshwright.words.say import say
 
     file = read_file(job, shared)
     source = source_of(file)
     folder = folder_of(file, source)
-    choice: Choice = choose(file, pin, folder, os.environ, world)
+    choice: Choice = choose(file, wanted.pin, folder, os.environ, world)
     launch = launch_of(file, source, folder, choice)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -176,12 +194,12 @@ def _prepared(
         longer = write_run(folder, launch, choice)
         away = Path(launch.run.offload_to or folder)
         room = short_of_room(choice.plan, choice.estimate, away, disk_usage(away).free) if choice.estimate and away.is_dir() else ""
-        for line in filter(None, [*choice.why, longer, room]):
+        for line in filter(None, [*(say(line, wanted.language) for line in choice.why), longer, room]):
             screen.note(line)
         yield launch, folder, choice
 
 
-def _be_a_rank(me: Launched, job: Path | None, shared: Shared, pin: str | None, screen: Screen, trials: int) -> Path:
+def _be_a_rank(me: Launched, job: Path | None, shared: Shared, wanted: Wanted, screen: Screen) -> Path:
     """One rank among those that another launcher has started. Rank 0 plans; what it finds wrong ends them all with one line."""
     from meshwright.base.codec import build, parse
     from meshwright.base.errors import Interrupted, MeshwrightError
@@ -195,10 +213,10 @@ def _be_a_rank(me: Launched, job: Path | None, shared: Shared, pin: str | None, 
     connection = connect(me.rank, me.world)
     with ExitStack() as stack:
         stack.callback(connection.close)
-        shared = _after_trials(job, shared, pin, trials, connection) if trials else shared
+        shared = _after_trials(job, shared, wanted, connection) if wanted.trials else shared
         if me.rank == 0:
             try:
-                launch, folder, _ = stack.enter_context(_prepared(job, shared, pin, screen, me.world))
+                launch, folder, _ = stack.enter_context(_prepared(job, shared, wanted, screen, me.world))
             except MeshwrightError as error:
                 connection.tell(f'{{"wrong": {error.exit_code}}}')
                 raise
@@ -245,9 +263,8 @@ def _conclude(folder: Path, question: list[str], screen: Screen, json: bool) -> 
     from meshwright.report.text import plain
 
     finished = read_run(folder)
-    screen.note("")
-    screen.note(run_text(finished))
+    screen.show(f"\n{run_text(finished)}\n")
     proof = join(["meshwright", "verify", *question, "--plan", finished.plan.name if finished.plan else "auto"])
-    screen.note(f"\nnext: {join(['meshwright', 'report', str(folder)])}    or prove the plan: {proof}")
+    screen.note(f"next: {join(['meshwright', 'report', str(folder)])}    or prove the plan: {proof}")
     if json:
         say_json(plain(summarise(finished)))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobPath, Shared, note, say, say_json
+from meshwright.cli.options import AsJson, JobPath, Language, Shared, note, say, say_json
 
 if TYPE_CHECKING:
     from meshwright.cli.preparation import Choice
     from meshwright.spec.launch import ModelSource
     from meshwright.spec.plan import Plan
     from meshwright.spec.workload import Workload
+    from meshwright.words.say import Sentence
 
 DTYPES = {"float64": ("fp64",), "float32": ("fp32",), "both": ("fp64", "fp32")}
 MODULE = "meshwright.train.verify"
@@ -29,6 +32,7 @@ def verify(
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
     dtype: Annotated[Literal["float64", "float32", "both"], Parameter(help="in which precision to compare")] = "both",
     json: AsJson = False,
+    lang: Language = None,
 ) -> int:
     """Run the job's plan with a small model on real ranks and compare it with one device.
 
@@ -38,19 +42,24 @@ def verify(
 
     Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-layer
     """
+    from meshwright.words.say import language_of, tell
+    from meshwright.words.say import say as said
+
+    language = language_of(lang, os.environ)
     asked = ask(job, shared, pin, dtype)
     small, source, choice = asked.small, asked.source, asked.choice
-    what = f"plan {choice.plan.name}" + (f", reduced to {small.name}" if small.name != choice.plan.name else "")
-    note(f"{source.name} with few and small layers, {what}, {small.world} rank{'s' if small.world > 1 else ''} of this machine; dropout 0")
+    plan = tell("verify.plan", plan=choice.plan.name)
+    what = plan if small.name == choice.plan.name else tell("verify.reduced", plan=plan, small=small.name)
+    note(said(tell("verify.small", model=source.name, what=what, ranks=small.world), language))
     for line in asked.lossy:
-        note(line)
+        note(line, language)
     findings = run(asked)
     if json:
         equal = all(finding["equal"] for finding in findings)
         say_json(
             {"model": source.name, "plan": choice.plan.name, "ran": small.name, "ranks": small.world, "equal": equal, "found": findings}
         )
-    return _judge(findings, small, json)
+    return _judge(findings, small, json, language)
 
 
 class Asked(NamedTuple):
@@ -124,12 +133,13 @@ def run(asked: Asked) -> list[dict[str, Any]]:
     return findings
 
 
-def _judge(findings: list[dict[str, Any]], plan: Plan, quiet: bool) -> int:
+def _judge(findings: list[dict[str, Any]], plan: Plan, quiet: bool, language: str) -> int:
     from meshwright.base.errors import VerificationFailed
+    from meshwright.words.say import say as said
 
     wrong = []
     for finding in findings:
-        line = _line(finding, plan)
+        line = "".join(said(part, language) for part in _line(finding, plan))
         if not finding["equal"]:
             wrong.append(line)
         elif not quiet:
@@ -139,23 +149,25 @@ def _judge(findings: list[dict[str, Any]], plan: Plan, quiet: bool) -> int:
     return 0
 
 
-def _line(finding: dict[str, Any], plan: Plan) -> str:
+def _line(finding: dict[str, Any], plan: Plan) -> Iterator[Sentence]:
     """One precision in one line."""
+    from meshwright.words.say import tell
+
     one, many = finding["parameters"]
     labels, ours = finding["labels"]
     shares = finding["labels_by_replica"]
-    spread = f", {min(shares)} to {max(shares)} a replica" if len(shares) > 1 else ""
-    parts = [
-        f"loss {finding['loss']:.1e}",
-        f"gradients {finding['gradient']:.1e} at {finding['where']}",
-        f"weights after {finding['steps']} steps {finding['weight']:.1e} at {finding['weight_where']}",
-        f"{one:,} parameters" if one == many else f"{many:,} parameters instead of {one:,}",
-        f"{labels:,} labels{spread}" if labels == ours else f"{ours:,} labels instead of {labels:,}",
-    ]
-    if finding["missing"]:
-        parts.append(f"{len(finding['missing'])} gradients are missing or too many, the first {finding['missing'][0]}")
-    if finding["rounding"]:
-        parts.append(f"{finding['rounding']} gradients are rounding alone and left out")
     name = {"fp64": "float64", "fp32": "float32"}[finding["precision"]]
-    parts += [finding["first"]] if finding["first"] else []
-    return f"{name} {'equal to' if finding['equal'] else f'{plan.name} differs from'} one device: {', '.join(parts)}"
+    yield tell("verify.equal", precision=name) if finding["equal"] else tell("verify.differs", precision=name, plan=plan.name)
+    yield tell("verify.loss", loss=f"{finding['loss']:.1e}")
+    yield tell("verify.gradients", gradient=f"{finding['gradient']:.1e}", where=finding["where"])
+    yield tell("verify.weights", steps=finding["steps"], weight=f"{finding['weight']:.1e}", where=finding["weight_where"])
+    yield tell("verify.parameters", many=many) if one == many else tell("verify.parameters.other", many=many, one=one)
+    yield tell("verify.labels", labels=labels) if labels == ours else tell("verify.labels.other", ours=ours, labels=labels)
+    if len(shares) > 1 and labels == ours:
+        yield tell("verify.spread", least=min(shares), most=max(shares))
+    if finding["missing"]:
+        yield tell("verify.missing", count=len(finding["missing"]), first=finding["missing"][0])
+    if finding["rounding"]:
+        yield tell("verify.rounding", count=finding["rounding"])
+    if finding["first"]:
+        yield tell("verify.first", first=finding["first"])

@@ -5,25 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.base.units import show_bytes, show_count
+from meshwright.report.plans import label
 from meshwright.report.text import columns, folded
 from meshwright.spec.model import Layer, ModelSpec
 from meshwright.spec.precision import RECIPES
+from meshwright.words.lines import translated
+from meshwright.words.say import Sentence, say, tell
+
+HEADS = ("layer", "times", "parameters", "FLOPs", "attention", "kept", "by tp", "more in backward")
 
 
-def layers_text(model: ModelSpec, precision: str, sequence: int) -> str:
+def layers_text(model: ModelSpec, precision: str, sequence: int, language: str = "en") -> str:
     """A table with a line for each run of equal layers, the weights of each, and what was found.
 
     FLOPs are of a forward pass and a token, attention over `sequence` tokens; kept bytes are those of a token at `precision`, a share of which
     tensor ranks divide.
     """
     size = RECIPES[precision].size
-    rows: list[tuple[str, ...]] = [("layer", "times", "parameters", "FLOPs", "attention", "kept", "by tp", "more in backward")]
+    rows: list[tuple[str, ...]] = [tuple(label(head, language) for head in HEADS)]
     rows += [_row(layer, size, sequence) for layer in model.layers]
-    said = [f"model    {model.name}: {show_count(model.parameters)} parameters, {model.blocks} blocks, hidden {model.hidden}"]
-    said += [f"a token  of {sequence}, in {precision}; divisible by tp: {_divisible(model)}", "", columns(rows), ""]
-    said += [folded(line) for layer in model.layers for line in _weights(layer)]
+    values = {"model": model.name, "parameters": model.parameters, "blocks": model.blocks, "hidden": model.hidden}
+    said = [say(tell("question.model", **values), language)]
+    said += [
+        say(tell("layers.token", sequence=sequence, precision=precision, divisible=_divisible(model)), language),
+        "",
+        columns(rows),
+        "",
+    ]
+    said += [folded(say(line, language)) for layer in model.layers for line in _weights(layer)]
     if model.notes:
-        said += ["", "found by running it without memory:", *(folded(f"- {note}") for note in model.notes)]
+        said += ["", say(tell("layers.found"), language), *(folded(f"- {translated(note, language)}") for note in model.notes)]
     return "\n".join(said)
 
 
@@ -43,19 +54,18 @@ def _row(layer: Layer, size: int, sequence: int) -> tuple[str, ...]:
     )
 
 
-def _weights(layer: Layer) -> Iterator[str]:
+def _weights(layer: Layer) -> Iterator[Sentence]:
     """The names of a layer's weights that are shared among tensor ranks, with the dimension, and of those that are whole."""
-    tied = layer.parameters[:1] if layer.tied else ()
     shared = [f"{parameter.name}[{parameter.split}]" for parameter in layer.parameters if parameter.split is not None]
     whole = [parameter.name for parameter in layer.parameters if parameter.split is None]
-    for what, names in (("shared by tp", shared), ("whole", whole)):
+    for key, names in (("layers.shared", shared), ("layers.whole", whole)):
         if names:
-            yield f"{layer.name}, {what}: {', '.join(names)}"
-    if tied:
-        yield f"{layer.name}, tied to {layer.tied}: {tied[0].name}"
+            yield tell(key, layer=layer.name, names=", ".join(names))
+    if layer.tied and layer.parameters:
+        yield tell("layers.tied", layer=layer.name, to=layer.tied, name=layer.parameters[0].name)
 
 
-def _divisible(model: ModelSpec) -> str:
+def _divisible(model: ModelSpec) -> Sentence | str:
     if not model.tensor_parallel:
-        return "nothing, no layer is shared among tensor ranks"
-    return ", ".join(f"{what} {number}" for what, number in model.divisible.items()) or "any"
+        return tell("layers.indivisible")
+    return ", ".join(f"{what} {number}" for what, number in model.divisible.items()) or tell("layers.any")

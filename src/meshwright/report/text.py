@@ -97,8 +97,8 @@ def whole_parts(values: Sequence[float], step: float) -> list[int]:
 
 def lines(facts: Sequence[tuple[str, str]], indent: str = "") -> str:
     """Names and what is said of them, both to the left."""
-    width = max((len(name) for name, _ in facts), default=0)
-    return "\n".join(f"{indent}{name.ljust(width)}  {words}".rstrip() for name, words in facts)
+    width = max((columns_of(name) for name, _ in facts), default=0)
+    return "\n".join(f"{indent}{name}{' ' * (width - columns_of(name))}  {words}".rstrip() for name, words in facts)
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:

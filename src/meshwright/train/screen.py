@@ -6,6 +6,7 @@ It hears what rank 0 says (`begin`, `record`, `saved`, `note`, `sample`, `done`)
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -19,11 +20,11 @@ QUIET_SECONDS = 10.0  # between plain lines
 
 
 class Screen:
-    """`hear` gets the messages of rank 0. `quiet` shows nothing but what must be said."""
+    """`hear` gets the messages of rank 0. `quiet` shows nothing but what must be said; `words` says each line in the language of who reads it."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, words: Callable[[str], str] = str) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.quiet = quiet
+        self.quiet, self.words = quiet, words
         self.steps = self.first = 0
         self.last: StepRecord | None = None
         self.held_out: list[tuple[int, float]] = []
@@ -37,9 +38,13 @@ class Screen:
         getattr(self, f"_{message['kind']}")(message)
 
     def note(self, line: str) -> None:
-        """A line that stays. Never interpreted as markup."""
+        """A line that stays."""
+        self.show(self.words(line))
+
+    def show(self, text: str) -> None:
+        """What stays as it is: a report, what a model writes. Never interpreted as markup."""
         if not self.quiet:
-            self.console.print(line, markup=False)
+            self.console.print(text, markup=False)
 
     def _divergence(self, message: Message) -> None:
         self.note(message["line"])
@@ -88,7 +93,7 @@ class Screen:
         notable = record.held_out_loss is not None or record.skipped or record.step == self.steps
         if notable or (self._progress is None and now - self._shown > QUIET_SECONDS):
             self._shown = now
-            self.note(f"step {record.step}/{self.steps}  {self._words(record)}")
+            self.show(f"{self.words(f'step {record.step}/{self.steps}')}  {self._words(record)}")
 
     def _words(self, record: StepRecord) -> str:
         words = [f"loss {record.loss:.4f}"] if record.tokens else []
@@ -103,7 +108,7 @@ class Screen:
         done = record.step - self.first
         if done > 0 and record.step < self.steps:
             words.append(f"{show_seconds((time.monotonic() - self._began) / done * (self.steps - record.step))} left")
-        return "  ".join(words)
+        return "  ".join(map(self.words, words))
 
     def _saved(self, message: Message) -> None:
         if message["step"] == self.steps or self._progress is None:
@@ -120,7 +125,7 @@ class Screen:
         self.sample = message["text"]
         self.note("a sample of what it writes:")
         for line in self.sample.splitlines():
-            self.note(f"  | {line}")
+            self.show(f"  | {line}")
 
     def _done(self, message: Message) -> None:
         self.close()
