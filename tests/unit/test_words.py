@@ -20,7 +20,7 @@ from meshwright.spec.plan import parse_plan
 from meshwright.spec.record import StepRecord
 from meshwright.spec.workload import Workload
 from meshwright.train.screen import Screen
-from meshwright.words.lines import translated
+from meshwright.words.lines import _translated, translated
 from meshwright.words.lines_zh import LINES
 from meshwright.words.say import TABLES, language_of, name, say, table, tell
 
@@ -172,6 +172,14 @@ def test_a_line_in_chinese_has_every_value_of_the_english_one() -> None:
 def test_a_line_is_read_by_its_fixed_words_and_a_line_in_it_too(line: str, wanted: str) -> None:
     assert translated(line, "zh") == wanted
     assert translated(line, "en") == line
+
+
+def test_a_long_line_of_which_nothing_is_known_is_not_taken_apart() -> None:
+    """It has thousands of parts between its marks; each was held against every line of the table."""
+    line = "; ".join(f'File "x.py", row {number}: in f: value: {number}' for number in range(60))
+    before = _translated.cache_info().misses
+    assert translated(line, "zh") == line
+    assert _translated.cache_info().misses == before + 1
 
 
 def test_an_error_is_said_in_the_language_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

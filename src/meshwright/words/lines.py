@@ -29,8 +29,11 @@ def translated(line: str, language: str) -> str:
 def _translated(line: str, language: str) -> str:
     """The reading that leaves least of the line as it was: as a whole, as several joined by '; ', or behind the place that it is about, such as
     '$.workload: ' or a plan's name."""
+    known = [(pattern, text) for pieces, pattern, text in _patterns(language) if all(piece in line for piece in pieces)]
+    if not known:
+        return line  # nor is any part of it: what a rank says can be long, and has many parts
     found = [line]
-    for pattern, text in _patterns(language):
+    for pattern, text in known:
         match = pattern.fullmatch(line)
         if match:
             found.append(text.format(*(_translated(value, language) for value in match.groups())))
@@ -43,9 +46,10 @@ def _translated(line: str, language: str) -> str:
 
 
 @cache
-def _patterns(language: str) -> tuple[tuple[re.Pattern[str], str], ...]:
+def _patterns(language: str) -> tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...]:
+    """Of each line its fixed words, the pattern, and what it reads like."""
     lines: Mapping[str, str] = import_module(TABLES[language]).LINES
-    return tuple((re.compile(_pattern(line), re.DOTALL), text) for line, text in lines.items())
+    return tuple((tuple(filter(None, line.split("{}"))), re.compile(_pattern(line), re.DOTALL), text) for line, text in lines.items())
 
 
 def _pattern(line: str) -> str:
