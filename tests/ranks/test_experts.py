@@ -15,6 +15,7 @@ from sweep import covering
 from test_cost_states import held
 
 from meshwright.base.errors import InputError
+from meshwright.models.mixture import Experts
 from meshwright.models.registry import build
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.rules import world_faults
@@ -283,3 +284,55 @@ def adapted_gradients(plan: str) -> dict[str, torch.Tensor] | None:
         make_batch("mixtral", 0)
     )[2]
     return gradients
+
+
+class Skipping(Experts):
+    """A number beyond all experts stands for none."""
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        beyond = index >= self.num_experts
+        return super().forward(hidden, index.masked_fill(beyond, 0), weights.masked_fill(beyond, 0.0))
+
+
+class Passing(Skipping):
+    """It stands for an expert that gives what it is given."""
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        beyond = index >= self.num_experts
+        return super().forward(hidden, index, weights) + hidden * (weights * beyond).sum(1, keepdim=True)
+
+
+def with_classes_beyond(kind: type[Experts]) -> Any:
+    """A mixture whose routers know three experts more than there are."""
+    model = make_model("mixture")
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = kind
+        layer.mlp.gate.weight = torch.nn.Parameter(torch.randn(11, 32, generator=torch.Generator().manual_seed(3)))
+    return model
+
+
+def gradients_beyond(kind: type[Experts], plan: str) -> Any:
+    """On every rank: the first full gradients (rank 0) and the loads that the first record tells; or why the plan is refused."""
+    try:
+        trainer = parallelize(with_classes_beyond(kind), make_optimizer, plan, precision="fp64")
+    except InputError as error:
+        return str(error)
+    gradients, said = trainer.gradients(make_batch("mixture", 0))[2], trainer.step(make_batch("mixture", 0)).experts
+    return gradients, said.loads if said else ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"), [(Skipping, "dp2.ep2.z1"), (Skipping, "tp2.ep2.mb2"), (Skipping, "tp2"), (Passing, "tp2"), (Passing, "dp2.z3")]
+)
+def test_a_number_beyond_all_experts_is_a_pair_of_none(ranks: Any, kind: type[Experts], plan: str) -> None:
+    model = with_classes_beyond(kind).double()
+    loss_of(model, "mixture", make_batch("mixture", 0))[0].backward()
+    gradients, loads = ranks.run(parse_plan(plan).world, gradients_beyond, kind, plan)[0]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and difference(gradients[name], parameter.grad) < 1e-10, name
+    assert [len(load) for load in loads] == ([8, 8] if kind is Skipping else [])
+
+
+def test_experts_beside_one_that_gives_what_it_is_given_are_not_dealt(ranks: Any) -> None:
+    for said in ranks.run(2, gradients_beyond, Passing, "dp2.ep2.z1"):
+        assert "ep(2) needs experts" in said and "\n" not in said

@@ -163,6 +163,7 @@ def turn() -> list[tuple[str, str]]:
         *chosen,
         ("mistral", "tp8.mb8"),
         ("t5", "tp2.mb8"),
+        ("t5", "tp2.sp.mb8"),
         ("t5", "dp2.z1.mb2.rc-layer"),
         ("cohere", "tp2.mb8"),
         ("deepseek-v3", "tp2.mb8"),

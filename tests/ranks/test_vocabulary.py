@@ -1,5 +1,5 @@
-"""What a model makes of its logits: what is done word by word leaves the vocabulary shared by tensor ranks, anything else keeps it whole, and
-both are the loss of one device."""
+"""What a model makes of its table of words and of its logits: what is done word by word leaves the vocabulary shared by tensor ranks, anything else
+keeps it whole, and both are the loss of one device."""
 
 from __future__ import annotations
 
@@ -35,6 +35,31 @@ ENDS: dict[str, tuple[Callable[[nn.Module, torch.Tensor], torch.Tensor], bool]] 
 """What is done with logits, and whether tensor ranks may hold a share of them."""
 
 
+class Scaled(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 3.0
+
+
+class Normed(nn.Embedding):
+    """Inkling's form: a norm inside the layer, whose weight each token moves."""
+
+    def __init__(self, words: int, features: int) -> None:
+        super().__init__(words, features)
+        self.norm = nn.RMSNorm(features, eps=1e-6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(ids))
+
+
+class Limited(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids.clamp(max=25))
+
+
+TABLES: dict[type[nn.Embedding], bool] = {nn.Embedding: True, Scaled: True, Normed: False, Limited: False}
+"""Layers that read the table, and whether tensor ranks may hold a share of its rows."""
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -47,11 +72,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     shift_labels = False
 
-    def __init__(self, end: str) -> None:
+    def __init__(self, end: str, table: type[nn.Embedding] = nn.Embedding) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.end = end
-        self.table, self.layers, self.head = nn.Embedding(WORDS, 16), nn.ModuleList(Block() for _ in range(2)), nn.Linear(16, WORDS)
+        self.table, self.layers, self.head = table(WORDS, 16), nn.ModuleList(Block() for _ in range(2)), nn.Linear(16, WORDS)
         self.weights, self.scale = nn.Parameter(torch.randn(1, WORDS)), nn.Parameter(torch.tensor(0.5))
         self.register_buffer("shift", torch.randn(WORDS))
 
@@ -72,10 +97,10 @@ def loss_of(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tenso
     return F.cross_entropy(output.flatten(0, 1), batch["labels"][:, -output.shape[1] :].flatten())
 
 
-def train(end: str, own: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(end: str, own: bool, table: type[nn.Embedding] = nn.Embedding) -> tuple[list[float], dict[str, torch.Tensor]]:
     made = batch() if own or end != "the last places" else {key: value[:, -4:] for key, value in batch().items()}
     trainer = parallelize(
-        Net(end), lambda given: torch.optim.SGD(given, lr=0.1), "tp2.mb4", precision="fp64", loss=loss_of if own else None
+        Net(end, table), lambda given: torch.optim.SGD(given, lr=0.1), "tp2.mb4", precision="fp64", loss=loss_of if own else None
     )
     losses = [trainer.step(made).loss for _ in range(2)]
     whole = trainer.full_state_dict()
@@ -87,8 +112,8 @@ def train_all(own: bool) -> dict[str, Any]:
     return {end: train(end, own) for end in ENDS}
 
 
-def alone(end: str, own: bool) -> tuple[list[float], nn.Module]:
-    model = Net(end).double()
+def alone(end: str, own: bool, table: type[nn.Embedding] = nn.Embedding) -> tuple[list[float], nn.Module]:
+    model = Net(end, table).double()
     made = batch() if own or end != "the last places" else {key: value[:, -4:] for key, value in batch().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -118,3 +143,13 @@ def test_every_use_of_logits_is_the_loss_of_one_device(ranks: Any, own: bool) ->
             assert on_rank[end][0] == pytest.approx(losses, rel=1e-10), end
         for name, weight in model.named_parameters():
             assert torch.allclose(found[0][end][1][name], weight, rtol=1e-9, atol=1e-12), (end, name)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_that_an_embedding_gives_through_more_than_a_factor_keep_the_table_whole(ranks: Any, table: type[nn.Embedding]) -> None:
+    assert read(Net("as they are", table)).divides("table") == TABLES[table]
+    losses, model = alone("as they are", False, table)
+    found = ranks.run(2, train, "as they are", False, table)
+    assert all(on_rank[0] == pytest.approx(losses, rel=1e-10) for on_rank in found)
+    for name, weight in model.named_parameters():
+        assert torch.allclose(found[0][1][name], weight, rtol=1e-9, atol=1e-12), name

@@ -3,6 +3,7 @@
 Rule: inside the blocks, a module whose forward takes just these three, whose parameters are all stacked expert by expert along their first
 dimension, and which computes each pair of token and expert by itself. What follows from it is proven with numbers (as in prove.py):
 - a rank that holds some of the experts, given the pairs that are theirs, computes its part of the sum (expert parallelism);
+- a pair of no expert (a number beyond all) weighs nothing, where the module takes one;
 - a weight on the output is a factor, so that it may be applied where the token came from;
 - tensor ranks that hold a share of each expert's inner features compute parts of the sum. A bias behind the inner features is whole on every
   rank, and each adds its part of it (`once`).
@@ -256,7 +257,23 @@ class Proof:
                 )
                 part = self._run(state, *pairs) if len(token) else self.whole[:0]
             total.index_add_(0, token, part * self.weights[token, place, None].float())
-        return self._agrees(total)
+        return self._agrees(total) and self._passes_by()
+
+    def _passes_by(self) -> bool:
+        """Whether a pair of no expert, a number beyond all, weighs nothing where the module takes one: expert ranks are not sent it. On the host, where
+        one that is not taken is an error and no end of the device."""
+        beyond = self.index.clone()
+        beyond[::2, 0] = self.experts.count
+        masked = self.weights.masked_fill(beyond == self.experts.count, 0)
+        state = {name: tensor.cpu() for name, tensor in self.state.items()}
+        try:
+            given, without = (
+                self._run(state, self.hidden.cpu(), index.cpu(), weights.cpu())
+                for index, weights in ((beyond, self.weights), (self.index, masked))
+            )
+        except Exception:
+            return True
+        return bool((given - without).norm() <= TOLERANCE * without.norm())
 
     def shares(self, way: Way) -> bool:
         """Whether two or more tensor ranks that cut every expert this way compute the whole."""

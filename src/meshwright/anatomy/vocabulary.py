@@ -1,6 +1,8 @@
 """What becomes of the vocabulary's weights and of logits, seen in the run without memory: whether tensor ranks may each hold a share of them.
 
-Rule: a share of the logits is as good as the whole of them for a loss over the vocabulary as long as each is computed by itself: scaled, capped,
+Rule: a share of an embedding's rows is as good as the whole of them as long as the layer gives each number by itself: scaled at most, by what is no
+parameter. A rank gives zeros for rows that it does not hold; a norm inside the layer (Inkling) would learn from this rank's rows alone.
+A share of the logits is as good as the whole of them for a loss over the vocabulary as long as each is computed by itself: scaled, capped,
 reshaped, or met by a parameter that has a number for each word, which is cut likewise. Whatever needs all words at
 once (a softmax, a mean, a slice, a mask, a buffer: BART's bias), or reads the weight past its own layer (`F.linear(x, table.weight)`), would
 compute with a share as if it were the whole: then the weight stays whole.
@@ -54,6 +56,9 @@ class Vocabulary:
     def follow(self, call: Call, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str]) -> None:
         """One operation. `names`: of parameters."""
         layer = self.running[-1] if self.running else None
+        table = next((outer._parameters.get("weight") for outer in self.running if isinstance(outer, nn.Embedding)), None)
+        if id(table) in names and not (call.name == "embedding" and any(tensor is table for tensor in given)):
+            self._around(call, table, given, names)
         own = {id(tensor) for tensor in layer._parameters.values() if tensor is not None} if layer is not None else set()
         for tensor in given:
             weight = names.get(id(tensor))
@@ -68,6 +73,13 @@ class Vocabulary:
         held = next((self.logits[id(tensor)] for tensor in given if id(tensor) in self.logits), None)
         if held is not None:
             self._met(call, held, given, outputs, names)
+
+    def _around(self, call: Call, table: Any, given: list[torch.Tensor], names: dict[int, str]) -> None:
+        """What an embedding does beside the choice of rows. Token ids count from a rank's first row, which the layer does not know."""
+        beside = any(id(tensor) in names and tensor is not table for tensor in given)
+        ids = any(not tensor.is_floating_point() for tensor in given)
+        if beside or ids or call.name not in EACH | RESHAPES:
+            self.problems.setdefault(names[id(table)], f"its {'ids' if ids else 'rows'} go through {call.name}")
 
     def _met(self, call: Call, held: str, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str]) -> None:
         size = next(tensor.shape[-1] for tensor in given if id(tensor) in self.logits)

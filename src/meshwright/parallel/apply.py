@@ -211,8 +211,9 @@ def _wants(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Wants | None:
 
 def _check_carried(plan: Plan, anatomy: Anatomy, wants: Wants | None) -> None:
     plan.stage_layers(max(anatomy.count, 1))
-    if wants is not None and (plan.sequence_parallel or plan.cp > 1):
-        part = "sp" if plan.sequence_parallel else f"cp{plan.cp}"
+    sequence = plan.sequence_parallel and not anatomy.against_sequence  # else shard_model says why
+    if wants is not None and (sequence or plan.cp > 1):
+        part = f"cp{plan.cp}" if plan.cp > 1 else "sp"
         raise InputError(
-            f"plan {plan.name}: stages of this model hand on more than a hidden state, which {part} does not cut: leave it out"
+            f"plan {plan.name}: blocks of this model hand on more than a hidden state, which {part} does not cut: leave it out"
         )

@@ -54,11 +54,13 @@ def within(index: torch.Tensor, experts: int, factor: float) -> torch.Tensor:
 
     >>> within(torch.tensor([[[0], [0], [1], [0]]]), 2, 1.0).flatten().tolist()
     [True, True, True, False]
+    >>> within(torch.tensor([[[2], [2], [0], [0]]]), 2, 0.5).flatten().tolist()  # 2 is none of them, and has no share
+    [True, True, True, False]
     """
     rows, length, chosen = index.shape
-    flat = index.reshape(rows, -1)
-    place = F.one_hot(flat, experts).cumsum(1).gather(2, flat.unsqueeze(2)).squeeze(2)
-    return (place <= math.ceil(factor * length * chosen / experts)).view(index.shape)
+    flat = index.reshape(rows, -1).clamp(max=experts)
+    place = F.one_hot(flat, experts + 1).cumsum(1).gather(2, flat.unsqueeze(2)).squeeze(2)
+    return ((place <= math.ceil(factor * length * chosen / experts)) | (flat == experts)).view(index.shape)
 
 
 def capacity_of(model: nn.Module, mixtures: int, mesh: Mesh) -> Capacity | None:

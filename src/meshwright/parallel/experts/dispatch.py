@@ -207,7 +207,7 @@ class Mixture:
         index = next(at for at, tensor in enumerate(given) if not tensor.is_floating_point())
         hidden, weights = [at for at, tensor in enumerate(given) if tensor.is_floating_point()]
         if self.counting:
-            count = torch.bincount(given[index].flatten(), minlength=self.experts.count)
+            count = torch.bincount(given[index].flatten(), minlength=self.experts.count)[: self.experts.count]
             self.load = count if not self.load.numel() else self.load + count
         if self.capacity is not None:
             given[index], given[weights] = self._limited(given[index], given[weights], self.capacity)
@@ -262,8 +262,8 @@ class Mixture:
         assert group is not None
         chosen = index.flatten()
         own = torch.bincount(chosen, minlength=self.experts.count)[: self.experts.count]
-        order = chosen.argsort(stable=True)[: int(own.sum()) if self.capacity is not None else None]
         counts = _all_counts(own, group)
+        order = chosen.argsort(stable=True)[: int(counts[group.index].sum())]  # without pairs of no expert: dropped, or a number beyond all
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
         received = _exchanged(hidden[order // index.shape[1]], rows, group)
         mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()
@@ -274,7 +274,7 @@ class Mixture:
         else:
             computed = _Touch.apply(received, *self.module.parameters())
         back = _exchanged(computed, tuple(zip(*rows, strict=True)), group)
-        place = torch.full_like(chosen, len(order))  # what was dropped gets the zeros behind the last
+        place = torch.full_like(chosen, len(order))  # pairs of no expert get the zeros behind the last
         place[order] = torch.arange(len(order), device=order.device)
         back = F.pad(back, (0, 0, 0, 1)) if len(order) < len(chosen) else back
         pairs = back[place].view(*index.shape, hidden.shape[1])
