@@ -13,6 +13,7 @@ from pathlib import Path
 from meshwright.base.errors import InputError, NothingFits
 from meshwright.cost.step import estimate
 from meshwright.search.rank import search
+from meshwright.spec.cluster import NodeGroup
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
@@ -32,15 +33,30 @@ def plan_for(job: Job | None, batch: int, devices: int) -> tuple[Job | None, Pla
             if batch % count == 0:
                 return None, Plan(dp_replicate=count)
             continue
-        group = job.cluster.groups[0]
-        nodes, each = (count // group.devices, group.devices) if count % group.devices == 0 else (1, count)
-        fewer = job.cluster.but(name=f"{job.cluster.name.partition(':')[0]}:{count}", groups=(group.but(nodes=nodes, devices=each),))
+        fewer = job.cluster.but(name=f"{job.cluster.name.partition(':')[0]}:{count}", groups=(of(job.cluster.groups[0], count),))
         question = job.but(cluster=fewer, pins=job.workload.fixed)
         try:
             return question, search(question, 1, runnable=True).chosen.plan
         except (NothingFits, InputError):
             continue
     raise NothingFits(f"no plan runs on {devices} or fewer ranks: the run cannot go on with them")
+
+
+def of(group: NodeGroup, count: int) -> NodeGroup:
+    """`count` devices like those of `group`: in one node, in whole nodes, else each with its part of a node for itself, so that no link is taken for
+    a faster one than it is.
+
+    >>> from meshwright.intake.clusters import parse_cluster
+    >>> pair = parse_cluster("2x2:cpu").groups[0]
+    >>> [(found.nodes, found.devices) for found in (of(pair, 2), of(pair, 4), of(pair, 3))]
+    [(1, 2), (2, 2), (3, 1)]
+    """
+    if count <= group.devices:
+        return group.but(nodes=1, devices=count)
+    if count % group.devices == 0:
+        return group.but(nodes=count // group.devices)
+    share = 1.0 / group.devices
+    return group.but(nodes=count, devices=1, host_memory=group.host_memory * share, storage_bandwidth=group.storage_bandwidth * share)
 
 
 def leaner(job: Job | None, plan: Plan) -> Plan:
