@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from pool import Pool
 from test_cluster import on_ranks, permitted
 
 from meshwright.cli.preparation import _over, _without_the_slow
@@ -23,7 +24,7 @@ from meshwright.intake.job import read_job, resolve
 from meshwright.parallel.mesh import make_mesh
 from meshwright.probe.device import host_identity
 from meshwright.probe.machine import measure
-from meshwright.probe.network import Network
+from meshwright.probe.network import PAUSE, TURNS, Network
 from meshwright.search.rank import search
 from meshwright.spec.measurement import QUIET, Measured, Measurement, Pair, Product
 from meshwright.spec.plan import Plan
@@ -103,6 +104,21 @@ def test_collectives_are_measured_the_way_the_runtime_takes() -> None:
         return
     with emulated(Scaled((0.45,) * 4, (0, 0, 1, 1), (4e6, 4e6), 1.0)) as cluster:
         assert set(on_ranks(cluster, tiered)) == {("Tiers", "Tiers")}
+
+
+def computing() -> tuple[float, float, float]:
+    """Processor seconds of this rank while it computes between meetings; seconds of a turn, and of one whose meeting only takes time."""
+    network = Network(make_mesh(Plan(dp_replicate=2)), ((0, 1),), share=0.5)
+    began = time.process_time()
+    turn = network._computing(lambda: None)
+    return time.process_time() - began, turn, network._computing(lambda: time.sleep(0.03))
+
+
+def test_ranks_compute_between_meetings(ranks: Pool) -> None:
+    for spent, turn, slept in ranks.run(2, computing):
+        assert spent >= TURNS * PAUSE / 2
+        assert turn >= PAUSE / 2
+        assert slept >= 0.03 + PAUSE / 2
 
 
 @pytest.mark.soak

@@ -60,6 +60,22 @@ def test_the_links_with_which_times_were_made_are_found_again() -> None:
         assert formula(fabric(found.cluster), each) == pytest.approx(each.seconds, rel=0.05)
 
 
+def test_what_ranks_lose_where_they_meet_is_found_again() -> None:
+    near, far = NEAR.but(meeting=3e-4), FAR.but(meeting=2e-3)
+    made, sets = Fabric(2, near, far, handed=True), ((2, 1), (4, 1), (2, 2))
+    rested = timings(Fabric(2, NEAR, FAR, handed=True), sets)
+    small = [each for each in rested if each.kind == "reduce_scatter" and each.size == 2**12]
+    longer = tuple(each.but(seconds=formula(made, each)) for each in small)
+    devices = tuple(rank(n, n // 2) for n in range(4))
+    found = calibrated(Measurement(devices=devices, timings=rested, meetings=longer), parse_cluster("2x2:cpu")).cluster
+    assert found.groups[0].link.meeting == pytest.approx(near.meeting, rel=0.1)
+    assert found.network.meeting == pytest.approx(far.meeting, rel=0.1)
+    quick = tuple(each.but(seconds=0.0) for each in small)
+    found = calibrated(Measurement(devices=devices, timings=rested, meetings=quick), parse_cluster("2x2:cpu")).cluster
+    assert (found.groups[0].link.meeting, found.network.meeting) == (0.0, 0.0)
+    assert calibrated(Measurement(devices=devices, timings=rested), parse_cluster("2x2:cpu")).cluster.network.meeting == 0.0
+
+
 def test_unlike_nodes_become_groups_and_unlike_ranks_of_a_host_too() -> None:
     apart = Measurement(devices=(rank(0, 0), rank(1, 1), rank(2, 2, share=0.25), rank(3, 3, share=0.25)))
     found = calibrated(apart, parse_cluster("4x1:cpu")).cluster

@@ -17,7 +17,7 @@ from meshwright.cli.options import AsJson, check_place, note, say, say_json
 
 if TYPE_CHECKING:
     from meshwright.cost.calibration import Calibrated
-    from meshwright.spec.cluster import Cluster
+    from meshwright.spec.cluster import Cluster, Link
     from meshwright.spec.measurement import Measurement
 
 TARGET = "meshwright.train.probing"
@@ -134,11 +134,9 @@ def lines(result: Calibrated, found: Measurement) -> Iterator[str]:
         rates = ", ".join(f"{name} {show_rate(rate, 'FLOP/s')}" for name, rate in device.peak.items())
         yield f"  {group.nodes} x {group.devices} {device.name}   {rates}; memory {show_bytes(device.memory)} at {show_rate(device.bandwidth)}"
         yield f"      attention {device.attention:.0%} of its products; storage {show_rate(group.storage_bandwidth)}".replace("%", " %")
-        yield f"      link inside {show_rate(group.link.bandwidth)}, {show_seconds(group.link.latency)}" + (
-            f", between {group.link.span} devices each" if group.link.span else ""
-        )
+        yield f"      link inside {_link(group.link)}" + (f", between {group.link.span} devices each" if group.link.span else "")
     if len(cluster.groups) > 1 or cluster.groups[0].nodes > 1:
-        yield f"  network   {show_rate(cluster.network.bandwidth)}, {show_seconds(cluster.network.latency)}"
+        yield f"  network   {_link(cluster.network)}"
     sizes = sorted({each.size for each in found.timings})
     if sizes:
         yield "collectives          " + "".join(f"{show_bytes(size):>12}" for size in sizes)
@@ -149,3 +147,10 @@ def lines(result: Calibrated, found: Measurement) -> Iterator[str]:
     yield from (f"odd: {line}" for line in result.odd)
     if not result.odd:
         yield "nothing is odd"
+
+
+def _link(link: Link) -> str:
+    from meshwright.base.units import show_rate, show_seconds
+
+    meeting = f", {show_seconds(link.meeting)} to meet after computing" if link.meeting else ""
+    return f"{show_rate(link.bandwidth)}, {show_seconds(link.latency)}{meeting}"

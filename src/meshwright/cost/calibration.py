@@ -4,7 +4,8 @@
     efficiency   of that, what a layer's products reach forward and backward, whose operands lie as they lie
     bandwidth    of element-wise work x the same share, over MEMORY_SHARE, which the formulas take of it again
     launch       seconds of a small operation over the same share
-    link         bandwidth and latency with which the formulas of cost.collectives give the measured times of all collectives best
+    link         bandwidth and latency with which the formulas of cost.collectives give the measured times of all collectives best;
+                 meeting: what is missing then of the seconds by which a collective lengthens what ranks compute
 
 The last is a search in two numbers for the least mean square of log(formula / measured): a fact about the machine in the planner's own words,
 not a correction. Ranks are nodes by the host that they named; alike nodes, one after the other, are a group.
@@ -82,7 +83,7 @@ def calibrated(measured: Measurement, known: Cluster) -> Calibrated:
             )
         )
     odd += found.odd if measured.busy <= QUIET or len(measured.hosts) > 1 else ()
-    odd += _misfit(measured, Fabric(span, near, far, _handed(measured)))
+    odd += _misfit(measured, Fabric(span, near.but(meeting=0.0), far.but(meeting=0.0), _handed(measured)))
     cluster = Cluster(name=known.name, groups=tuple(groups), network=far, failures_per_device_hour=known.failures_per_device_hour)
     return Calibrated(cluster, tuple(odd))
 
@@ -189,8 +190,13 @@ def _links(measured: Measurement, span: int, known: Cluster) -> tuple[Link, Link
     inside = [each for each in measured.timings if span % (each.ranks * each.stride) == 0]
     between = [each for each in measured.timings if span % (each.ranks * each.stride)]
     old_near, old_far = known.groups[0].link, known.network
-    near = _fit(inside, old_near, lambda link: Fabric(span, link, link)) if inside else None
-    far = _fit(between, old_far, lambda link: Fabric(span, near or link, link, _handed(measured))) if between else None
+    near_meetings, far_meetings = (
+        [each for each in measured.meetings if bool(span % (each.ranks * each.stride)) == far] for far in (False, True)
+    )
+    within = lambda link: Fabric(span, link, link)
+    near = _meeting(near_meetings, _fit(inside, old_near, within), within) if inside else None
+    across = lambda link: Fabric(span, near or link, link, _handed(measured))
+    far = _meeting(far_meetings, _fit(between, old_far, across), across) if between else None
     return near or far or old_near, far or near or old_far
 
 
@@ -205,7 +211,7 @@ def _fit(timings: Sequence[Timing], known: Link, fabric: Callable[[Link], Fabric
     bandwidth, latency = large.size / large.seconds, max(small.seconds / max(small.ranks, 2), 1e-7)
 
     def link(bandwidth: float, latency: float) -> Link:
-        return known.but(bandwidth=bandwidth, latency=latency, efficiency=1.0, adding=1.0)
+        return known.but(bandwidth=bandwidth, latency=latency, efficiency=1.0, adding=1.0, meeting=0.0)
 
     def loss(at: tuple[float, float]) -> float:
         return sum(log(formula(fabric(link(*at)), each) / each.seconds) ** 2 for each in timings)
@@ -220,6 +226,13 @@ def _fit(timings: Sequence[Timing], known: Link, fabric: Callable[[Link], Fabric
                 if (found := loss(trial)) < least:
                     at, least, moved = trial, found, True
     return link(*at)
+
+
+def _meeting(meetings: Sequence[Timing], link: Link, fabric: Callable[[Link], Fabric]) -> Link:
+    """With what is missing of `meetings`; their seconds are linear in it."""
+    without, one = ([formula(fabric(link.but(meeting=meeting)), each) for each in meetings] for meeting in (0.0, 1.0))
+    missing = [(each.seconds - low) / (high - low) for each, low, high in zip(meetings, without, one, strict=True)]
+    return link.but(meeting=max(median(missing), 0.0)) if missing else link
 
 
 def formula(links: Fabric, timing: Timing) -> float:

@@ -14,6 +14,9 @@ Over gloo ranks that are alone on their nodes gather and scatter by an all-to-al
 crosses crosses once for each node, spread over its ranks (parallel/exchange/tiers.py): with h nodes of m ranks all of these take, one way,
 (h - 1) / (h m) S / far + (m - 1) / m S / near. Compressed gradients (`Wire`) change the first term only.
 
+Ranks that compute in between wait for each other besides: a link's `meeting` for each doubling of the ranks that meet over it, twice in an all-reduce.
+What probe measures of ranks on cores; for others it is 0.
+
 Rings that cross nodes leave each node once per rank of the group in it, so that B is the link inside or that many network shares,
 whichever is less. A group is `ranks` ranks, `stride` devices apart, beginning at a multiple of ranks * stride; it lies in one domain when
 the domain holds whole groups.
@@ -59,7 +62,7 @@ def fabric(cluster: Cluster) -> Fabric:
 
 class Group(NamedTuple):
     """What the ranks of one axis get: bytes/s of a ring, of an all-reduce, seconds of hops of one turn of the ring and of one tree; bytes/s of a
-    gather. Numbers or arrays."""
+    gather; seconds that ranks lose when they meet. Numbers or arrays."""
 
     ranks: Any
     bandwidth: Any
@@ -67,10 +70,11 @@ class Group(NamedTuple):
     turn: Any
     tree: Any
     gathering: Any
+    meeting: Any
 
     def gather(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-gathers, or reduce-scatters, of `size` bytes in all."""
-        return _pipelined((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.turn)
+        return _pipelined((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.turn) + calls * self.meeting
 
     def reduce(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-reduces of `size` bytes in all."""
@@ -78,7 +82,7 @@ class Group(NamedTuple):
         ring = _pipelined(whole / self.bandwidth, hops)
         switch = whole / self.adding + hops + PIPELINING * np.sqrt(whole / self.adding * (hops / np.maximum(self.ranks - 1, 1)))
         tree = _pipelined(2.0 / TREE_SHARE * size / self.bandwidth, calls * (2.0 * self.tree))
-        return np.minimum(np.minimum(ring, tree), np.where(self.adding > self.bandwidth, switch, ring))
+        return np.minimum(np.minimum(ring, tree), np.where(self.adding > self.bandwidth, switch, ring)) + calls * (2.0 * self.meeting)
 
 
 def _pipelined(wire: Any, hops: Any) -> Any:
@@ -112,12 +116,12 @@ def group(links: Fabric, ranks: int, stride: int, wire: Wire = PLAIN) -> Group:
     """
     near, far = links.near, links.far
     if ranks == 1:
-        return Group(1, 1.0, 1.0, 0.0, 0.0, 1.0)
+        return Group(1, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
     if links.domain % (ranks * stride) == 0:
         rate = near.bandwidth * near.efficiency
         adding = rate * (near.adding if ranks >= SWITCH_RANKS else 1.0)
         turn = START + (ranks - 1) * near.latency
-        return Group(ranks, rate, adding, turn, START + ceil(log2(ranks)) * near.latency, rate)
+        return Group(ranks, rate, adding, turn, START + ceil(log2(ranks)) * near.latency, rate, log2(ranks) * near.meeting)
     beside = max(links.domain // stride, 1) if ranks * stride > links.domain else 1
     nodes = ceil(ranks / beside)
     share = far.bandwidth * far.efficiency * beside
@@ -127,7 +131,8 @@ def group(links: Fabric, ranks: int, stride: int, wire: Wire = PLAIN) -> Group:
         gathering, bandwidth = (_tiered(links, ranks, beside, times) for times in (wire.scatter, wire.reducing(nodes)))
     else:
         gathering, bandwidth = bandwidth / wire.scatter, bandwidth / wire.reducing(nodes if links.handed else ranks)
-    return Group(ranks, bandwidth, bandwidth, turn, START + ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency, gathering)
+    tree = START + ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency
+    return Group(ranks, bandwidth, bandwidth, turn, tree, gathering, log2(beside) * near.meeting + log2(nodes) * far.meeting)
 
 
 def _tiered(links: Fabric, ranks: int, beside: int, times: float) -> float:
@@ -154,11 +159,12 @@ def exchange(links: Fabric, ranks: Any, stride: int, size: Array, calls: float =
     inside = (beside - 1) / ranks * size / (links.near.bandwidth * links.near.efficiency)
     outside = (ranks - beside) / ranks * size / (links.far.bandwidth * links.far.efficiency)
     hops = START + (beside - 1) * links.near.latency + (ranks - beside) * links.far.latency
-    return np.asarray(_pipelined(np.maximum(inside, outside), calls * hops))
+    meeting = np.log2(beside) * links.near.meeting + np.log2(ranks / beside) * links.far.meeting
+    return np.asarray(_pipelined(np.maximum(inside, outside), calls * hops) + calls * meeting)
 
 
 def send(links: Fabric, size: Array, ranks: Any = 0, stride: int = 1) -> Array:
     """Seconds until `size` bytes have come from one of `ranks` ranks, `stride` apart, to the next: the slowest pair of them. 0 ranks: all."""
     near = np.where(np.equal(ranks, 0), links.domain + 1, ranks * stride)
-    inside, outside = (size / (link.bandwidth * link.efficiency) + link.latency for link in (links.near, links.far))
+    inside, outside = (size / (link.bandwidth * link.efficiency) + link.latency + link.meeting for link in (links.near, links.far))
     return np.where(links.domain % near == 0, inside, outside)

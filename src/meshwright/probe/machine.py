@@ -29,8 +29,8 @@ def measure() -> Measurement:
         device = device.but(memory=device.host_memory / hosts.count(device.host))
     found = Measurement(devices=tuple(_everyone(device, world)))
     if world > 1:
-        network = Network(mesh, found.hosts, quota=min(1.0, quota()))
-        found = found.but(pairs=tuple(network.pairs()), timings=tuple(network.timings()))
+        network = Network(mesh, found.hosts, quota=min(1.0, quota()), share=device.share)
+        found = found.but(pairs=tuple(network.pairs()), timings=tuple(network.timings()), meetings=tuple(network.meetings()))
     seconds = time.perf_counter() - began
     spent = _everyone((time.process_time() - ours, machine_identity()), world)  # hosts that are emulated lie on one machine
     here = [seconds for seconds, machine in spent if machine == machine_identity()]

@@ -4,6 +4,9 @@ Kinds of groups: neighbours of one host (2, 4, ... and all of its ranks), all ra
 once, as they do in training. A timing is that of the slowest rank; the lower quartile of several counts, so that what runs beside disturbs
 it little. A rank that has a quota of processor time pays for its part of an exchange out of what it computes with: for each second of the processor
 that the exchange takes the wall sees 1 / quota, which ranks that only measure, and have rested, would not.
+
+[Note: meetings] A rank that has just computed waits for its turn on a core before it can answer, and where ranks share cores or have quotas of them no
+two are through at once. How much a small collective lengthens products between which ranks meet is therefore measured too, on each kind of group.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ ENOUGH = 0.01
 MOST, FEWEST, BUDGET = 25, 3, 0.06
 """Repetitions at most and at least, and seconds after which there are no more."""
 
+PAUSE, TURNS, ROUNDS = 0.008, 16, 5
+"""Seconds that a rank computes between two meetings, how many follow one another, and how often these are timed, with and without."""
+
 
 @dataclass
 class Network:
@@ -43,6 +49,9 @@ class Network:
     mesh: Mesh
     hosts: tuple[tuple[int, ...], ...]
     made: int = 0
+    share: float = 1.0
+    """Part of a processor that this rank gets."""
+
     quota: float = 1.0
     """Part of a processor that the control group of this rank leaves it, at most 1."""
 
@@ -105,6 +114,35 @@ class Network:
             for kind in KINDS:
                 found += self._sizes(kind, mine, len(members[0]), stride)
         return found
+
+    def meetings(self) -> list[Timing]:
+        """[Note: meetings]; devices that are not cores need no core to meet."""
+        found = []
+        for members, stride in self._sets() if self.mesh.device.type == "cpu" else ():
+            if not self.room:
+                break
+            ranks, groups = len(members[0]), [self.group(each) for each in members]
+            mine = next((group for group in groups if group is not None), None)
+            numel = -(-SIZES[0] // 4 // ranks) * ranks
+            meet = self._collective("reduce_scatter", numel, ranks, mine)
+            rounds = [(self._computing(meet), self._computing(lambda: None)) for _ in range(ROUNDS)]
+            meeting, alone = (sorted(each)[ROUNDS // 4] for each in zip(*rounds, strict=True))
+            found.append(Timing(kind="reduce_scatter", ranks=ranks, stride=stride, size=4.0 * numel, seconds=max(meeting - alone, 0.0)))
+        return found
+
+    def _computing(self, meet: Callable[[], None]) -> float:
+        """Seconds in which the slowest rank computes for a while and meets others."""
+        matrix, world, flag = torch.ones(128, 128), self.mesh.world, torch.zeros(1, dtype=torch.float64)
+        all_reduce(flag, world).wait()
+        for turn in range(-1, TURNS):
+            if turn == 0:
+                began = time.perf_counter()  # after one turn all are no more rested than in the middle of a step
+            worked = time.thread_time()
+            while time.thread_time() - worked < PAUSE * self.share:
+                torch.mm(matrix, matrix)
+            meet()
+        all_reduce(flag.fill_(time.perf_counter() - began), world, largest=True).wait()
+        return float(flag) / TURNS
 
     def _sizes(self, kind: str, group: Group | None, ranks: int, stride: int) -> list[Timing]:
         found: list[Timing] = []

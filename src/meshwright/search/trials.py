@@ -118,7 +118,7 @@ def scaled(cluster: Cluster, compute: float, links: float) -> Cluster:
     """
 
     def link(each: Link) -> Link:
-        return each.but(bandwidth=each.bandwidth * links, latency=each.latency / links)
+        return each.but(bandwidth=each.bandwidth * links, latency=each.latency / links, meeting=each.meeting / links)
 
     def group(each: NodeGroup) -> NodeGroup:
         device = each.device

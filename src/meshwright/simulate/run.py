@@ -138,7 +138,7 @@ def on_groups(job: Job, plan: Plan, box: Box) -> Durations:
 
 
 def line(link: Link) -> Line:
-    return Line(link.bandwidth * link.efficiency, link.latency)
+    return Line(link.bandwidth * link.efficiency, link.latency + link.meeting)
 
 
 def rank_time(cell: Cell) -> RankTime:

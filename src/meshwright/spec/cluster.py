@@ -39,6 +39,9 @@ class Link(Noun):
     latency: Seconds = Field(default=5e-6)
     efficiency: float = Field(default=0.85, ge=1e-3, le=1, description="share of bandwidth that large collectives reach")
     adding: float = Field(default=1.0, ge=1, description="rate of all-reduces over that of rings, where the switch adds")
+    meeting: Seconds = Field(
+        default=0.0, ge=0, description="that two ranks lose besides where they compute before they meet; four twice as much"
+    )
 
 
 class NodeGroup(Noun):

@@ -71,6 +71,9 @@ class Measurement(Noun):
     devices: tuple[Measured, ...] = Field(min_length=1)
     pairs: tuple[Pair, ...] = ()
     timings: tuple[Timing, ...] = ()
+    meetings: tuple[Timing, ...] = Field(
+        default=(), description="the same, of ranks that compute in between: by how much each lengthens that"
+    )
     seconds: Seconds = Field(default=0.0, description="that it took")
     busy: float = Field(default=0.0, ge=0, description="processors that others kept busy meanwhile")
 
