@@ -28,6 +28,7 @@ from meshwright.probe.network import PAUSE, TURNS, Network
 from meshwright.search.rank import search
 from meshwright.spec.measurement import QUIET, Measured, Measurement, Pair, Product
 from meshwright.spec.plan import Plan
+from meshwright.words.say import say
 
 EIGHT = tuple(range(8))
 
@@ -185,4 +186,4 @@ def test_a_measured_cluster_of_unlike_nodes_is_planned_whole_by_ranks_that_a_lau
     assert _over(question.but(cluster=cluster.but(groups=(fast,))), 4).cluster.devices == 4
     step = search(question, 1, runnable=True).chosen.estimate.time.step
     (line,) = _without_the_slow(question, step)
-    assert line.startswith("  without group 1 of the cluster ") and "start ranks on the other nodes alone" in line
+    assert say(line).startswith("  without group 1 of the cluster ") and "start ranks on the other nodes alone" in say(line)
