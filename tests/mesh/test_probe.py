@@ -232,7 +232,7 @@ def broken() -> nn.Module:
     [
         (Asking, r"cannot be traced with input \(rows, 256\) \(its forward asks for the values of a tensor"),
         (broken, r"cannot be built \(RuntimeError: weights.bin is missing\): run its function by itself"),
-        (lambda: nn.Linear(4, 4), r"says nothing of what it reads: give it an attribute dummy_inputs"),
+        (lambda: nn.Bilinear(4, 3, 2), r"cannot be traced with input .*; give it an attribute dummy_inputs with what it reads"),
         (nn.ReLU, r"has no parameters"),
     ],
 )

@@ -344,3 +344,23 @@ def test_a_block_that_stands_twice_in_a_list_is_refused_in_one_line() -> None:
 def test_blocks_that_run_in_some_passes_only_are_refused_where_ranks_would_no_longer_meet(ranks: Any) -> None:
     assert "layers.1 runs in some passes and not in others" in ranks.run(1, under, "dropping", "z3.mb1")[0]
     assert not isinstance(ranks.run(1, under, "dropping", "dp1.mb1")[0], str)
+
+
+def with_running_statistics(plan: str, kept: bool) -> str:
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4, track_running_stats=kept), nn.Flatten(), nn.Linear(16, 3))
+    try:
+        trainer = parallelize(
+            model, lambda given: torch.optim.SGD(given, lr=0.1), plan, loss=lambda output, batch: output.square().mean(1).mean()
+        )
+        trainer.step({"input": torch.ones(4, 1, 6) * torch.arange(6)})
+    except InputError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_an_instance_norm_that_keeps_running_statistics_is_refused_where_rows_pass_apart(ranks: Any) -> None:
+    for said in ranks.run(2, with_running_statistics, "dp2.mb2", True):
+        assert "1 is a norm with statistics of the batch" in said
+    assert "1 is a norm with statistics of the batch" in ranks.run(1, with_running_statistics, "dp1.mb2", True)[0]
+    assert ranks.run(2, with_running_statistics, "dp2.mb2", False) == ["it ran"] * 2
+    assert ranks.run(1, with_running_statistics, "dp1.mb4", True) == ["it ran"]

@@ -265,7 +265,7 @@ def test_shares_are_dropped_apart_and_what_is_whole_is_dropped_alike_also_when_c
 @pytest.mark.parametrize("plan", ["dp2.mb4", "tp2.mb4"])
 def test_batch_norm_over_parts_of_a_batch_is_refused_with_the_exact_way(ranks: Any, plan: str) -> None:
     for said in ranks.run(2, under_plan, "resnet", plan):
-        assert "bn1 is a batch norm" in said
+        assert "bn1 is a norm with statistics of the batch" in said
         assert "use dp1 with the batch as one micro-batch" in said
         assert "\n" not in said
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from equality import VOCABULARY, make_batch, make_optimizer
 from torch import nn
 
@@ -69,3 +71,51 @@ def test_reading_a_model_leaves_what_its_forward_notes_as_it_was() -> None:
     model = Writing(ahead=False)
     read(model)
     assert not any(layer.doubled for layer in model.layers) and model.training
+
+
+class Net(nn.Module):
+    """`far`: by block, whose output is added to what it is given. 0 is what the first block is given, as in a model that hands the embedding to later blocks."""
+
+    def __init__(self, far: dict[int, int]) -> None:
+        super().__init__()
+        self.far = far
+        self.words, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(Block() for _ in range(8))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        left = [self.words(input_ids)]
+        for number, layer in enumerate(self.layers):
+            left.append(layer(left[-1] + left[self.far[number]] if number in self.far else left[-1]))
+        return self.head(left[-1])
+
+
+def far_trained(far: dict[int, int], plan: str) -> list[float] | str:
+    torch.manual_seed(0)
+    trainer = parallelize(Net(far).double(), make_optimizer, plan, precision="fp64")
+    try:
+        return [trainer.step(make_batch("llama", step)).loss for step in range(2)]
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb2.interleaved2", "pp2.mb2.zbv"])
+def test_a_connection_over_blocks_that_ends_inside_a_later_stage_is_refused_by_every_rank(ranks: Any, plan: str) -> None:
+    for far in ({7: 1}, {5: 2}):
+        first, second = ranks.run(2, far_trained, far, plan)
+        assert first == second and "reads what layers of an earlier stage make past the state" in first, first
+
+
+def test_a_connection_over_blocks_within_a_stage_trains_as_on_one_device(ranks: Any) -> None:
+    far = {3: 1, 7: 6}
+    torch.manual_seed(0)
+    model = Net(far).double()
+    optimizer, losses = make_optimizer(model.parameters()), []
+    for step in range(2):
+        batch = make_batch("llama", step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for found in ranks.run(2, far_trained, far, "pp2.mb2"):
+        assert found == pytest.approx(losses, rel=1e-10)

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import transformers
 from pool import Pool
 from torch import nn
 
 import meshwright as mw
+from meshwright.base.errors import InputError
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Optimizer
+from meshwright.train.model import objective_of
 from meshwright.train.verify import Finding, Question, _under_plan, compare, locate
 
 SIZES = {"kind": "llama", "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 32000, "seq": 4096}
@@ -137,3 +141,44 @@ def test_the_same_from_python(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("model: {name: llama2-7b}\ncluster: {name: 1x2:a100-80gb}\nworkload: {batch: 8, sequence: 2048}\n")
     (found,) = mw.verify(tmp_path / "job.yaml", plan="dp2", dtype="float64")
     assert found["equal"] and not found["first"] and found["gradient"] < 1e-12
+
+
+class Sensors(nn.Module):
+    """Reads two tensors of its own; an example says so. `spare` takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head, self.spare = nn.Linear(6, 16), nn.Embedding(5, 16), nn.Linear(16, 9), nn.Linear(3, 3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4))
+        self.dummy_inputs = {"places": torch.zeros(3, 11, 6), "kinds": torch.tensor([1, 2, 4])}
+
+    def forward(self, places: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        x = self.first(places) + self.second(kinds)[:, None]
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def speech(folder: Path) -> ModelSource:
+    small = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    transformers.WhisperConfig(
+        **small, encoder_layers=2, decoder_layers=2, architectures=["WhisperForConditionalGeneration"]
+    ).save_pretrained(folder)  # fmt: skip
+    return ModelSource(name="whisper", folder=str(folder))
+
+
+@pytest.mark.parametrize(("what", "plan"), [("speech", "tp2"), ("speech", "pp2.mb2"), ("sensors", "tp2"), ("sensors", "dp2.z3")])
+def test_a_model_that_reads_neither_token_ids_nor_images_is_compared_in_the_form_of_its_example(
+    ranks: Pool, tmp_path: Path, what: str, plan: str
+) -> None:
+    source = speech(tmp_path) if what == "speech" else ModelSource(name="sensors", module=f"{__name__}:Sensors")
+    given = Question(model=source, plan=parse_plan(plan), optimizer=Optimizer(lr=1e-3), precisions=("fp64",))
+    found = compare(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
+    assert found.equal and found.labels[0] > 8, found
+
+
+def test_training_with_the_data_of_a_job_is_refused_in_one_line_for_such_a_model() -> None:
+    with pytest.raises(
+        InputError, match=r"'sensors' reads places, kinds, and the data of a job are token ids or images: train it in a loop"
+    ):
+        objective_of(ModelSource(name="sensors", module="here:Sensors"), Sensors())

@@ -1,21 +1,41 @@
-"""What a model is called with to be understood: an example that is given, or one made from what its forward asks for.
+"""What a model is called with to be understood: an example that is given, or one made from what the model says of itself.
 
-Rule: the names of forward's parameters tell it: token ids, token ids of a decoder, images. A model that names none of them is given token ids by
-place where it has an embedding, images where it begins with a convolution.
+Rule: an example that the person gives, beside the model or as its attribute `dummy_inputs`; else the names of forward's parameters tell what they
+are (token ids, those of a decoder, images, films, features of sound, waves, series), and the configuration, with those of its parts, how large. A model that names none of
+them is given, by place, what its first layers read: token ids, pixels, a signal, vectors. Where several forms are possible, the first one counts
+with which it runs on the meta device. A made example has no numbers until they are asked for.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice, product
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from meshwright.anatomy.experts import standing_in
+from meshwright.anatomy.observed import observed
+
 BATCH, LENGTH, SIDE = 2, 7, 32
+FRAMES = 4 * LENGTH
+"""Of sound, which models shorten on their way."""
 IMAGES = ("pixel_values", "images", "image")
+WORDS = ("input_ids", "decoder_input_ids")
+KNOWN = (*WORDS, *IMAGES, "input_features", "input_values", "past_values")
+TRIES = 24
+UNSEEN = "it does not run with"
+"""Begins what is said of a model that was not seen to run."""
+
+Example = Mapping[str, Any]
+"""Arguments of forward by name, tensors with rows first; the one name '' is passed by place. Of tensors without memory the shapes alone count."""
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Of a row."""
 
 
 class Unasked(TorchFunctionMode):
@@ -25,32 +45,173 @@ class Unasked(TorchFunctionMode):
         return False if getattr(function, "__name__", "") == "__bool__" else function(*args, **(kwargs or {}))
 
 
+def demands(model: nn.Module, name: str) -> bool:
+    """Whether the model cannot be called without the input `name`."""
+    asked = inspect.signature(model.forward).parameters.get(name)
+    return asked is not None and asked.default is asked.empty and asked.kind not in (asked.VAR_KEYWORD, asked.VAR_POSITIONAL)
+
+
+def example_of(model: nn.Module, given: Example | None = None, length: int = LENGTH, side: int = SIDE) -> Example:
+    """What `model` is looked at with: BATCH rows, in the model's own floating type. `length` of token ids, `side` of images where it does not say it."""
+    kind = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
+    own = getattr(model, "dummy_inputs", None) if getattr(model, "main_input_name", None) is None else None
+    given = own if given is None and isinstance(own, Mapping) else given
+    if given is not None:
+        wanted = {name: value for name, value in given.items() if name != "labels" or demands(model, name)}
+        rows = {len(value) for value in wanted.values() if isinstance(value, torch.Tensor) and value.ndim}
+        return {name: _like(value, kind, len(rows) == 1) for name, value in wanted.items()}
+    made = [{name: _like(_empty(form), kind) for name, form in one.items()} for one in islice(_candidates(model, length, side), TRIES)]
+    return made[0] if len(made) == 1 else next((one for one in made if _runs(model, one)), made[0])
+
+
+def words(example: Example) -> str:
+    """
+    >>> words({"input_ids": torch.zeros(2, 7), "": torch.zeros(2, 3)})
+    'input_ids (2, 7), an input (2, 3)'
+    """
+    return ", ".join(f"{name or 'an input'} {tuple(value.shape)}" for name, value in example.items() if isinstance(value, torch.Tensor))
+
+
+def named(model: nn.Module, example: Example) -> Example:
+    """`example` with what is passed by place under the name of forward's first argument."""
+    first = next(iter(inspect.signature(model.forward).parameters), "")
+    return {name or first: value for name, value in example.items()}
+
+
+def beyond(example: Example) -> list[str]:
+    """What in it is neither token ids nor images."""
+    tensors = {name: value for name, value in example.items() if isinstance(value, torch.Tensor)}
+    return [name or "vectors" for name, value in tensors.items() if name not in (*WORDS, *IMAGES) and (name or value.is_floating_point())]
+
+
+def highest(example: Example) -> int:
+    """The highest whole number in it; 0 where it has none."""
+    numbers = [
+        value for value in example.values() if isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_meta
+    ]
+    return max((int(value.max()) for value in numbers if value.numel()), default=0)
+
+
 def arguments(
-    model: nn.Module, example: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None, device: str = "meta", vocabulary: int = 1
-) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    """Places and names of tensors to call `model` with: random small ids, random images, or the example."""
-    if example is not None:
-        tensors = {name: value.to(device) for name, value in example.items() if isinstance(value, torch.Tensor) and name != "labels"}
-        return (), {name: value.to(dtype) if dtype and value.is_floating_point() else value for name, value in tensors.items()}
-    names = [name for name, parameter in inspect.signature(model.forward).parameters.items() if parameter.kind < parameter.VAR_POSITIONAL]
+    example: Example, dtype: torch.dtype | None = None, device: str = "meta", vocabulary: int = 1
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Places and names of what to call a model with: what `example` has no numbers for becomes small ids below `vocabulary`, and noise."""
+    found = {
+        name: _placed(value, dtype, device, vocabulary) if isinstance(value, torch.Tensor) else value for name, value in example.items()
+    }
+    return ((found.pop(""),), found) if "" in found else ((), found)
+
+
+def _placed(value: torch.Tensor, dtype: torch.dtype | None, device: str, vocabulary: int) -> torch.Tensor:
+    kind = dtype if dtype and value.is_floating_point() else value.dtype
+    if value.is_meta and device != "meta":
+        if value.is_floating_point():
+            value = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+        else:
+            value = (torch.arange(value.numel()) * 31 % max(vocabulary, 1)).view(value.shape)
+    return value.to(device, kind)
+
+
+def _like(value: Any, kind: torch.dtype | None, cut: bool = False) -> Any:
+    """`value` with BATCH rows where it is to be `cut`."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().to((kind or value.dtype) if value.is_floating_point() else value.dtype)
+    return value[torch.arange(BATCH, device=value.device) % len(value)] if cut and value.ndim and len(value) not in (0, BATCH) else value
+
+
+def _empty(form: Form) -> torch.Tensor:
+    return torch.empty(BATCH, *form[0], dtype=form[1], device="meta")
+
+
+# --- forms that a model may read ----------------------------------------------------------------------------------------------
+
+
+def _candidates(model: nn.Module, length: int, side: int) -> Iterator[dict[str, Form]]:
+    """Inputs by name, likeliest first: those that it cannot do without; of a model of several parts then all that are known."""
+    asked = inspect.signature(model.forward).parameters
+    names = [name for name, parameter in asked.items() if parameter.kind < parameter.VAR_POSITIONAL]
+    known = [name for name in names if name in KNOWN]
     main = getattr(model, "main_input_name", None)
-    image = next((name for name in names if name in IMAGES and main in (None, name)), None)
-    if image is not None:
-        return (), {image: _images(model, dtype, device)}
-    ids = (torch.arange(BATCH * LENGTH, device=device) * 31 % max(vocabulary, 1)).view(BATCH, LENGTH)
-    if "decoder_input_ids" in names and getattr(getattr(model, "config", None), "is_encoder_decoder", True):
-        return (), {"input_ids": ids, "decoder_input_ids": ids}
-    if "input_ids" in names:
-        return (), {"input_ids": ids}
-    first = next((module for module in model.modules() if isinstance(module, nn.Embedding | nn.Conv2d)), None)
-    return ((_images(model, dtype, device) if isinstance(first, nn.Conv2d) else ids),), {}
+    main = main if main in known else next((name for name in (*IMAGES, *known) if name in known), None)
+    if main is None:
+        yield from ({"": form} for form in _by_layers(model, length, side))
+        return
+    beside = "decoder_input_ids" if getattr(getattr(model, "config", None), "is_encoder_decoder", True) else ""
+    least = [name for name in known if name in (main, beside) or demands(model, name)]
+    more = [*least, *(name for name in known if name not in least and name != "decoder_input_ids")]
+    for wanted in [least, more] if more != least and _parts(model) else [least]:
+        for forms in product(*(_forms(model, name, length, side) for name in wanted)):
+            yield dict(zip(wanted, forms, strict=True))
 
 
-def _images(model: nn.Module, dtype: torch.dtype | None, device: str) -> torch.Tensor:
-    side = getattr(getattr(model, "config", None), "image_size", None) or SIDE
-    height, width = side if isinstance(side, list | tuple) else (side, side)
-    channels = next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), 3)
-    shape = (BATCH, channels, height, width)
-    if device == "meta":
-        return torch.empty(shape, device=device, dtype=dtype or torch.float32)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype or torch.float32)
+def _by_layers(model: nn.Module, length: int, side: int) -> list[Form]:
+    """What the layers read that a model of one's own may begin with: its vocabulary or its first convolution, then any other, as registered."""
+    found: dict[Form, None] = {}
+    kinds = (nn.Embedding, nn.Conv2d)
+    modules = list(model.modules())
+    for module in [*filter(lambda one: isinstance(one, kinds), modules), *filter(lambda one: not isinstance(one, kinds), modules)]:
+        match module:
+            case nn.Embedding():
+                found.setdefault(((length,), torch.long))
+            case nn.Conv2d() | nn.Conv1d() | nn.Conv3d():
+                places = len(module.kernel_size)
+                found.setdefault(((module.in_channels, *[side if places > 1 else FRAMES] * places), torch.float32))
+            case nn.Linear():
+                found.setdefault(((module.in_features,), torch.float32))
+                found.setdefault(((length, module.in_features), torch.float32))
+            case nn.RNNBase():
+                found.setdefault(((length, module.input_size), torch.float32))
+    return list(found) or [((length,), torch.long)]
+
+
+def _forms(model: nn.Module, name: str, length: int, side: int) -> list[Form]:
+    """What an input of that name may look like."""
+    said = [config for config in (getattr(model, "config", None), *_parts(model)) if config is not None]
+
+    def tell(*names: str) -> Any:
+        found = (getattr(config, one, None) for config in said for one in names)
+        return next((value for value in found if value and isinstance(value, int | list | tuple)), None)
+
+    if name in WORDS:
+        return [((length,), torch.long)]
+    if name in IMAGES:
+        shown = tell("image_size") or side
+        sides = tuple(shown) if isinstance(shown, list | tuple) else (shown, shown)
+        channels = next((one.in_channels for one in model.modules() if isinstance(one, nn.Conv2d | nn.Conv3d)), tell("num_channels") or 3)
+        frames = tell("num_frames")
+        shapes: list[tuple[int, ...]] = [(frames, channels, *sides)] * bool(frames) + [(channels, *sides)]
+        return [(shape, torch.float32) for shape in shapes]
+    if name == "past_values":
+        return [((tell("context_length") or FRAMES, tell("num_input_channels", "input_size") or 1), torch.float32)]
+    bins = tell("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
+    frames = tell("max_length") or FRAMES
+    shapes = [(frames, bins), (bins, frames)] if bins else []
+    if bins and (places := tell("max_source_positions")):
+        shapes.insert(0, (bins, 2 * places))
+    if name == "input_values":
+        shapes.insert(0, (2 * LENGTH * math.prod(tell("conv_stride") or (320,)),))
+    return [(shape, torch.float32) for shape in shapes or [(FRAMES, 80)]]
+
+
+def _parts(model: nn.Module) -> list[Any]:
+    """Configurations of a model's parts: a text's, an image's."""
+    config = getattr(model, "config", None)
+    return [part for part in getattr(config, "__dict__", {}).values() if hasattr(part, "to_dict")]
+
+
+def _runs(model: nn.Module, example: Example) -> bool:
+    """In the model's own types, or in bfloat16, which some kernels ask for."""
+    for dtype in (None, torch.bfloat16):
+        state = {
+            name: torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        args, kwargs = arguments(example, dtype)
+        try:
+            with observed(model), torch.no_grad(), torch.device("meta"), standing_in(model), Unasked():
+                functional_call(model, state, args, kwargs)
+        except Exception:
+            continue
+        return True
+    return False

@@ -19,8 +19,8 @@ READ = 512
 
 
 @contextmanager
-def lent(model: nn.Module, needed: Callable[[str], bool]) -> Iterator[None]:
-    """Parameters on the meta device, as far as they are `needed`, hold numbers for a while: the same on every rank."""
+def lent(model: nn.Module, needed: Callable[[str], bool], read: int = READ) -> Iterator[None]:
+    """Parameters on the meta device, as far as they are `needed`, hold numbers for a while: the same on every rank. `read`: rows of tables that do."""
     random = torch.Generator().manual_seed(0)
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     numbers: dict[int, nn.Parameter] = {}
@@ -33,7 +33,7 @@ def lent(model: nn.Module, needed: Callable[[str], bool]) -> Iterator[None]:
             if id(parameter) not in numbers:
                 width = parameter.shape[-1] if parameter.ndim else 1
                 tensor = torch.zeros(parameter.shape)  # of a large vocabulary only the rows that the proof reads ever take memory
-                rows = READ * width if isinstance(module, nn.Embedding) else None
+                rows = read * width if isinstance(module, nn.Embedding) else None
                 tensor.view(-1)[:rows].normal_(0, width**-0.5, generator=random)
                 numbers[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
             module._parameters[name] = numbers[id(parameter)]

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from meshwright.anatomy.counts import HeadsTaken, restore, set_counts
 from meshwright.anatomy.experts import standing_in
-from meshwright.anatomy.inputs import arguments
+from meshwright.anatomy.inputs import Example, Unasked, arguments, example_of
 from meshwright.anatomy.lent import READ
 from meshwright.anatomy.nouns import Slice, local_slice
 from meshwright.anatomy.regions import Found
@@ -40,13 +39,6 @@ class Caught(Exception):
         self.value = value
 
 
-class Unasked(TorchFunctionMode):
-    """Questions about values are answered by no: there are none on the meta device."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return False if getattr(function, "__name__", "") == "__bool__" else function(*args, **(kwargs or {}))
-
-
 class Proof:
     """Some blocks of a model with what each is given when it first runs. `shares`: arguments of a block that come as shares."""
 
@@ -56,7 +48,7 @@ class Proof:
         blocks: Sequence[str],
         shares: Mapping[str, list[tuple[Given, frozenset[str]]]],
         vocabulary: int,
-        example: Mapping[str, Any] | None,
+        example: Example | None,
         needed: Callable[[str], bool],
     ) -> None:
         """`needed`: whether what lies at a path runs before the last of `blocks` does."""
@@ -66,7 +58,7 @@ class Proof:
         twins = {id(tensor): self._twin(tensor) for tensor in tensors.values()}
         self.state = {name: twins[id(tensor)] for name, tensor in tensors.items()}
         device = "meta" if self.is_meta else str(next(tensor.device for name, tensor in tensors.items() if needed(name)))
-        args, kwargs = tree_map(_at_least_float32, arguments(model, example, None, device, min(vocabulary, READ)))
+        args, kwargs = tree_map(_at_least_float32, arguments(example_of(model, example), None, device, min(vocabulary, READ)))
         self.given: dict[str, tuple[Any, Any]] = {}
         handles = [self._catch(path, len(blocks)) for path in blocks]
         try:

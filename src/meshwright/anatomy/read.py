@@ -20,8 +20,9 @@ from torch import nn
 
 from meshwright.anatomy.adapters import unwrapped, with_adapters, wrapped_layers
 from meshwright.anatomy.experts import WHOLE, add_experts
+from meshwright.anatomy.inputs import UNSEEN, Example, example_of, highest, words
 from meshwright.anatomy.layers import check_apart
-from meshwright.anatomy.lent import lent
+from meshwright.anatomy.lent import READ, lent
 from meshwright.anatomy.nouns import Anatomy, Split
 from meshwright.anatomy.observed import observed
 from meshwright.anatomy.prove import Proof, proven
@@ -46,7 +47,7 @@ class Reading:
     model: nn.Module
     lists: list[str]
     said: list[str]
-    example: Mapping[str, Any] | None = None
+    example: Example
     seen: Trace | None = None
     found: dict[str, list[Found]] = field(default_factory=dict)
     """By block, in the order in which they run."""
@@ -54,11 +55,11 @@ class Reading:
     """Column weights that stay whole, and why."""
 
 
-def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None = None) -> Anatomy:
+def read(model: nn.Module, lend: bool = False, example: Example | None = None) -> Anatomy:
     """What `model` is made of. Leaves it as it was.
 
     `lend`: parameters without memory are lent numbers as far as the proof needs them (blocks up to the last kind, and what lies outside of
-    all blocks). `example`: a batch that the model can be called with, where it asks for more than token ids or images.
+    all blocks). `example`: a batch that the model can be called with, where it does not say itself what it reads (inputs.py).
     """
     adapted = wrapped_layers(model)
     if adapted:
@@ -71,7 +72,8 @@ def read(model: nn.Module, lend: bool = False, example: Mapping[str, Any] | None
     if blocks is None:
         return Anatomy(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
     check_apart(model, lists)
-    reading = Reading(model, lists, [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists], example)
+    counts = [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists]
+    reading = Reading(model, lists, counts, example_of(model, example))
     modules = {path: id(module) for path, module in model.named_modules()}
     with observed(model):
         _trace_all(reading)
@@ -137,7 +139,7 @@ def _trace_all(reading: Reading) -> None:
         except Exception:
             reading.seen = None
             reading.found.clear()
-            reading.said.append(f"it does not run on {'the example' if reading.example else 'token ids or images'} alone ({reason})")
+            reading.said.append(f"{UNSEEN} {words(reading.example)} ({reason})")
 
 
 def _passes(reading: Reading, dtype: torch.dtype | None) -> None:
@@ -235,7 +237,7 @@ def _prove(reading: Reading, outline: Outline, lend: bool) -> None:
     answers: dict[tuple[Any, ...], tuple[Found, str | None]] = {}
     sizes = {id(parameter): parameter.numel() for name, parameter in model.named_parameters() if needed(name)}
     lend = lend or sum(sizes.values()) <= CHEAP
-    with lent(model, needed) if lend else nullcontext():
+    with lent(model, needed, max(READ, highest(reading.example) + 1)) if lend else nullcontext():
         try:
             shares = reading.seen.shares if reading.seen else {}
             proof = Proof(model, kinds, shares, vocabulary, reading.example, needed) if kinds else None

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.experts import standing_in
-from meshwright.anatomy.inputs import Unasked, arguments
+from meshwright.anatomy.inputs import Example, Unasked, arguments, example_of
 from meshwright.anatomy.observed import observed
 from meshwright.anatomy.trace import tensors_in
 
@@ -60,8 +60,8 @@ class Watch(TorchFunctionMode):
         return result
 
 
-def readers(model: nn.Module, blocks: Sequence[str]) -> Reads:
-    """By the name of each parameter that was read; nothing where the model does not run on token ids or images alone. `blocks`: paths."""
+def readers(model: nn.Module, blocks: Sequence[str], example: Example | None = None) -> Reads:
+    """By the name of each parameter that was read; nothing where the model does not run with its example. `blocks`: paths."""
     state = {name: torch.empty_like(tensor, device="meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     watch = Watch({id(state[name]): name for name, _ in model.named_parameters()})
     is_block = frozenset(blocks)
@@ -77,7 +77,7 @@ def readers(model: nn.Module, blocks: Sequence[str]) -> Reads:
         module.register_forward_pre_hook(enter(path)), module.register_forward_hook(lambda *_: watch.stack.pop() and None)
     )]  # fmt: skip
     try:
-        args, kwargs = arguments(model)
+        args, kwargs = arguments(example_of(model, example))
         with observed(model), torch.no_grad(), torch.device("meta"), standing_in(model), watch:
             functional_call(model, state, args, kwargs)
     except Exception:
@@ -88,9 +88,9 @@ def readers(model: nn.Module, blocks: Sequence[str]) -> Reads:
     return watch.found
 
 
-def entered_otherwise(model: nn.Module, blocks: Sequence[str]) -> set[int]:
+def entered_otherwise(model: nn.Module, blocks: Sequence[str], example: Example | None = None) -> set[int]:
     """Blocks that are given something else than what the block before returned: the model's code does something between them, such as the sum with a far
-    block's output of a U-Net. A view of it is it. Nothing where the model does not run on token ids or images alone."""
+    block's output of a U-Net. A view of it is it. Nothing where the model does not run with its example."""
     left: dict[int, tuple[Any, int]] = {}
     other: set[int] = set()
 
@@ -116,7 +116,7 @@ def entered_otherwise(model: nn.Module, blocks: Sequence[str]) -> set[int]:
         block = model.get_submodule(path)
         handles += [block.register_forward_pre_hook(enter(number), with_kwargs=True), block.register_forward_hook(leave(number))]
     try:
-        args, kwargs = arguments(model)
+        args, kwargs = arguments(example_of(model, example))
         with observed(model), torch.no_grad(), torch.device("meta"), standing_in(model), Unasked():
             functional_call(model, state, args, kwargs)
     except Exception:

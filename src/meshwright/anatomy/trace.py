@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.experts import standing_in
 from meshwright.anatomy.inflow import Inflows
-from meshwright.anatomy.inputs import BATCH, arguments
+from meshwright.anatomy.inputs import BATCH, Example, arguments, example_of
 from meshwright.anatomy.places import CUTS, MATMULS, RESHAPES, TURNS, Call, Lost, Share, along, moved
 from meshwright.anatomy.plain import is_convolution, is_plain
 from meshwright.anatomy.seen import Attention, Given, Product, Trace
@@ -45,7 +45,7 @@ def trace(
     model: nn.Module,
     lists: list[str],
     whole: frozenset[str] = frozenset(),
-    example: Mapping[str, Any] | None = None,
+    example: Example | None = None,
     dtype: torch.dtype | None = None,
 ) -> Trace:
     """One run of `model` (in eval mode) on meta tensors, of `dtype` where they are floating. Raises whatever the model raises there."""
@@ -60,7 +60,7 @@ def trace(
     buffers = {name: twin(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
     for tensor in twins.values():
         tensor.requires_grad_(tensor.is_floating_point())
-    args, kwargs = arguments(model, example, dtype)
+    args, kwargs = arguments(example_of(model, example), dtype)
     watch = Watch(names, {id(tensor): name for name, tensor in buffers.items()}, whole, [*tensors_in((args, kwargs))])
     watch.shapes = {name: tensor.shape for name, tensor in state.items()}
     inside = [(name, module) for name, module in model.named_modules() if any(name.startswith(f"{path}.") for path in lists)]

@@ -6,12 +6,13 @@ set the gates. Every parameter is accounted for: a layer can never be lost in a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy, layers, read
+from meshwright.anatomy.inputs import UNSEEN, Example, example_of
 from meshwright.anatomy.readers import Reads, readers
 from meshwright.base.errors import InputError
 from meshwright.parallel.compiled import check_compiler, compile_blocks
@@ -60,17 +61,23 @@ from meshwright.spec.precision import Recipe
 from meshwright.spec.runs import missing
 
 
-def parallelize_model(
-    model: nn.Module, mesh: Mesh, recipe: Recipe, loss: LossFunction | None = None, anatomy: Anatomy | None = None, rule: Rule = ELEMENTWISE
-) -> Parallel:
-    """Shard `model` in place. Its parameters must be whole and the same on every rank. `anatomy`: what `read` finds, where it is known.
-    `rule`: which tensors the optimizer needs whole.
+class Known(TypedDict, total=False):
+    """What is known of a model besides: the loss where it returns no logits, what `read` finds of it, and a batch that it can be called with."""
+
+    loss: LossFunction | None
+    anatomy: Anatomy | None
+    example: Example | None
+
+
+def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, rule: Rule = ELEMENTWISE, **known: Unpack[Known]) -> Parallel:
+    """Shard `model` in place. Its parameters must be whole and the same on every rank. `rule`: which tensors the optimizer needs whole.
 
     Raises InputError before anything is changed when a size does not divide.
     """
     plan, later = mesh.plan, later_of(model)
     check_followed(model, later)
-    anatomy = (anatomy or read(model, lend=True)).over(plan.tp)
+    loss, example = known.get("loss"), example_of(model, known.get("example"))
+    anatomy = (known.get("anatomy") or read(model, lend=True, example=example)).over(plan.tp)
     anatomy = anatomy if loss is None else with_whole_logits(model, anatomy)
     _check(anatomy, mesh)
     _check_recipe(model, mesh, recipe)
@@ -79,15 +86,16 @@ def parallelize_model(
     with later:
         _prepare(model, mesh.device, recipe)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta and later.seen(parameter) is None)
-    wants = _wants(model, anatomy, plan)
+    wants = _wants(model, anatomy, plan, example)
     cut = anatomy.numbered() if wants else anatomy
     _check_carried(plan, cut, wants)
-    check_left_out(model, cut, plan, wants)
+    check_left_out(model, cut, plan, wants, example)
     table = place_layers(layers_over(model, anatomy, wants) if wants else layers(model, anatomy), cut, mesh, wants)
     _account(table, shapes)
     beside = beside_parameters(model, cut, table)
-    reads = _reads(model, cut, table, plan)
+    reads = _reads(model, cut, table, plan, example)
     experts, context = expert_ranks(mesh, anatomy), context_of(model, anatomy, mesh)
     objective = Objective(model, loss, mesh.tp if anatomy.divides(anatomy.head) else None, context.cut_labels if context else None)
     with later:
@@ -108,6 +116,7 @@ def parallelize_model(
     put_off_weights(model, cut, plan, stage_bounds(cut, mesh), flat)
     partial = partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set()
     zero = Zero(mesh, flat, partial, tied, tie_group(mesh) if anatomy.tied else None)
+    zero.unreached = trained
     weights = {storage_of(unit.weights) for unit in zero.units}
     run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(plan, mesh.device, weights), carry=Carry(wants) if wants else None)
     gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table}, reads)
@@ -139,13 +148,13 @@ def _account(table: list[Layer], shapes: dict[str, torch.Size]) -> None:
         raise AssertionError(f"parameters lost or doubled in the cut: {sorted(set(shapes) ^ set(accounted))[:3]}")
 
 
-def _reads(model: nn.Module, anatomy: Anatomy, table: list[Layer], plan: Plan) -> Reads:
+def _reads(model: nn.Module, anatomy: Anatomy, table: list[Layer], plan: Plan, example: Example) -> Reads:
     """Where weights are read, for plans that have them in some places only. Raises InputError where they would be missing."""
     check_shared(model, anatomy, table, plan)
     if plan.stages == 1 and plan.zero < 3:
         return {}
     blocks = [anatomy.block(index) for index in range(anatomy.count)] if anatomy.blocks is not None else []
-    reads = readers(model, blocks)
+    reads = readers(model, blocks, example)
     check_read(anatomy, blocks, table, plan, reads)
     return reads
 
@@ -166,9 +175,11 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
     if missing(plan):
         raise InputError(f"plan {plan.name}: {', '.join(missing(plan))} can be planned and priced but do not run yet; leave them out")
     if plan.tp > 1 and not (anatomy.regions or anatomy.experts):
-        why = "".join(f" ({line})" for line in anatomy.understood if "whole" in line)[:200]
+        unseen = next((line for line in anatomy.understood if UNSEEN in line), "")
+        why = f" ({unseen})" if unseen else "".join(f" ({line})" for line in anatomy.understood if "whole" in line)[:200]
+        way = "give parallelize an example of its batch, or use tp1" if unseen else "use tp1"
         raise InputError(
-            f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none{why}: use tp1"
+            f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none{why}: {way}"
         )
     if plan.stages > 1 and anatomy.blocks is None:
         raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
@@ -194,18 +205,18 @@ def _check_recipe(model: nn.Module, mesh: Mesh, recipe: Recipe) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _wants(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Wants | None:
+def _wants(model: nn.Module, anatomy: Anatomy, plan: Plan, example: Example) -> Wants | None:
     """Blocks of several stacks are numbered as stages cut them under every plan: what recomputes, and what the planner prices, are the same ones.
     One stage that needs no such numbers does without where they cannot be told."""
     if plan.stages == 1 and (len(anatomy.stacks) < 2 or anatomy.embedding is None):
         return None
     try:
-        return carried(model, anatomy)
+        return carried(model, anatomy, example)
     except InputError as error:
         if plan.stages > 1:
             raise
         if plan.zero == 3 or plan.recompute != Recompute.none:
-            raise InputError(f"plan {plan.name}: {str(error).removesuffix(': use pp1')}: use z2 at most and no recompute") from None
+            raise InputError(f"plan {plan.name}: {str(error).replace('use pp1', 'use z2 at most and no recompute')}") from None
         return None
 
 

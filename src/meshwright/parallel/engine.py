@@ -89,7 +89,7 @@ class Parallel:
             return
         self._open_ungated()
         if stages:
-            rehearse(self.model, self.mesh, self.stage_forward, batches[0])
+            rehearse(self.model, self.mesh, self.run, self.stage_forward, batches[0])
         if rows:
             check_divided(self, batches)
         self.zero.close_all()

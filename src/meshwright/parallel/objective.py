@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.anatomy.inputs import demands
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.group import Group
 from meshwright.parallel.tensor.chunked import ChunkedHead
@@ -23,12 +24,6 @@ LossFunction = Callable[[Any, Batch], torch.Tensor]
 
 DECODER = {"decoder_input_ids", "decoder_inputs_embeds"}
 """What a decoder beside an encoder reads."""
-
-
-def demands(model: nn.Module, name: str) -> bool:
-    """Whether the model cannot be called without the input `name`."""
-    asked = inspect.signature(model.forward).parameters.get(name)
-    return asked is not None and asked.default is asked.empty and asked.kind not in (asked.VAR_KEYWORD, asked.VAR_POSITIONAL)
 
 
 class Objective:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.anatomy.inputs import Example
 from meshwright.anatomy.readers import Reads, entered_otherwise, inside
 from meshwright.base.errors import InputError
 from meshwright.parallel.later import ORIGIN, Later
@@ -67,7 +68,7 @@ def beside_parameters(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer]
     return Beside(buffers, {name: one for name, one in second.items() if name != one}, {name: stage(name) for name in buffers})
 
 
-def check_left_out(model: nn.Module, anatomy: Anatomy, plan: Plan, carry: Wants | None) -> None:
+def check_left_out(model: nn.Module, anatomy: Anatomy, plan: Plan, carry: Wants | None, example: Example | None = None) -> None:
     """Raises InputError for what would be left out: hooks of blocks, and what is done between them, where stages leave and enter; hooks of parameters of which
     shares are made."""
     for index in range(anatomy.count) if plan.stages > 1 and anatomy.blocks else ():
@@ -78,7 +79,7 @@ def check_left_out(model: nn.Module, anatomy: Anatomy, plan: Plan, carry: Wants 
             )
     if carry is None and plan.stages > 1 and anatomy.blocks:
         firsts = set(itertools.accumulate(plan.stage_layers(anatomy.count)))
-        for index in sorted(firsts & entered_otherwise(model, [anatomy.block(index) for index in range(anatomy.count)])):
+        for index in sorted(firsts & entered_otherwise(model, [anatomy.block(index) for index in range(anatomy.count)], example)):
             raise InputError(
                 f"plan {plan.name}: {anatomy.block(index)} is given something else than {anatomy.block(index - 1)} returns, which a stage that begins there is not sent: "
                 "cut elsewhere with layers per stage, or use pp1"

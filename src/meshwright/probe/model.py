@@ -42,10 +42,10 @@ def describe(
         raise InputError(f"model {name!r} has no parameters: nothing to plan")
     tried = ""
     try:
-        anatomy = read(module)
+        anatomy = read(module, example=batch)
         if anatomy.embedding and len(anatomy.stacks) > 1:  # blocks as the runtime cuts them
             anatomy = anatomy.numbered()
-        inputs = inputs_of(module, anatomy, sequence, batch)
+        inputs = inputs_of(module, sequence, batch)
         tried = f" with {inputs}"
         rows = min(max(ENOUGH // inputs.tokens, 2), MOST)
         runs = [trace(module, anatomy, inputs, each) for each in (rows, 2 * rows)]

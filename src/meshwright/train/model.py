@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.anatomy.inputs import beyond, example_of
 from meshwright.anatomy.lent import LENT, lent
 from meshwright.anatomy.ruled import RULES
 from meshwright.base.errors import InputError, did_you_mean
@@ -112,7 +113,13 @@ def _from_module(name: str) -> nn.Module:
 
 
 def objective_of(source: ModelSource, model: nn.Module) -> Objective:
-    """What the model learns: the next token, masked tokens, a row behind another, or the kind of an image."""
+    """What the model learns: the next token, masked tokens, a row behind another, or the kind of an image. Raises InputError where it reads something else."""
+    others = beyond(example_of(model))
+    if others:
+        raise InputError(
+            f"model {source.name!r} reads {', '.join(others)}, and the data of a job are token ids or images: train it in a loop of your own, "
+            "with meshwright.parallelize and trainer.step"
+        )
     kind = str(source.sizes.get("kind", ""))
     if kind == "convnet" or type(model).__name__.endswith("ForImageClassification"):
         return "images"

@@ -19,7 +19,7 @@ FFN = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "dff", "
 HEAD = ("head_dim", "d_kv")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERT_FFN = ("moe_intermediate_size", "shared_expert_intermediate_size")
-POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_source_positions", "max_target_positions")
 WINDOWS = ("sliding_window", "window_size", "attention_window")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 

@@ -11,23 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
 
-from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
 from meshwright.base.pulse import Phase
 from meshwright.parallel import state
-from meshwright.parallel.apply import parallelize_model
+from meshwright.parallel.apply import Known, parallelize_model
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.experts.bias import move_biases
 from meshwright.parallel.experts.dispatch import loads, pairs_by_expert, said
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.objective import Batch, LossFunction, rows_of
+from meshwright.parallel.objective import Batch, rows_of
 from meshwright.parallel.offload.away import away_of
 from meshwright.parallel.tensor.products import check_device
 from meshwright.parallel.update.door import MakeOptimizer, check_away, fuse, rule_of
@@ -54,11 +53,9 @@ class Share:
     tokens: int | None = None
 
 
-class Beside(TypedDict, total=False):
+class Beside(Known, total=False):
     """What `parallelize` is given besides, where it is needed."""
 
-    loss: LossFunction | None
-    anatomy: Anatomy | None
     offload_to: str | Path | None
 
 
@@ -81,7 +78,8 @@ def parallelize(
     `meshwright.recipe`. `clip` is the largest norm of the whole gradient. `loss(output, batch)`
     is needed only where the model returns no logits; it gives a mean over the rows of the batch. `anatomy` says how the model is built
     where that is known, from `meshwright.anatomy.read` or written by hand; else it is found out. `offload_to` is the folder for what the plan
-    keeps in files, on a local disk; without it the system's folder for temporary files.
+    keeps in files, on a local disk; without it the system's folder for temporary files. `example` is a batch of a few rows, as `step` takes it,
+    for models that do not say themselves what they read: they are looked at with it before anything is shared.
     Raises InputError when the world is not the plan's or a size does not divide.
     """
     plan = parse_plan(plan) if isinstance(plan, str) else plan
@@ -92,7 +90,8 @@ def parallelize(
     mesh = replace(mesh, away=away_of(plan, mesh.device, beside.get("offload_to")))
     check_device(chosen, mesh.device)
     check_away(mesh.device.type, rule, chosen, plan)
-    engine = parallelize_model(model, mesh, chosen, beside.get("loss"), beside.get("anatomy"), rule)
+    known = Known(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
+    engine = parallelize_model(model, mesh, chosen, rule, **known)
     give_places(engine, seed)
     give_back()
     torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
@@ -186,8 +185,10 @@ class Trainer:
         balanced = torch.zeros_like(total) if balance is None else balance.total / self.plan.tp
         square = self.engine.zero.square_norm()
         squares = square.view(1) if outer is None else outer.apart(square)
-        sums = torch.cat([torch.stack([total / self.plan.tp, balanced]), squares, pairs])
+        sums = torch.cat([torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.came()])
         all_reduce(sums, self.mesh.world).wait()
+        sums, came = sums.split([2 + len(squares) + len(pairs), len(self.engine.zero.unreached)])
+        self.engine.zero.agree(came.tolist())
         loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
         self._balance = None if balance is None else balanced_by / max(every, 1)
         self._loads, self._dropped = loads(sums[2 + len(squares) :], self.engine.anatomy)
@@ -261,11 +262,14 @@ class Trainer:
         return float(total) / max(tokens, 1)
 
     def gradients(self, batch: Batch | Share) -> tuple[float, int, dict[str, torch.Tensor] | None]:
-        """Mean loss, valid labels, and on rank 0 every full gradient by name. Nothing is updated."""
+        """Mean loss, valid labels, and on rank 0 every full gradient by name, but for what no loss has reached. Nothing is updated."""
         with in_words(self):
             loss, tokens, _ = self._backward(batch)
         full = state.gather_full(self.engine, state.gradient_pieces(self.engine))
-        return loss, tokens, {name: value / self.scale.factor for name, value in full.items()} if full is not None else None
+        if full is None:
+            return loss, tokens, None
+        left = set(self.engine.zero.unreached)
+        return loss, tokens, {name: value / self.scale.factor for name, value in full.items() if name not in left}
 
     def close(self) -> None:
         """When this returns no other rank reads this one's memory, and its process may end. A script that just ends need not call it."""

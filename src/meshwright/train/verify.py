@@ -21,8 +21,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.anatomy import read
+from meshwright.anatomy.inputs import beyond, example_of, named
+from meshwright.anatomy.observed import observed
 from meshwright.anatomy.ruled import RULES
 from meshwright.base.codec import Noun, build
+from meshwright.base.errors import InputError
 from meshwright.base.lines import Message
 from meshwright.models.output import IGNORED
 from meshwright.parallel.experts.balance import coefficient_of
@@ -181,12 +184,42 @@ def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str 
     return {"input_ids": ids, "labels": labels}
 
 
+def batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch:
+    """The same for a model that reads something else: noise in the form of its example, labels in that of its logits. Whole numbers of the person's own stay."""
+    random = torch.Generator().manual_seed(1000 + step)
+    kind = next(model.parameters()).dtype
+
+    def drawn(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        if value.is_floating_point():
+            return torch.randn(rows, *value.shape[1:], generator=random).to(kind)
+        own = None if value.is_meta else value[torch.arange(rows) % len(value)]
+        return torch.randint(0, vocabulary, (rows, *value.shape[1:]), generator=random) if own is None else own
+
+    batch = {name: drawn(value) for name, value in named(model, example_of(model)).items()}
+    with torch.no_grad(), observed(model):
+        logits = logits_of(model(**batch))
+    if logits is None or logits.ndim not in (2, 3):
+        raise InputError(
+            f"{type(model).__name__} returns no logits of rows or places, which verify compares: compare its loss in a loop of your own"
+        )
+    labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=random)
+    for row in range(rows):
+        left_out = (row * 7 + step) % max(labels[row].numel() - 2, 1) if labels.ndim > 1 else int(row % 3 == 1)
+        labels.view(rows, -1)[row, :left_out] = IGNORED
+    return {**batch, "labels": labels}
+
+
 # --- both sides ---------------------------------------------------------------------------------------------------------------
 
 
 def _batches(question: Question, model: nn.Module, dtype: torch.dtype) -> list[Batch]:
-    objective, vocabulary = str(objective_of(question.model, model)), _vocabulary(question, model)
-    config, rows = getattr(model, "config", None), rows_of(question.plan)
+    vocabulary, config, rows = _vocabulary(question, model), getattr(model, "config", None), rows_of(question.plan)
+    if beyond(example_of(model)):
+        made = [batch_like(model, vocabulary, rows, step) for step in range(STEPS)]
+        return [{name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()} for batch in made]
+    objective = str(objective_of(question.model, model))
     if objective == "images" and question.model.folder:
         vocabulary = int(getattr(config, "num_labels", vocabulary))
     main = getattr(model, "main_input_name", "images") if objective == "images" else "images"

@@ -28,8 +28,10 @@ class Absent(nn.Module):
         super().__init__()
         self.width = original.embedding_dim if isinstance(original, nn.Embedding) else None
         self.dtype, self.is_block, self.kind = dtype, is_block, type(original)
+        self.tried = False
+        """What nothing may read gives no numbers, so that whoever reads it is found (rehearsal.py)."""
         for name, value in vars(original).items():
-            if not name.startswith("_") and isinstance(value, str | int | float | bool) and not hasattr(self, name):
+            if not name.startswith("_") and isinstance(value, str | int | float | bool | tuple) and not hasattr(self, name):
                 setattr(self, name, value)
         for name, child in original.named_children():  # models ask parts of parts for a type or a device
             self.add_module(name, Absent(child, dtype, is_block))
@@ -51,7 +53,7 @@ class Absent(nn.Module):
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         device = given[0].device if given else None
         if self.is_block:
-            return hidden_of(args, kwargs)
+            return passed_by(hidden_of(args, kwargs), self.tried)
         try:
             form = self._form(args, kwargs)
         except Exception:
@@ -92,6 +94,11 @@ def _without_memory(module: nn.Module) -> nn.Module | None:
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What flows through: the first positional argument, or the one called hidden_states."""
     return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+
+
+def passed_by(hidden: Any, tried: bool) -> Any:
+    """What a block that is not of the stage gives: what it was given; nothing while it is tried whether that is read."""
+    return _nothing(hidden.shape, hidden.dtype, hidden.device) if tried and isinstance(hidden, torch.Tensor) else hidden
 
 
 def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:

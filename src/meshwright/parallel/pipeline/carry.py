@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from meshwright.anatomy import Anatomy
 from meshwright.anatomy.experts import standing_in
-from meshwright.anatomy.inputs import Unasked, arguments
+from meshwright.anatomy.inputs import Example, Unasked, arguments, example_of
 from meshwright.anatomy.observed import observed
 from meshwright.base.errors import InputError
 
@@ -97,7 +97,7 @@ class Carry:
         return (hidden, *[None] * (self.wants.returns[block] - 1)) if self.wants.returns[block] else hidden
 
 
-def carried(model: nn.Module, anatomy: Anatomy) -> Wants | None:
+def carried(model: nn.Module, anatomy: Anatomy, example: Example | None = None) -> Wants | None:
     """What the blocks of `model` want, where it is more than a hidden state; None where that is all. Raises InputError when it cannot be told."""
     if len(anatomy.stacks) < 2 and not anatomy.beside:
         return None
@@ -110,19 +110,21 @@ def carried(model: nn.Module, anatomy: Anatomy) -> Wants | None:
         block = model.get_submodule(path)
         handles.append(block.register_forward_pre_hook(_note(calls, number), with_kwargs=True))
         handles.append(block.register_forward_hook(_count(returns, number)))
-    args, kwargs = arguments(model)
+    args, kwargs = arguments(example_of(model, example))
     try:
         with observed(model), torch.enable_grad(), torch.device("meta"), Unasked(), standing_in(model):
             output = functional_call(model, state, args, kwargs)
     except Exception as error:
         raise InputError(
-            f"what goes from stage to stage of this model cannot be told ({str(error).splitlines()[0][:80]}): use pp1"
+            f"what goes from stage to stage of this model cannot be told ({(str(error).splitlines() or [type(error).__name__])[0][:80]}): give an example of what it reads, or use pp1"
         ) from None
     finally:
         for handle in handles:
             handle.remove()
     if len(calls) < len(paths):
-        raise InputError(f"block {paths[min(set(range(len(paths))) - calls.keys())]} did not run on token ids alone: use pp1")
+        raise InputError(
+            f"block {paths[min(set(range(len(paths))) - calls.keys())]} did not run with what the model seems to read: give an example of it, or use pp1"
+        )
     return _wants(model, anatomy, state, calls, returns, _idle(model, state, output))
 
 

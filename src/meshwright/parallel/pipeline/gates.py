@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from meshwright.parallel.pipeline.absent import check_beside, hidden_of
+from meshwright.parallel.pipeline.absent import check_beside, hidden_of, passed_by
 from meshwright.parallel.pipeline.carry import Carry
 from meshwright.parallel.pipeline.keeping import Keeping, buffers_kept
 from meshwright.parallel.zero.flat import FlatUnit
@@ -46,6 +46,8 @@ class Run:
     received: torch.Tensor | None = None
     keeping: Keeping = field(default_factory=Keeping)
     carry: Carry | None = None
+    tried: bool = False
+    """Nothing is trained yet: blocks of other stages give no numbers (rehearsal.py)."""
     passes: int = 0
     """Passes that have begun."""
     entered: set[int] = field(default_factory=set)
@@ -95,7 +97,7 @@ class Gate:
             return self._carried(run.carry, index, args, kwargs)
         if index is not None:
             if not run.start <= index < run.stop:
-                hidden = hidden_of(args, kwargs)
+                hidden = passed_by(hidden_of(args, kwargs), run.tried)
                 return (hidden, *[None] * (self.returns - 1)) if self.returns else hidden
             if index == run.start and run.received is not None and not self.checked:
                 check_beside(args, kwargs)
@@ -122,7 +124,7 @@ class Gate:
         message = carry.leave(index, leaves)
         if message is not None:
             raise StageDone(message)
-        return carry.skipped(index, hidden_of(args, kwargs))
+        return carry.skipped(index, passed_by(hidden_of(args, kwargs), self.run.tried))
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.index is not None:

@@ -1,13 +1,18 @@
 """Before the first pass of a pipeline each stage runs once by itself, in the order of the stages, so that what cannot run is refused by all ranks alike.
 
-Rule: forward alone, without gradients and without dropout, of this rank's first micro-batch; a stage is given zeros in the form of what the
+Rule: forward alone, without gradients and without dropout, of this rank's first row (two could be taken for a pair); a stage is given noise above zero in the form of what the
 stage before it said it would send. No rank waits for a message of one that has failed: all hear what each stage says, and the first that
-fails is the line of every rank, before anything is trained. Costs one forward of one micro-batch and a small gather for each stage, once.
+fails is the line of every rank, before anything is trained. Costs one forward of one row and a small gather for each stage, once.
+
+What a stage reads past the state that it is sent, such as the far end of a U-Net's connection, is not there: meanwhile all that stands in for other stages gives no
+numbers, also where this rank holds two stages, and a stage that then gives none itself is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,20 +22,22 @@ from torch import nn
 from meshwright.anatomy.observed import observed
 from meshwright.base.errors import InputError
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline.absent import Absent
+from meshwright.parallel.pipeline.gates import Run
 
 Form = tuple[tuple[int, ...], torch.dtype]
 Forward = Callable[[int, dict[str, Any], tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
-def rehearse(model: nn.Module, mesh: Mesh, forward: Forward, batch: dict[str, Any]) -> None:
+def rehearse(model: nn.Module, mesh: Mesh, run: Run, forward: Forward, batch: dict[str, Any]) -> None:
     """Nothing, or InputError on every rank with what the first stage that cannot run says. Every rank calls it."""
     forms: list[Form] = []
-    with observed(model):
+    batch = {name: value[:1] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()}
+    with observed(model), _all_tried(model, run):
         for stage in range(mesh.plan.stages):
             said: tuple[str, list[Form]] = ("", [])
             if mesh.plan.rank_of(stage) == mesh.place.pp:
-                received = tuple(torch.zeros(shape, dtype=dtype, device=mesh.device) for shape, dtype in forms)
-                said = _tried(mesh, stage, lambda stage=stage, received=received: forward(stage, batch, received))  # type: ignore[misc]
+                said = _tried(mesh, stage, partial(_pass, mesh, forward, stage, batch, forms))
             everyone: list[tuple[str, list[Form]]] = [said]
             if dist.is_initialized():
                 everyone = [said] * dist.get_world_size()
@@ -39,6 +46,30 @@ def rehearse(model: nn.Module, mesh: Mesh, forward: Forward, batch: dict[str, An
                 if line:
                     raise InputError(line)
             forms = everyone[mesh.pipeline_rank(mesh.plan.rank_of(stage))][1]
+
+
+@contextmanager
+def _all_tried(model: nn.Module, run: Run) -> Iterator[None]:
+    """What stands for modules forgets it by itself (observed.py)."""
+    for module in model.modules():
+        if isinstance(module, Absent):
+            module.tried = True
+    run.tried = True
+    try:
+        yield
+    finally:
+        run.tried = False
+
+
+def _pass(mesh: Mesh, forward: Forward, stage: int, batch: dict[str, Any], forms: list[Form]) -> tuple[torch.Tensor, ...]:
+    """What the stage gives of noise. Raises InputError where a later one gives no numbers."""
+    output = forward(stage, batch, tuple(torch.rand(shape, dtype=dtype, device=mesh.device) for shape, dtype in forms))
+    if stage and any(bool(tensor.isnan().any()) for tensor in output):
+        raise InputError(
+            f"plan {mesh.plan.name}: stage {stage} of this model reads what layers of an earlier stage make past the state that it is sent, such as the "
+            "far end of a U-Net's connection: cut elsewhere with layers per stage, or use pp1"
+        )
+    return output
 
 
 def _tried(mesh: Mesh, stage: int, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[str, list[Form]]:

@@ -1,4 +1,5 @@
-"""Batch norm: statistics over the samples that pass together make the loss depend on how a batch is divided.
+"""Batch norm: statistics over the samples that pass together make the loss depend on how a batch is divided. An instance norm that keeps running
+statistics trains alike, but what it keeps, which evaluation reads, is a mean over the samples that pass together, once a pass.
 
 Rule: one device passes the whole batch at once. A plan passes dp x micro-batches pieces, each with statistics of its own: another mathematics, which
 no sum of gradients mends. Tensor ranks divide channels, whose statistics are their own, and stay exact.
@@ -14,13 +15,18 @@ from meshwright.spec.plan import Plan
 
 def over_batch(model: nn.Module) -> str:
     """Path of the first module with statistics over the batch; '' where there is none."""
-    return next((path for path, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)), "")
+    return next((path for path, module in model.named_modules() if _keeps(module)), "")
+
+
+def _keeps(module: nn.Module) -> bool:
+    kept = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+    return kept or isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def check_passes(path: str, plan: Plan, passes: int) -> None:
     """Raises InputError when the statistics of the module at `path` would be over a part of the batch."""
     if path and plan.dp * passes > 1:
         raise InputError(
-            f"plan {plan.name}: {path} is a batch norm, and {plan.dp} x {passes} parts of the batch have other statistics than the whole: "
+            f"plan {plan.name}: {path} is a norm with statistics of the batch, and {plan.dp} x {passes} parts of the batch have other statistics than the whole: "
             f"use dp1 with the batch as one micro-batch (tp stays exact), or a norm without them (GroupNorm)"
         )

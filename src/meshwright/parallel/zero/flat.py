@@ -44,9 +44,10 @@ GRADIENTS = {2: torch.bfloat16, 4: torch.float32}
 
 
 class Passing(Protocol):
-    """What a unit tells of its gradients (zero.py). `passes`: backward passes that are over."""
+    """What a unit tells of its gradients (zero.py). `passes`: backward passes that are over. `reached`: parameters that one has ever come to."""
 
     passes: int
+    reached: set[str]
 
     def complete(self, unit: FlatUnit) -> None: ...
 
@@ -166,7 +167,9 @@ class FlatUnit:
         if self.sums is not None:
             gradient = self.sums.take(gradient)
         arrived = self._arrived[name] = self._arrived[name] + 1
-        assert self.stage is None or arrived <= self.stage.passes + 1, f"a gradient of {name} came when its unit was through"
+        if self.stage is not None:
+            self.stage.reached.add(name)
+            assert arrived <= self.stage.passes + 1, f"a gradient of {name} came when its unit was through"
         if self.zero < 2:
             target = self.view(self.gradients, name)
             target.copy_(gradient) if arrived == 1 else target.add_(gradient)
@@ -318,6 +321,13 @@ def _sizes(flat: FlatUnit) -> list[int] | None:
     """Elements of all shards, where they are unequal."""
     weights = flat.sharing.weights
     return [stop - start for start, stop in pairwise(shard_bounds(flat.unit.numel, flat.sharing.shards, weights))] if weights else None
+
+
+def own_run(unit: FlatUnit, name: str) -> slice:
+    """Where the own run holds elements of the tensor `name`; empty where it holds none."""
+    first = unit.unit.offsets[name]
+    last = first + unit.parameters[name].numel()
+    return slice(max(first, unit.own.start) - unit.own.start, max(min(last, unit.own.stop) - unit.own.start, 0))
 
 
 def vector(unit: FlatUnit, run: slice, like: torch.Tensor) -> Vector:

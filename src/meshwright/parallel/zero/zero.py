@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from meshwright.parallel.offload.update import fetch_ahead, update_away
 from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.parallel.update.step import update
 from meshwright.parallel.zero import exact
-from meshwright.parallel.zero.flat import FlatUnit
+from meshwright.parallel.zero.flat import FlatUnit, own_run
 from meshwright.parallel.zero.master import Run
 from meshwright.schedules.action import Action, Kind
 
@@ -44,6 +44,8 @@ class Stage:
     passes: int = 0
     waiting: deque[FlatUnit] = field(default_factory=deque)
     ready: set[int] = field(default_factory=set)
+    reached: set[str] = field(default_factory=set)
+    """Parameters that a gradient has ever come to on this rank."""
 
     def complete(self, unit: FlatUnit) -> None:
         """All gradients of the unit are there: it is reduced when those behind it are."""
@@ -80,6 +82,8 @@ class Zero:
                 self._partial.setdefault(unit.sharing.tensor_group, []).extend(runs)
         self._pending: deque[Pending] = deque()
         self.exposed = 0.0
+        self.unreached: tuple[str, ...] = ()
+        """Parameters that no gradient has come to on any rank, as far as all ranks know: their weights stay, as torch leaves one without a gradient alone."""
         for stage in self.stages.values():
             for unit in stage.units:
                 unit.stage = stage
@@ -204,13 +208,38 @@ class Zero:
         given = [unit.master.runs if unit.master.tensors is None else unit.master.tensors.parameters for unit in self.trained]
         return [parameter for each in given for parameter in each] or [Run(torch.zeros(0), False)]
 
+    def came(self) -> torch.Tensor:
+        """Of each of `unreached` whether a gradient has come to it on this rank: ranks sum it."""
+        here = {name for stage in self.stages.values() for name in stage.reached}
+        return torch.tensor([name in here for name in self.unreached], dtype=torch.float64, device=self.mesh.device)
+
+    def agree(self, came: Sequence[float]) -> None:
+        """`came`, summed over all ranks."""
+        self.unreached = tuple(name for name, ranks in zip(self.unreached, came, strict=True) if not ranks)
+
+    def _staying(self) -> list[tuple[FlatUnit, torch.Tensor, torch.Tensor]]:
+        """Runs of weights that an update leaves alone, and their values. Those that wait elsewhere are updated where they lie."""
+        names = set(self.unreached)
+        held = [
+            (unit, own_run(unit, name))
+            for unit in self.trained
+            if not isinstance(unit.master, AwayMaster)
+            for name in names & unit.unit.offsets.keys()
+        ]
+        runs = [(unit, unit.master.flat[run]) for unit, run in held]
+        return [(unit, run, run.clone()) for unit, run in runs if run.numel()]
+
     def update(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
         """Gradients times `scale` through the optimizer (update/step.py)."""
         self.settle()
+        staying = self._staying() if self.unreached else []
         if self.mesh.away is not None and any(isinstance(unit.master, AwayMaster) for unit in self.trained):
             update_away(self.mesh.away, self.trained, optimizer, scale)
         else:
             update(self.trained, optimizer, scale, step)
+        for unit, run, before in staying:
+            run.copy_(before)
+            unit.write_back()
         for pending in [unit.share() for unit in self.trained]:
             self.wait(pending)
 
@@ -221,11 +250,5 @@ class Zero:
 
 def _partial_runs(unit: FlatUnit, partial: set[str]) -> list[torch.Tensor]:
     """Where this rank's own gradients of `unit` hold partial parameters, as views."""
-    runs = []
-    for name, offset in unit.unit.offsets.items():
-        if name in partial:
-            first = max(offset, unit.own.start)
-            last = min(offset + unit.parameters[name].numel(), unit.own.stop)
-            if first < last:
-                runs.append(unit.own_gradients[first - unit.own.start : last - unit.own.start])
-    return runs
+    runs = [unit.own_gradients[own_run(unit, name)] for name in unit.unit.offsets if name in partial]
+    return [run for run in runs if run.numel()]

@@ -1,0 +1,186 @@
+"""Models that read sound, films, images beside texts, or what only their person knows: looked at with what they say of themselves, or with an example."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from meshwright.anatomy.inputs import example_of
+from meshwright.base.errors import InputError
+from meshwright.train.trainer import parallelize
+
+ROWS, CLASSES = 4, 5
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+SPEECH = {
+    "vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0, "decoder_start_token_id": 1, "pad_token_id": 0, "use_cache": False,
+}  # fmt: skip
+DRY = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0}
+WAVES = {
+    **SIZES, **DRY, "vocab_size": 20, "final_dropout": 0.0, "conv_dim": (16, 16, 16), "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 3),
+    "num_feat_extract_layers": 3, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
+}  # fmt: skip
+FILM = {**SIZES, "image_size": 16, "patch_size": 4, "num_frames": 4, "tubelet_size": 2, "num_labels": CLASSES}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Whisper": ("WhisperForConditionalGeneration", {**SPEECH, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 12}),
+    "Wav2Vec2": ("Wav2Vec2ForCTC", WAVES),
+    "AST": ("ASTForAudioClassification", {**SIZES, "patch_size": 4, "max_length": 24, "num_mel_bins": 8, "num_labels": CLASSES, **DRY}),
+    "VideoMAE": ("VideoMAEForVideoClassification", FILM),
+}
+
+
+def family(name: str) -> nn.Module:
+    kind, sizes = FAMILIES[name]
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**sizes)).double()
+
+
+def batch_of(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    """In the form that the model is looked at with."""
+    random = torch.Generator().manual_seed(step)
+
+    def drawn(form: torch.Tensor) -> torch.Tensor:
+        shape = (ROWS, *form.shape[1:])
+        return torch.randn(shape, generator=random).double() if form.is_floating_point() else torch.randint(2, 18, shape, generator=random)
+
+    return {name: drawn(form) for name, form in example_of(model).items()}
+
+
+def loss(output: Any, batch: dict[str, Any]) -> torch.Tensor:
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    return (logits * torch.cos(torch.arange(logits[0].numel())).view(logits[0].shape)).square().flatten(1).sum(1).mean()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+def alone(model: nn.Module, batches: list[dict[str, Any]]) -> list[float]:
+    optimizer, losses = sgd(model.parameters()), []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(model(**batch), batch)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+CONVOLVED = ("Wav2Vec2", "pp2.mb2")
+
+
+def refused(name: str, plan: str) -> str:
+    try:
+        return str(trained(name, plan))
+    except InputError as error:
+        return str(error)
+
+
+def trained(name: str, plan: str) -> list[float]:
+    model = family(name)
+    batches = [batch_of(model, step) for step in range(3)]
+    trainer = parallelize(model, sgd, plan, precision="fp64", loss=loss)
+    return [trainer.step(batch).loss for batch in batches]
+
+
+@pytest.mark.parametrize(("name", "plan"), [pair for pair in product(FAMILIES, ["dp2.z3", "tp2", "pp2.mb2"]) if pair != CONVOLVED])
+def test_sound_and_films_are_read_from_the_configuration_and_train_as_on_one_device(ranks: Any, name: str, plan: str) -> None:
+    expected = alone(family(name), [batch_of(family(name), step) for step in range(3)])
+    for losses in ranks.run(2, trained, name, plan):
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def test_stages_that_would_begin_among_convolutions_are_refused_in_one_line(ranks: Any) -> None:
+    """Each of them gives another form than it is given, which no other stage can stand in for."""
+    for said in ranks.run(2, refused, *CONVOLVED):
+        assert said.startswith("plan pp2.mb2: stage 1 of this model does not run without the layers of the others")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        return x + self.down(F.silu(self.up(x if beside is None else x + beside)))
+
+
+class Own(nn.Module):
+    """Reads two tensors of its own making; the second one goes to every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 16), nn.Linear(3, 16), nn.Linear(16, CLASSES)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, places: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        x, beside = self.first(places), self.second(kinds)[:, None]
+        for layer in self.layers:
+            x = layer(x, beside)
+        return self.head(x.mean(1))
+
+
+def own_batch(step: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return {"places": torch.randn(ROWS, 9, 6, generator=random).double(), "kinds": torch.randn(ROWS, 3, generator=random).double()}
+
+
+def own() -> nn.Module:
+    torch.manual_seed(0)
+    return Own().double()
+
+
+def own_trained(plan: str, shown: str) -> list[float] | str:
+    """`shown`: how the model is told what it reads."""
+    model = own()
+    if shown == "attribute":
+        model.dummy_inputs = own_batch(7)
+    example = {name: value.float() for name, value in own_batch(7).items()} if shown == "argument" else None
+    try:
+        trainer = parallelize(model, sgd, plan, precision="fp64", loss=loss, example=example)
+        return [trainer.step(own_batch(step)).loss for step in range(3)]
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("plan", ["dp2.z3", "tp2", "pp2.mb2", "pp2.mb2.z3.rc-layer"])
+def test_a_module_that_reads_what_only_its_person_knows_is_looked_at_with_an_example(ranks: Any, plan: str) -> None:
+    expected = alone(own(), [own_batch(step) for step in range(3)])
+    for shown in ("argument", "attribute"):
+        for losses in ranks.run(2, own_trained, plan, shown):
+            assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def test_without_an_example_a_plan_that_needs_a_look_asks_for_one(ranks: Any) -> None:
+    for said in ranks.run(2, own_trained, "tp2", ""):
+        assert said.startswith("plan tp2: tp(2) needs") and said.endswith("give parallelize an example of its batch, or use tp1")
+
+
+class Vectors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers, self.head = nn.Linear(6, 16), nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def vectors(plan: str) -> float:
+    torch.manual_seed(0)
+    trainer = parallelize(Vectors().double(), sgd, plan, precision="fp64", loss=loss)
+    return trainer.step({"x": torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1)).double()}).loss
+
+
+def test_a_module_that_begins_with_a_linear_layer_needs_no_example(ranks: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = Vectors().double(), {"x": torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1)).double()}
+    assert ranks.run(2, vectors, "tp2") == pytest.approx(alone(model, [batch]) * 2, rel=1e-10)

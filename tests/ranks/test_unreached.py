@@ -1,0 +1,92 @@
+"""Weights that no loss reaches stay as they are, as torch's optimizers leave one without a gradient alone, whatever the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equality import VOCABULARY, make_batch
+from torch import nn
+
+from meshwright.train.trainer import parallelize
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.idle = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).relu()
+
+
+class Net(nn.Module):
+    """Each block has a layer that does not run, and `late` runs where the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.late, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.late(x) if input_ids.shape[1] < 16 else x)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, weight_decay=0.5)
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    found = [make_batch("llama", step) for step in range(4)]
+    return [{name: value[:, :9] if step > 1 else value for name, value in batch.items()} for step, batch in enumerate(found)]
+
+
+def trained(plan: str, rule: Any) -> tuple[Any, Any]:
+    trainer = parallelize(net(), rule, plan, precision="fp64")
+    gradients = trainer.gradients(batches()[0])[2]
+    for batch in batches():
+        trainer.step(batch)
+    return gradients, trainer.full_state_dict()
+
+
+def alone(rule: Any) -> tuple[set[str], dict[str, torch.Tensor]]:
+    model, reached = net(), set()
+    optimizer = rule(model.parameters())
+    for step, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100).backward()
+        reached |= {name for name, parameter in model.named_parameters() if parameter.grad is not None} if not step else set()
+        optimizer.step()
+    return reached, model.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp1", "dp2", "dp2.z1", "dp2.z3", "pp2.mb2", "pp2.mb2.zbv.z3"])
+def test_decay_leaves_alone_what_no_loss_has_reached(ranks: Any, plan: str) -> None:
+    gradients, weights = ranks.run(1 if plan == "dp1" else 2, trained, plan, sgd)[0]
+    reached, expected = alone(sgd)
+    assert gradients.keys() == reached
+    assert any(not torch.equal(weights[name], net().state_dict()[name]) for name in ("late.weight",)), "it runs from the third step on"
+    for name, weight in expected.items():
+        assert torch.allclose(weights[name], weight, rtol=1e-10, atol=1e-12), name
+
+
+def test_adamw_leaves_idle_layers_bit_for_bit_alone(ranks: Any) -> None:
+    before = net().state_dict()
+    for plan in ("dp2.z1", "pp2.mb2"):
+        _, weights = ranks.run(2, trained, plan, adamw)[0]
+        idle = [name for name in before if ".idle." in name]
+        assert len(idle) == 8 and all(torch.equal(weights[name], before[name]) for name in idle)
