@@ -258,7 +258,8 @@ def table(judgements: list[dict[str, Any]], unlike: list[str], cases: dict[str, 
             "",
             f"## {name}",
             "",
-            f"Probe {found['probe']:.0f} s: network {show_rate(cluster.network.bandwidth)}, {show_seconds(cluster.network.latency)}. "
+            f"Probe {found['probe']:.0f} s: network {show_rate(cluster.network.bandwidth)}, {show_seconds(cluster.network.latency)}; a meeting "
+            f"{show_seconds(cluster.groups[0].link.meeting)} inside, {show_seconds(cluster.network.meeting)} between. "
             + "; ".join(found["odd"]),
             "",
             "| plan | predicted | measured |",
