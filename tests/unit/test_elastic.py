@@ -12,6 +12,7 @@ from meshwright.cli.preparation import Choice, write_run
 from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, culprit, failed_here, starved, verdict
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.retries import Retries
+from meshwright.elastic.signs import Signs
 from meshwright.elastic.watch import Pace, Watch
 from meshwright.report.faults import faults_text, read_events
 from meshwright.spec.event import EVENTS
@@ -175,7 +176,7 @@ def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_t
 
     def generation(steps: int, seconds: float, limit: float) -> float:
         """Rank 1 hangs after so many steps; how long it took to be seen."""
-        watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ("S", 0.0), pace=pace)
+        watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S"), pace=pace)
         holdings.begin()
         watch.look({0: 10, 1: 11})
         pulses = [Pulse(holdings.memory, rank, lambda: clock[0]) for rank in (0, 1)]
@@ -203,12 +204,37 @@ def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_t
     holdings.close()
 
 
+def test_ranks_that_start_are_not_silent_while_one_of_them_computes() -> None:
+    """One encodes a corpus for ten minutes, the other waits for its lock; neither says a word meanwhile."""
+    holdings, clock, computed = Holdings(2), [0.0], {10: 0.0, 11: 0.0}
+    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S", 0.0, computed[process]))
+    holdings.begin()
+
+    def seconds(most: float, share: float) -> float:
+        """How long nobody is called hung while rank 1 computes for that share of its time."""
+        began = clock[0]
+        while watch.look({0: 10, 1: 11}) is None and clock[0] < began + most:
+            clock[0] += 0.2
+            computed[11] += 0.2 * share
+        return clock[0] - began
+
+    watch.look({0: 10, 1: 11})
+    for rank in (0, 1):
+        holdings.pulse(rank).at(Phase.build)
+    assert seconds(600.0, 0.8) >= 600.0
+    assert seconds(600.0, 0.002) < 70.0, "looking about is no work"
+    for rank in (0, 1):
+        holdings.pulse(rank).at(Phase.data, 1)
+    assert seconds(600.0, 1.0) < 70.0, "who trains and computes for ever hangs"
+    holdings.close()
+
+
 def test_of_two_ranks_that_say_they_wait_for_each_other_the_one_that_no_longer_looks_is_named() -> None:
     holdings, clock = Holdings(2), [0.0]
 
     def hang(looking: tuple[int, ...]) -> str:
         pace = Pace(first=0.1, early=3)
-        watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ("S", 0.0), pace=pace)
+        watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S"), pace=pace)
         holdings.begin()
         for step in (1, 2):
             for rank in (0, 1):
@@ -229,7 +255,7 @@ def test_of_two_ranks_that_say_they_wait_for_each_other_the_one_that_no_longer_l
 
 def test_steps_are_as_long_as_ranks_say_however_seldom_they_are_looked_at() -> None:
     holdings, pace, clock = Holdings(1), Pace(), [0.0]
-    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ("S", 0.0), pace=pace)
+    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S"), pace=pace)
     holdings.begin()
     pulse = Pulse(holdings.memory, 0, lambda: clock[0])
     for step in range(1, 9):

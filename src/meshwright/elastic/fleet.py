@@ -27,6 +27,7 @@ from meshwright.elastic.mirrors import Mirrors
 from meshwright.elastic.node import ALIVE, SILENCE
 from meshwright.elastic.nursery import Nursery
 from meshwright.elastic.seats import Seats, holder
+from meshwright.elastic.signs import Signs
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Fleet(Nursery):
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._shared: dict[str, Holdings] = {}
-        self._signs: dict[int, tuple[str, float]] = {}
+        self._signs: dict[int, Signs] = {}
         self._said = 0.0
         self._lender = Lender(host, token, self._file)
         self._homes = Homes()
@@ -215,11 +216,11 @@ class Fleet(Nursery):
         elif event["event"] == "ended":
             node.ranks.pop(event["rank"], None)
         elif event["event"] == "pulse":
-            self._signs |= {_number(int(rank)): (state, line) for rank, (state, line) in event["signs"].items()}
+            self._signs |= {_number(int(rank)): Signs(*signs) for rank, signs in event["signs"].items()}
         return [event | {"name": node.name}]
 
-    def signs(self, process: int) -> tuple[str, float]:
-        return self._signs.get(process, ("", 0.0)) if process < 0 else super().signs(process)
+    def signs(self, process: int) -> Signs:
+        return self._signs.get(process, Signs()) if process < 0 else super().signs(process)
 
     @property
     def is_blind(self) -> bool:

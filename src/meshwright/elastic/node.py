@@ -9,7 +9,7 @@ never goes on alone; a SIGTERM here tells the leader, which goes on with the oth
 | again: ranks that will not die: all of them end with their zygote | ready: the zygote is there |
 | mirror: number, key, step, address, ranks: read their copies (mirror.py) | mirrored: number, and whether all of them are whole |
 | keep: key, steps: ranks do not write over their copies of these | |
-| alive: nothing else for a while | pulse: generation, rows of signs of life, state and seconds in line of each rank's process |
+| alive: nothing else for a while | pulse: generation, rows of signs of life, state, seconds in line and seconds computed of each rank's process |
 | end: code, line | leaving: a signal asks this node to go |
 """
 

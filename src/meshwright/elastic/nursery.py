@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from meshwright.base.lines import LineReader, Message, write_line
 from meshwright.elastic.holdings import Holdings
-from meshwright.elastic.signs import in_line, state_of
+from meshwright.elastic.signs import Signs, signs_of
 
 PR_SET_CHILD_SUBREAPER = 36
 ZYGOTE = "meshwright.train.zygote"
@@ -87,9 +87,9 @@ class Nursery:
         """Readable when there are events."""
         return self._events.fileno()
 
-    def signs(self, process: int) -> tuple[str, float]:
-        """The state of a rank's process, and the seconds that it stood in line for a core."""
-        return state_of(process), in_line(process)
+    def signs(self, process: int) -> Signs:
+        """What the system says of a rank's process."""
+        return signs_of(process)
 
     @property
     def is_blind(self) -> bool:

@@ -1,12 +1,13 @@
 """Finds the rank that hangs: the one that gives no sign of life, not those that wait for it.
 
-Three things are looked at from outside, none of which needs the rank to answer: its row of signs of life (base/pulse.py), the state of its
-process, and how long it stood in line for a core.
+Four things are looked at from outside, none of which needs the rank to answer: its row of signs of life (base/pulse.py), the state of its
+process, how long it stood in line for a core, and, while it starts, whether it computes.
 
 Rule: a rank that waits for another says for whom, and again whenever it has looked in vain; so whoever is silent for longer than its limit and waits for nobody, or has stopped looking, is the culprit. Are
 several, then the one that is behind the others in (step, phase). When all that are silent wait for each other in a circle, they are not in
 the same collective: the circle is named. The limit is max(patience, 5 median steps) while a rank trains, longer while it starts, saves or
-evaluates; in the first steps of a generation 5 times the longest of these that any took, and longer until FEW of them have been seen. A
+evaluates (ranks that start are not silent while one of them computes: encoding a corpus may take an hour, and the others wait for its lock);
+in the first steps of a generation 5 times the longest of these that any took, and longer until FEW of them have been seen. A
 process stopped by a signal needs no patience beyond a second. Time that a rank stood in line for a core is not silence of its own: a
 machine under load kills nobody.
 """
@@ -22,7 +23,7 @@ from statistics import median
 from meshwright.base.pulse import WAITS, Phase, Word
 from meshwright.base.units import show_seconds
 from meshwright.elastic.holdings import Holdings
-from meshwright.elastic.signs import in_line, state_of
+from meshwright.elastic.signs import Signs, signs_of
 
 STEPS = 5
 """Median steps of silence while training."""
@@ -32,6 +33,9 @@ FEW = 3
 
 OTHERWISE = 60.0
 """Least seconds of silence outside of training: starting, saving, evaluating have no measure yet."""
+
+WORK = 0.5
+"""Seconds of computing that show a rank to be at work. One that waits looks about it some times a second: that is much less a minute."""
 
 STOPPED = 0.8
 """Seconds for a process that a signal has stopped, so that its rank is named within one."""
@@ -87,14 +91,15 @@ class Watch:
     holdings: Holdings
     patience: float
     clock: Callable[[], float] = time.monotonic
-    signs: Callable[[int], tuple[str, float]] = lambda process: (state_of(process), in_line(process))
-    """State, and seconds in line for a core, of a rank's process, wherever it runs."""
+    signs: Callable[[int], Signs] = signs_of
+    """Of a rank's process, wherever it runs."""
     pace: Pace = field(default_factory=Pace)
     blind: Callable[[], bool] = lambda: False
     """Whether signs of life cannot arrive: a node has not been heard. Nobody is judged meanwhile, for all wait for its ranks."""
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _waits: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
+    _computed: dict[int, float] = field(default_factory=dict)
     _step: int = 0
     _warm: int = 0
 
@@ -108,6 +113,7 @@ class Watch:
                 before.at = now
             return None
         self._count_steps()
+        self._excuse(living, now)
         silent: dict[int, float] = {}
         for rank, process in living.items():
             beat = self.holdings.pulse(rank).read(Word.beat)
@@ -115,16 +121,30 @@ class Watch:
             seen = self._seen.get(rank)
             if seen is None or seen.word != beat:
                 self._first.setdefault(rank, beat)
-                self._seen[rank] = _Seen(beat, now, self.signs(process)[1])
+                self._seen[rank] = _Seen(beat, now, self.signs(process).in_line)
             elif process and beat != self._first[rank]:
                 silent[rank] = now - seen.at
         late = {rank: seconds for rank, seconds in silent.items() if seconds > self._limit(rank, living[rank])}
         late = {
             rank: own
             for rank in late
-            if (own := late[rank] - (self.signs(living[rank])[1] - self._seen[rank].in_line)) > self._limit(rank, living[rank])
+            if (own := late[rank] - (self.signs(living[rank]).in_line - self._seen[rank].in_line)) > self._limit(rank, living[rank])
         }
         return self._judge(late, silent, living) if late else None
+
+    def _excuse(self, living: Mapping[int, int], now: float) -> None:
+        """None of those that start has been silent where one of them, that waits for no other, has computed."""
+        starting: dict[int, Signs] = {}
+        at_work = False
+        for rank in living.keys() & self._seen.keys():
+            pulse, signs = self.holdings.pulse(rank), self.signs(living[rank])
+            if pulse.read(Word.phase) >= Phase.data or signs.state == "T":
+                continue
+            starting[rank] = signs
+            if pulse.read(Word.waits) % WAITS == 0 and signs.computed - self._computed.setdefault(rank, signs.computed) > WORK:
+                at_work, self._computed[rank] = True, signs.computed
+        for rank, signs in starting.items() if at_work else ():
+            self._seen[rank] = _Seen(self._seen[rank].word, now, signs.in_line)
 
     def _count_steps(self) -> None:
         """By what ranks say of them: several may pass between two looks, and a generation may end between the next two."""
@@ -138,7 +158,7 @@ class Watch:
     def _limit(self, rank: int, process: int) -> float:
         phase = self.holdings.pulse(rank).read(Word.phase)
         typical = self.pace.typical
-        if self.signs(process)[0] == "T":
+        if self.signs(process).state == "T":
             return max(STOPPED, typical)
         if Phase.data <= phase <= Phase.compare and self.pace.is_known:
             return max(self.patience, typical, STEPS * self.pace.first if self._warm < FEW else 0.0)
@@ -146,7 +166,7 @@ class Watch:
 
     def _judge(self, late: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]) -> Hung | None:
         waits = {rank: self.holdings.pulse(rank).read(Word.waits) % WAITS - 1 for rank in living}
-        guilty = [rank for rank in late if waits[rank] < 0 or self.signs(living[rank])[0] == "T" or self._stands(rank, living[rank])]
+        guilty = [rank for rank in late if waits[rank] < 0 or self.signs(living[rank]).state == "T" or self._stands(rank, living[rank])]
         if guilty:
             rank = min(guilty, key=lambda rank: (self._place(rank), -late[rank]))
             return Hung(rank, silent[rank], f"hung: {self._why(rank, living[rank])}no sign of life for {show_seconds(silent[rank])}")
@@ -163,18 +183,18 @@ class Watch:
     def _note_wait(self, rank: int, process: int, now: float) -> None:
         word = self.holdings.pulse(rank).read(Word.waits)
         if rank not in self._waits or self._waits[rank].word != word:
-            self._waits[rank] = _Seen(word, now, self.signs(process)[1] if word else 0.0)
+            self._waits[rank] = _Seen(word, now, self.signs(process).in_line if word else 0.0)
 
     def _stands(self, rank: int, process: int) -> bool:
         """Whether `rank` says that it waits but has not looked again for half its limit, though it had a core."""
         seen = self._waits[rank]
-        return self.clock() - seen.at - (self.signs(process)[1] - seen.in_line) > 0.5 * self._limit(rank, process)
+        return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)
 
     def _place(self, rank: int) -> tuple[int, int]:
         pulse = self.holdings.pulse(rank)
         return pulse.read(Word.step), pulse.read(Word.phase)
 
     def _why(self, rank: int, process: int) -> str:
-        if self.signs(process)[0] == "T":
+        if self.signs(process).state == "T":
             return "stopped by a signal, "
         return "reading its data, " if self.holdings.pulse(rank).read(Word.phase) == Phase.data else ""
