@@ -75,6 +75,16 @@ def test_a_folder_is_read_by_name_without_hidden_and_empty_files(tmp_path: Path)
     assert [path.name for path in find_files((str(folder / "*.txt"),))] == ["a.txt", "b.txt"]
 
 
+def test_what_is_hidden_is_not_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home may hide more files than one waits for."""
+    (tmp_path / "books" / ".cache" / "deep").mkdir(parents=True)
+    (tmp_path / "books" / "a.txt").write_text("A")
+    entered, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: entered.append(str(path)) or scandir(path))
+    assert [path.name for path in find_files((str(tmp_path / "books"),))] == ["a.txt"]
+    assert str(tmp_path / "books") in entered and not any(".cache" in path for path in entered)
+
+
 def test_missing_and_empty_sources_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "books.txt").write_text("x")
     (tmp_path / "none.txt").write_text("")

@@ -51,7 +51,7 @@ def _files_of(source: str, path: Path) -> list[Path]:
     if path.is_dir() and (saved := saved_dataset(path)) is not None:
         return _filled(saved)
     if path.is_dir():
-        return _filled(sorted(item for item in path.rglob("*") if item.is_file() and not _hidden(item.relative_to(path))))
+        return _filled(sorted(_seen(path)))
     if path.is_file():
         if not path.stat().st_size:
             raise InputError(f"data file {source!r} is empty")
@@ -66,8 +66,15 @@ def _filled(files: list[Path]) -> list[Path]:
     return [path for path in files if path.stat().st_size]
 
 
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+def _seen(folder: Path) -> Iterator[Path]:
+    """The files below a folder. What is hidden is not entered: a home may hide a million files."""
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not _hidden(name)]
+        yield from (path for name in names if not _hidden(name) and (path := Path(root, name)).is_file())
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
 
 
 def _stdlib_files() -> list[Path]:
