@@ -6,11 +6,13 @@ trainer and counted there, so: peak = held after the step - what the step added 
 of one host share is not the allocator's: the trainer counts its flat buffers, and `passing` what is on its way to others.
 
 Kinds: what an operation of forward or backward makes is activations, as long as it lives; all else (weights gathered for use, what an update
-makes) is buffers. The module at the peak: the innermost whose forward runs, or made the operation whose backward runs (autograd numbers both alike).
+makes) is buffers. The module at the peak: the innermost whose forward runs, or made the operation whose backward runs (autograd numbers both alike);
+what is differentiated outside of all modules is the loss.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,10 +77,11 @@ class Watch:
 @contextmanager
 def watching(model: nn.Module | None = None) -> Iterator[Watch]:
     """Fills the watch when the block ends; with the modules of `model` it can name the one at the peak."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write to the screen that it begins and ends
     watch, handles = Watch(), []
     for name, module in model.named_modules() if model is not None else ():
-        if name and getattr(module, "_compiled_call_impl", None) is None:
-            handles += _named(module, f"{MODULE}{name}")
+        if getattr(module, "_compiled_call_impl", None) is None:
+            handles += _named(module, f"{MODULE}{name or 'the model itself'}")
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             yield watch
@@ -130,7 +133,7 @@ def _fill(watch: Watch, roots: Any) -> None:
             made[change.address] = within
         now[within] += change.size
         total = now[True] + now[False]
-        moment = Moment(at=(change.at - began) / 1e9, activations=now[True], buffers=now[False])
+        moment = Moment(at=(change.at - began) / 1e9, activations=now[True], buffers=max(now[False], 0))  # what was there before may go
         if total > watch.peak:
             watch.peak, watch.highest, watch.place = total, moment, change.place
         part = int((change.at - began) * MOMENTS / (ended - began + 1))
@@ -160,6 +163,8 @@ def _changes(roots: Any) -> Iterator[_Change]:
                 place = f"backward of {modules.get(details.sequence_number, 'the loss')}"
             elif module:
                 modules[details.sequence_number] = module
+            elif not place:  # what is differentiated and belongs to no module
+                place = "forward of the loss"
         within = within or name.startswith(("aten::", BACKWARD))
         waiting += [(child, module, place, within) for child in reversed(event.children)]
 
