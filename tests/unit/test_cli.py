@@ -38,7 +38,7 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (["paln"], "no command 'paln'; did you mean 'plan'?; commands are train, plan"),
+        (["paln"], "no command 'paln'; did you mean 'plan'? commands are train, plan"),
         (["plan", "--modle", "x"], "plan: Unknown option: --modle. Did you mean --model?"),
         (["plan", "--batch", "many"], 'plan: Invalid value for --batch: unable to convert "many" into int.'),
         (["plan", "a.yaml", "b.yaml"], "plan: Unused Tokens: ['b.yaml']."),
@@ -48,6 +48,11 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
         (["plan", *SMALL, "--pin", "tp"], "pin 'tp' is not name=value; write pins like 'tp=2,pp=4'"),
         (["plan", "--set", "workload.stpes=3"], "Workload has no field 'stpes'; did you mean 'steps'?"),
         (["estimate", *SMALL, "--plan", "dp3"], "plan dp3: dp(3) * tp(1) * pp(1) = 3 but the cluster has 4 devices"),
+        (["plan", *SMALL, "--plan", "dp2"], "dp(2) * tp(1) * pp(1) = 2 but the cluster has 4 devices"),
+        (
+            ["plan", "--set", "run.checkpoint_every=often"],
+            "$.run.checkpoint_every: input should be a valid integer, unable to parse string as an integer, or 'auto', got 'often'",
+        ),
         (["estimate", *SMALL, "--precision", "bf17"], "got 'bf17'; did you mean 'bf16'"),
         (
             ["estimate", "--model", "llama-65bb"],

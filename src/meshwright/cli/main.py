@@ -106,7 +106,7 @@ def run(tokens: list[str]) -> int:
         names = [name for name, _ in COMMANDS]
         if tokens[0] in names:
             raise InputError(f"{tokens[0]}: {error}") from None
-        raise InputError(f"no command {tokens[0]!r}{did_you_mean(tokens[0], names)}; commands are {', '.join(names)}") from None
+        raise InputError(f"no command {tokens[0]!r}{did_you_mean(tokens[0], names) or ';'} commands are {', '.join(names)}") from None
     except CycloptsError as error:
         raise InputError(f"{tokens[0]}: {error}") from None
     finally:

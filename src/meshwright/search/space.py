@@ -370,7 +370,8 @@ def against_cut(job: Job, plan: Plan) -> Fault | None:
 
 def check_pins(job: Job) -> None:
     """InputError when a pin is no field of a plan, or pins contradict each other or the devices."""
-    pins, devices = job.pins, job.cluster.devices
+    pins: dict[str, Any] = dict(job.pins)
+    devices = job.cluster.devices
     known = ("dp", *(name for name in Plan.model_fields if name != "version"))
     for name in pins:
         if name not in known:
@@ -382,11 +383,15 @@ def check_pins(job: Job) -> None:
             f"pins offload_share={share} and offload={[str(what) for what in offload]}: a share is of the optimizer's states "
             "or of the weights, not of both: pin off=[optimizer], off=[parameters], or one of them with -files"
         )
+    if {"dp_replicate", "dp_shard"} <= pins.keys():
+        pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
     axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")
     factors = [(name, degree) for name in axes if isinstance(degree := pins.get(name), int) and (degree > 1 or name != "cp")]
     product = 1
     for _, degree in factors:
         product *= degree
     equation = " * ".join(f"{name}({degree})" for name, degree in factors)
+    if all(name in pins for name in axes) and product != devices:  # no axis is left to take the rest of the devices
+        raise InputError(f"{equation} = {product} but the cluster has {devices} devices")
     if factors and devices % product:
         raise InputError(f"pins {equation} = {product} but the cluster has {devices} devices, which {product} does not divide")
