@@ -76,6 +76,8 @@ def launch(
         say(text.rstrip("\n"))
         note(f"not saved: with --save FOLDER it is written there, and the job file beside it as {JOB}")
         return 0
+    for line in start.about[1:]:
+        note(line)
     save.mkdir(parents=True, exist_ok=True)
     for name, content in ((NAMES[on], text), *(((JOB, said + "\n"),) if on != "kubernetes" else ())):
         path = save / name

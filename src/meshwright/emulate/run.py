@@ -120,9 +120,13 @@ def run(cluster: Emulated, command: Sequence[str], environment: Mapping[str, str
 
 
 def _start(cluster: Emulated, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # nodes have addresses and no names, of which every connection would warn
     try:
         return subprocess.Popen(
-            command, env={**environment, **cluster.environment(rank)}, stdin=subprocess.DEVNULL, preexec_fn=lambda: cluster.enter(rank)
+            command,
+            env={**quiet, **environment, **cluster.environment(rank)},
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: cluster.enter(rank),
         )
     except FileNotFoundError:
         raise InputError(f"emulate: there is no program {command[0]!r}") from None
