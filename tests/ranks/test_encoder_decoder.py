@@ -94,3 +94,43 @@ def test_without_a_token_to_start_with_the_batch_must_say_what_the_decoder_reads
 def test_what_the_batch_says_the_decoder_reads_is_left_as_it_is() -> None:
     own = torch.full((8, 9), 7)
     assert Objective(build("bart"), None, None).inputs({**batch(), "decoder_input_ids": own})["decoder_input_ids"] is own
+
+
+def seeing() -> Any:
+    """Qwen3-VL, which is named as an encoder-decoder is and writes alone."""
+    text = {
+        key: INNER[key]
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
+    }
+    images = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": HIDDEN, "patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Qwen3VLConfig(text_config={**text, "num_attention_heads": HEADS}, vision_config=images)
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def first_loss(plan: str) -> float:
+    """On every rank: the first loss."""
+    trainer = parallelize(seeing(), lambda given: torch.optim.SGD(given, lr=0.1), plan, precision="fp64")
+    return float(trainer.gradients(tokens())[0])
+
+
+def test_a_model_that_sees_and_writes_alone_has_the_loss_that_it_has_on_one_device(ranks: Any) -> None:
+    expected = seeing().double()(**tokens()).loss.item()
+    assert ranks.run(2, first_loss, "dp2.mb1") == pytest.approx([expected] * 2, rel=1e-6)  # its own loss rounds logits to float32
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+def test_adapters_around_a_model_that_writes_do_not_move_its_labels() -> None:
+    peft = pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    wrapped = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj"]))
+    assert not type(wrapped).__name__.endswith("ForCausalLM")
+    assert Objective(wrapped, None, None).shift
+    assert not Objective(build("t5"), None, None).shift

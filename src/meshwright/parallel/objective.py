@@ -30,7 +30,7 @@ class Objective:
     """Loss and count of a micro-batch.
 
     Three forms, tried in this order: `loss(output, batch)`, a mean over the rows of the batch, given by the user; logits and labels (the
-    model's own loss is not computed; -100 is not valid; causal models shift by one); the model's own mean loss.
+    model's own loss is not computed; -100 is not valid; models that write one token after the other shift by one); the model's own mean loss.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Objective:
                 f"{name}.forward demands labels, which are kept for the loss: give them a default and return logits, or let the model make "
                 "its own loss with parallelize(..., loss=lambda output, batch: output['loss'])"
             )
-        self.shift = bool(getattr(model, "shift_labels", name.endswith(("ForCausalLM", "LMHeadModel"))))
+        self.shift = shifts(model)
         self.reads_shifted = writes_beside(model)
 
     def inputs(self, batch: Batch) -> Batch:
@@ -91,6 +91,16 @@ class Objective:
         """What is held against the logits at each place. The label of a piece's last one may stand in another piece: shift first."""
         labels = shifted(labels) if self.shift else labels
         return labels if self.piece is None else self.piece(labels)
+
+
+def shifts(model: nn.Module) -> bool:
+    """Whether the logits at a place are those of the next token. The model says it (`shift_labels`), or its name does, or it writes without an encoder
+    beside it (LLaVA, Qwen3-VL). Adapters of peft around a model change nothing of it."""
+    inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # type: ignore[operator]
+    name = type(inner).__name__
+    alone = not getattr(getattr(inner, "config", None), "is_encoder_decoder", True)
+    named = name.endswith(("ForCausalLM", "LMHeadModel")) or (alone and name.endswith("ForConditionalGeneration"))
+    return bool(getattr(model, "shift_labels", named))
 
 
 def writes_beside(model: nn.Module) -> bool:
