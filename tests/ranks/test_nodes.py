@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 import psutil
 import pytest
+from ports import reserved
 from test_train_run import JOB, environment, furnished, weights
 
 JOB = JOB.replace("steps: 40", "steps: 120").replace("dp2.z1", "dp4.z1").replace("checkpoint_every: 4", "checkpoint_every: 20, rejoin: 1.0")
@@ -24,20 +26,17 @@ def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 
 class Nodes:
-    """Two nodes of two ranks each, on this machine's loopback."""
+    """Nodes of a job in `place`, on this machine's loopback."""
 
-    def __init__(self, place: Path, run: str, port: int | None = None) -> None:
-        self.place, self.run = place, run
-        if port is None:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-        self.port = port
-        self.processes = [self.start(0), self.start(1)]
+    def __init__(self, place: Path, run: str, port: int | None = None, count: int = 2) -> None:
+        self.place, self.run, self.count, self.held = place, run, count, ExitStack()
+        self.port = self.held.enter_context(reserved()) if port is None else port
+        self.processes = [self.start(number) for number in range(count)]
 
     def start(self, number: int, behind: Sequence[str] = (), **more: str) -> subprocess.Popen:
         there = {
             **environment(self.place),
-            "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), **more,
+            "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), **more,
         }  # fmt: skip
         err = subprocess.DEVNULL if number else subprocess.PIPE
         command = [*behind, sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{self.run}"]
@@ -70,6 +69,7 @@ class Nodes:
         """Exit code and words of the first node, exit code of the last one that was started."""
         _, err = self.processes[0].communicate(timeout=240)
         codes = [process.wait(60) for process in self.processes]
+        self.held.close()
         return codes[0], err, codes[-1]
 
     def losses(self) -> dict[int, float]:
@@ -233,10 +233,11 @@ def test_the_script_for_slurm_trains_on_two_nodes(place: Path, whole: Nodes) -> 
     ]
     command += ["--set", "run.folder=runs/slurm"]
     assert subprocess.run(command, cwd=place, env=there, check=False, capture_output=True).returncode == 0
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        job = str(free.getsockname()[1] - 20000)
-    there = {**there, "SLURM_JOB_ID": job if int(job) >= 0 else "4711", "SLURM_JOB_NODELIST": "here[0-1]"}
-    done = subprocess.run(["bash", "slurm/slurm.sbatch"], cwd=place, env=there, check=False, capture_output=True, text=True, timeout=240)
+    with reserved(range(20001, 30000)) as port:  # which the script makes of the number of the job
+        there = {**there, "SLURM_JOB_ID": str(port - 20000), "SLURM_JOB_NODELIST": "here[0-1]"}
+        done = subprocess.run(
+            ["bash", "slurm/slurm.sbatch"], cwd=place, env=there, check=False, capture_output=True, text=True, timeout=240
+        )
     assert done.returncode == 0, done.stderr
     assert "node 1 of 2 at 127.0.0.1" in done.stderr
     assert weights(place, "slurm", 120) == weights(place, "whole", 120) != {}

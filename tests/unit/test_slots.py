@@ -149,3 +149,21 @@ def test_a_rank_that_failed_too_often_stays_out_until_all_are_asked_for(tmp_path
     case.now += 1000.0
     assert case.slots.due() is None and case.slots.of(3) == (0, 1, 2)
     assert case.slots.seat(4) == (0, 1, 2, 3) and not case.slots.out
+
+
+def test_a_gain_is_measured_by_steps_without_the_device_and_not_by_those_before_it_was_left_out(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.slots.started("dp4.z2")
+    case.steps(AFTER + COUNTED - 2, 2.0)
+    case.slow((2,), 2.0, 1.0)
+    case.steps(5, 2.0)  # the ranks that are about to end
+    assert not any(event.kind == "gained" for event in case.events())
+    assert case.slots.take() == 3
+    case.begin("dp3.z2", 1.0, AFTER + COUNTED)
+    assert [event.measured for event in case.events() if event.kind == "gained"] == [pytest.approx(2.0)]
+
+
+def test_ranks_move_where_their_node_leaves_and_another_one_has_room() -> None:
+    assert not Slots.are_to_move((0, 1), None) and not Slots.are_to_move((0, 1), (0, 1, 2))
+    assert Slots.are_to_move((0, 1), (0, 2)) and Slots.are_to_move((0, 1), (0, 2, 3))
+    assert not Slots.are_to_move((0, 1, 2), (0, 1))  # fewer ranks, then

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.nodes import Place
-from meshwright.cli.succession import LEADER, TURN, Leader, announced, is_heir, is_led_by_another, leader_of
+from meshwright.cli.succession import LEADER, TURN, Leader, announced, is_heir, is_led_by_another, is_overtaken, leader_of
 from meshwright.report.faults import read_events
 from meshwright.spec.event import EVENTS
 from meshwright.train.lease import Held, Lease, is_held
@@ -47,3 +49,33 @@ def test_what_a_killed_leader_left_or_anything_else_in_its_file_holds_nobody_up(
         assert leader_of(tmp_path) is None
     (tmp_path / LEADER).write_text('{"number": 1, "host": "10.0.0.2", "port": 29400}')
     assert leader_of(tmp_path) == Leader(1, "10.0.0.2", 29400) and not is_led_by_another(node(0), tmp_path)
+
+
+def test_a_first_node_that_is_refused_the_lease_follows_whoever_has_it_and_not_another_launch_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = '{"number": 1, "host": "10.0.0.2", "port": 29400}'
+    with Lease(tmp_path), announced(tmp_path, node(0), lambda _: None):
+        monkeypatch.setattr("meshwright.cli.succession.TURN", 0.0)
+        assert not is_overtaken(node(0), tmp_path)
+    (tmp_path / LEADER).write_text(says.replace("1,", "0,", 1))  # it was killed; node 1 has the lease, and says so a moment later
+    with Lease(tmp_path):
+        monkeypatch.setattr("meshwright.cli.succession.TURN", 60.0)
+        later = threading.Timer(0.1, (tmp_path / LEADER).write_text, (says,))
+        later.start()
+        assert is_overtaken(node(0), tmp_path)
+        later.join()
+
+
+def test_whoever_looks_whether_the_lease_is_held_keeps_nobody_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.train.lease.LOOK", 60.0)
+    with Lease(tmp_path):
+        pass
+    look = os.open(tmp_path / "lease", os.O_RDWR)
+    fcntl.flock(look, fcntl.LOCK_SH)  # as `is_held` of another process does for a moment
+    assert not is_held(tmp_path)
+    over = threading.Timer(0.1, os.close, (look,))
+    over.start()
+    with Lease(tmp_path):
+        assert is_held(tmp_path)
+    over.join()

@@ -110,12 +110,11 @@ def leading(place: Place, work: Work, note: Callable[[str], None], run: Run) -> 
 
 
 def _await(fleet: Fleet, place: Place, note: Callable[[str], None], run: Run) -> None:
-    """Until all nodes have come; those that have lost their leader get as long as one that comes back."""
+    """Until all nodes have come; where some of them have lost their leader the others get as long as one that comes back."""
     from meshwright.base.errors import MeshwrightError
 
-    heir, least, ready = place.after is not None, run.least, False
-    patience = run.rejoin if heir else ARRIVE
-    end = time.monotonic() + patience
+    heir, began, ready = place.after is not None, time.monotonic(), False
+    goes_on, patience = heir, run.rejoin if heir else ARRIVE
     leads = f", leads in the place of node {place.after}" if heir else ""
     note(f"node {place.number} of {place.started} at {fleet.host}:{place.port}{leads}, waiting for the others")
     while not ready or 1 + len(fleet.nodes) < place.started - heir:
@@ -123,8 +122,11 @@ def _await(fleet: Fleet, place: Place, note: Callable[[str], None], run: Run) ->
             ready = ready or event["event"] == "ready"
             if event["event"] == "came":
                 note(f"node {event['name']} has come")
-        if time.monotonic() > end and ready:
-            if (least or heir) and len(fleet.slots) >= least:
+        waited = time.monotonic() - began
+        if not goes_on and any(node.link.hello.get("lost") for node in fleet.nodes):
+            goes_on, patience = True, waited + run.rejoin
+        if waited > patience and ready:
+            if (run.least or goes_on) and len(fleet.slots) >= run.least:
                 return
             raise MeshwrightError(
                 f"{1 + len(fleet.nodes)} of {place.started} nodes came to {fleet.host}:{place.port} within {patience:.0f} s; "
@@ -132,15 +134,16 @@ def _await(fleet: Fleet, place: Place, note: Callable[[str], None], run: Run) ->
             )
 
 
-def serve(place: Place, file: JobFile, note: Callable[[str], None]) -> int | Place:
-    """Ranks of this node, as the node that leads says; its exit code when the run is over, or the place from which this node is to lead (succession.py)."""
+def serve(place: Place, file: JobFile, note: Callable[[str], None], lost: Leader | None = None) -> int | Place:
+    """Ranks of this node, as the node that leads says; its exit code when the run is over, or the place from which this node is to lead (succession.py).
+    `lost`: the leader that it knows, where it has had one."""
     from meshwright.base.errors import Interrupted
     from meshwright.base.link import TOKEN, Link, address_towards
     from meshwright.cli.preparation import folder_of, source_of
     from meshwright.cli.succession import leader_of
     from meshwright.elastic.node import Node
 
-    folder, lost, own = folder_of(file, source_of(file)).resolve(), None, ""
+    folder, own = folder_of(file, source_of(file)).resolve(), place.host
     while True:
         came = _arrive(place, folder, lost)
         if came is None:
@@ -168,7 +171,8 @@ def _arrive(place: Place, folder: Path, lost: Leader | None) -> tuple[socket.soc
     from meshwright.base.link import NotAdmitted, enter, token_of
     from meshwright.cli.succession import is_heir, leader_of
 
-    me = {"name": f"{place.number} ({socket.gethostname()})", "devices": place.devices[place.number], "order": place.number}
+    name, devices = f"{place.number} ({socket.gethostname()})", place.devices[place.number]
+    me = {"name": name, "devices": devices, "order": place.number, "lost": lost is not None}
     began, why = time.monotonic(), ""
     while time.monotonic() < began + ARRIVE:
         token, now = token_of(os.environ, str(folder / "token"), write=False), leader_of(folder)

@@ -8,8 +8,9 @@ stays when its writer is killed. A node that has lost its leader, whose ranks ha
 2. leads when the lease is free and its turn has come: TURN seconds for each other node of a lower number;
 3. else joins whoever leads, the same one as before or another, until ARRIVE seconds are over.
 
-A first node that is started again while another one leads joins that one. The new leader begins as any does: from the newest checkpoint on disk, with a
-store and generations of its own; the copies of the lost node's ranks went with it.
+A first node that is started again while another one leads, or becomes the leader before it, joins that one; where it leads again itself, nodes that
+have lost their leader come to it, and it waits for the others as long as for one that is lost. The new leader begins as any does: from the newest
+checkpoint on disk, with a store and generations of its own; the copies of the lost node's ranks went with it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +73,16 @@ def is_led_by_another(place: Place, folder: Path) -> bool:
 
     leader = leader_of(folder)
     return leader is not None and leader.number != place.number and is_held(folder)
+
+
+def is_overtaken(place: Place, folder: Path) -> bool:
+    """The same once this node was refused the lease: a moment lies between the lease of another one and its RUN/leader."""
+    from meshwright.train.lease import is_held
+
+    end = time.monotonic() + TURN
+    while not (found := is_led_by_another(place, folder)) and is_held(folder) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
 
 
 def is_heir(place: Place, lost: Leader, folder: Path, waited: float) -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -103,18 +103,22 @@ def _be_a_node(node: Place, job: Path | None, shared: Shared, wanted: Wanted, sc
     """The first node leads, unless another one does; who follows leads when it is its turn (succession.py). Ends the process of one that has not led."""
     from meshwright.cli.nodes import serve
     from meshwright.cli.preparation import folder_of, read_file, source_of
-    from meshwright.cli.succession import is_led_by_another
+    from meshwright.cli.succession import Leader, is_led_by_another, is_overtaken, leader_of
     from meshwright.train.lease import Held
 
     file = read_file(job, shared)
-    if node.number == 0 and not is_led_by_another(node, folder_of(file, source_of(file))):
-        return _supervise(job, shared, wanted, screen, node)
-    while True:
-        found = serve(node, file, screen.note)
-        if isinstance(found, int):
-            raise SystemExit(found)
-        with suppress(Held):  # another one was faster: it is joined
-            return _supervise(job, shared, dataclasses.replace(wanted, trials=0), screen, found)
+    folder = folder_of(file, source_of(file)).resolve()
+    found = serve(node, file, screen.note) if node.number or is_led_by_another(node, folder) else node
+    while not isinstance(found, int):
+        try:
+            return _supervise(job, shared, wanted if found.after is None else dataclasses.replace(wanted, trials=0), screen, found)
+        except Held:
+            if found.after is None and not is_overtaken(node, folder):
+                raise
+        lost = node.number if found.after is None else found.after
+        known = leader_of(folder) or Leader(lost, found.host, found.port)
+        found = serve(found, file, screen.note, known)  # another one was faster: it is joined
+    raise SystemExit(found)
 
 
 def _with(shared: Shared, wanted: Wanted) -> Shared:
@@ -141,7 +145,8 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
     with _prepared(job, shared, wanted, screen, node.world if node else None) as (launch, folder, choice), ExitStack() as stack:
         run, plans = launch.run, Replans(launch, choice, folder)
         leaving = Leaving(plans.predict, PROBE) if run.balance else None
-        care, work = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, run.rejoin, leaving), plans.work_of(launch)
+        work = plans.work_of(launch)
+        care = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, run.rejoin, leaving, full=work.world)
         stack.enter_context(announced(folder, node, screen.note))
         fleet = stack.enter_context(leading(node, work, screen.note, run)) if node else None
         work = plans.replan(len(fleet.slots)) if fleet is not None and len(fleet.slots) < work.world else work

@@ -213,8 +213,8 @@ class Fleet(Nursery):
             node.leaving = True
         elif event["event"] == "started":
             event["pid"] = _number(event["rank"])
-        elif event["event"] == "ended":
-            node.ranks.pop(event["rank"], None)
+        elif event["event"] == "ended" and node.ranks.get(event["rank"]) == event["generation"]:  # else another one has its place by now
+            del node.ranks[event["rank"]]
         elif event["event"] == "pulse":
             self._signs |= {_number(int(rank)): Signs(*signs) for rank, signs in event["signs"].items()}
         return [event | {"name": node.name}]

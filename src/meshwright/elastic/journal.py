@@ -52,11 +52,12 @@ class Journal:
         self.note(f"{who}{event.cause}{where}: {event.decision}")
         self._decided = self._decided or time.monotonic()
 
-    def resize(self, before: int, after: int, plan: str, generation: int) -> None:
-        """Another plan, for another number of ranks or for less memory, which is a recovery without a fault."""
-        cause = "less memory" if before == after else f"{before} to {after} ranks"
+    def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
+        """Another plan, for another number of ranks or for less memory, or the `same` on other devices, which is a recovery without a fault."""
+        cause = f"{before} to {after} ranks" if before != after else "other devices" if same else "less memory"
         self.write(kind="resize", generation=generation, step=self.last, cause=cause, plan=plan)
-        how = "under a plan that takes less memory" if before == after else f"with {after} instead of {before} ranks"
+        less = "on the devices that are there" if same else "under a plan that takes less memory"
+        how = less if before == after else f"with {after} instead of {before} ranks"
         self.note(f"goes on {how}{f', plan {plan}' if plan else ''}")
         self._decided = self._decided or time.monotonic()
 

@@ -63,7 +63,7 @@ class _Out:
 
 @dataclass
 class Slots:
-    """Of one run that began with `full` ranks."""
+    """Of one run that was planned for `full` ranks."""
 
     full: int
     journal: Journal
@@ -105,7 +105,7 @@ class Slots:
 
     @property
     def room(self) -> int:
-        """How many devices are there and not left out, as many at most as the run began with."""
+        """How many devices are there and not left out, as many at most as the run was planned for."""
         there = range(self.full) if self.there is None else self.there
         return min(self.full, sum(slot not in self.out for slot in there))
 
@@ -113,6 +113,11 @@ class Slots:
         """The room on devices of several machines, `there` being those; None where there is only this one."""
         self.there = there
         return None if there is None else self.room
+
+    @staticmethod
+    def are_to_move(slots: Sequence[int], there: Sequence[int] | None) -> bool:
+        """Whether one of the ranks at `slots` sits where it is to go from, as its node is leaving, and there is room for all of them."""
+        return there is not None and len(there) >= len(slots) and not set(slots) <= set(there)
 
     def leads(self, slots: Sequence[int]) -> bool:
         """Whether without these no device of the first of several machines would take part."""
@@ -155,7 +160,7 @@ class Slots:
             self._cost = self.clock() - self._began
         self._steps.append(seconds)
         self._usual = self._steps[-COUNTED:]
-        if self._gain is not None and len(self._steps) == AFTER + COUNTED:
+        if self._gain is not None and self.wanted is None and len(self._steps) == AFTER + COUNTED:  # not before it is carried out
             words, before, predicted = self._gain
             self._gain, found = None, before / median(self._usual)
             self.journal.write(kind="gained", generation=generation, step=step, cause=words, predicted=predicted, measured=found)

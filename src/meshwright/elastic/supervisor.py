@@ -66,6 +66,8 @@ class Care:
     """Seconds that a lost node gets to come back."""
     leaving: Leaving | None = None
     """How slow devices of this machine are left out; None: they are not."""
+    full: int = 0
+    """As many ranks as it may have again, where it begins with fewer than it was planned for; 0: those that it begins with."""
 
 
 @dataclass
@@ -98,11 +100,11 @@ class Supervisor:
         self.work.logs.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self.work.folder, self.note)
         self._retries = Retries(self.care.retries)
-        self._slots = Slots(self.work.world, self._journal, self.care.leaving)
+        self._slots = Slots(max(self.work.world, self.care.full), self._journal, self.care.leaving)
         self._writer = Writer(self._journal, self.hear, self.note)
         self._leaner: Work | None = None
         self._pace = Pace()
-        self._holdings, self._full = Holdings(self.work.world), self.work.world
+        self._holdings = Holdings(self.work.world)
         self._nursery = self.lent or self._open_nursery()
         self._places = self._nursery.places
         self._slots.name, self._slots.first = self._nursery.name_of, self._nursery.devices
@@ -132,9 +134,10 @@ class Supervisor:
 
     def _await_ready(self) -> None:
         while not self._asked:
-            for event in self._nursery.events(TICK):
-                if event["event"] == "ready":
-                    return
+            for event in (events := self._nursery.events(TICK)):
+                self._heed_others(event)
+            if any(event["event"] == "ready" for event in events):
+                return
             if self._nursery.ended:
                 raise self._zygote_gone()
             self.tick()
@@ -185,9 +188,8 @@ class Supervisor:
             return
         if rank == 0 or message["kind"] == "quarantine":
             self._journal.hear(message, self.generation)
-        if rank == 0 and self._slots.hear(message, self._here(), self.generation):
-            return
-        self.hear(rank, message)
+        if rank or not self._slots.hear(message, self._here(), self.generation):
+            self.hear(rank, message)
 
     def _here(self) -> tuple[int, ...]:
         """The slot of each rank."""
@@ -228,11 +230,12 @@ class Supervisor:
             return False
         self._looked = time.monotonic()
         wanted = asked(self.work.folder) or self._room()
-        self._world = self._slots.take() if wanted in (None, self.work.world) else wanted
+        moves = self._slots.are_to_move(self.work.slots, self._nursery.slots)
+        self._world = wanted if wanted not in (None, self.work.world) else self.work.world if moves else self._slots.take()
         return self._world is not None
 
     def _room(self) -> int | None:
-        """The ranks that there is room for, when nodes have come or are leaving; never more than the run began with."""
+        """The ranks that there is room for, when nodes have come or are leaving; never more than the run was planned for."""
         before, self._places = self._places, self._nursery.places
         return None if self._places in (None, before) else self._slots.free(self._nursery.slots)
 
@@ -325,8 +328,8 @@ class Supervisor:
                 self._heed_others(event)
             self.tick()
         self._journal.part("wait", time.monotonic() - began)
-        self._places = self._nursery.places
-        self._world = None if places >= self.work.world or self._asked else places
+        if places < self.work.world and not self._asked:
+            self._world, self._places = places, self._nursery.places
 
     def _resize(self, world: int) -> None:
         """Other work for another number of ranks ([Note: other numbers of ranks])."""
@@ -342,7 +345,7 @@ class Supervisor:
 
     def _change(self, work: Work) -> None:
         """The copies so far stay until there are some of `work`."""
-        self._journal.resize(self.work.world, work.world, work.plan, self.generation)
+        self._journal.resize(self.work.world, work.world, work.plan, self.generation, work.plan == self.work.plan)
         self.work = replace(work, slots=self._slots.seat(work.world))
         self._retries.forget_culprits()
         self._pace = Pace()

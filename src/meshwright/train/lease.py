@@ -5,11 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from meshwright.base.errors import InputError
+
+LOOK = 0.5
+"""Seconds after which what holds the lease is no `is_held` of another process."""
 
 
 class Held(InputError):
@@ -17,13 +21,13 @@ class Held(InputError):
 
 
 def is_held(folder: Path) -> bool:
-    """Whether somebody has the lease of this run folder, at this moment."""
+    """Whether somebody has the lease of this run folder, at this moment. Any number of processes may ask at once."""
     try:
         handle = os.open(folder / "lease", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:
@@ -39,15 +43,23 @@ class Lease:
 
     def __enter__(self) -> Self:
         self._handle = os.open(self.folder / "lease", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(self._handle, 200).decode(errors="replace").strip() or "another process"
-            os.close(self._handle)
-            raise Held(f"run {str(self.folder)!r} is being trained by {holder}: wait for it, or choose another --run") from None
+        end = time.monotonic() + LOOK
+        while not self._take():
+            if time.monotonic() > end:
+                holder = os.read(self._handle, 200).decode(errors="replace").strip() or "another process"
+                os.close(self._handle)
+                raise Held(f"run {str(self.folder)!r} is being trained by {holder}: wait for it, or choose another --run")
+            time.sleep(0.02)
         os.ftruncate(self._handle, 0)
         os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         return self
+
+    def _take(self) -> bool:
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         os.ftruncate(self._handle, 0)
