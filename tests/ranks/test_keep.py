@@ -10,7 +10,10 @@ import pytest
 import torch
 from equality import difference, make_batch, make_model, make_optimizer
 
+from meshwright.base.pulse import Pulse, opened
 from meshwright.spec.plan import parse_plan
+from meshwright.train.copies import Copies, newest
+from meshwright.train.keep import ranks_of
 from meshwright.train.trainer import Trainer, parallelize
 
 LAYOUTS = ["dp1", "dp4.z1", "dp4.z3", "tp2.sp.mb4", "dp2.tp2.z2.mb2", "dp2.pp2.z3", "pp2.interleaved2", "dp2.tp2.pp2.z1.mb2", "dp2x2.z2"]
@@ -63,3 +66,25 @@ def test_any_layout_loads_into_any_layout(ranks: Any, name: str, step: int) -> N
                 again = ranks.run(parse_plan(other).world, resumed, name, other, "fp64", 4, path)[0]
                 for key in whole:
                     assert difference(again[key], whole[key]) < 1e-9, f"{plan} -> {other}: {key}"
+
+
+def looked_at(folder: str, plans: list[str]) -> list[set[str]]:
+    """What ranks need not ask before their first step that go on under `plans` from copies of the first."""
+    before = start("llama", plans[0], "fp32")
+    before.step(make_batch("llama", 0))
+    paths = [f"{folder}/{rank}" for rank in range(before.plan.world)]
+    Path(paths[before.mesh.rank]).touch()
+    Copies(paths[before.mesh.rank], before, Pulse(opened("", 1), 0), {}).begin({})
+    ranks = ranks_of(before.mesh)
+    ranks.share("")
+    kept, found = newest(paths, ranks), []
+    assert kept is not None
+    for plan in plans:
+        after = start("llama", plan, "fp32")
+        after.load(kept)
+        found.append(set(after.engine.looked))
+    return found
+
+
+def test_ranks_that_go_on_from_memory_under_the_same_plan_do_not_ask_again_whether_it_runs(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(2, looked_at, str(tmp_path), ["pp2.mb2", "dp2.mb2"])[0] == [{"stages", "rows"}, set()]

@@ -110,6 +110,8 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
         if engine.outer is not None and not apart:
             engine.outer.begin_again()
     engine.unfilled = frozenset()
+    if isinstance(path, Kept) and manifest.plan_digest == trainer.plan.digest:
+        engine.looked |= {"stages", "rows"}  # by the ranks that kept these copies, before their first step
     run = build(RunState, saved["run"], str(path))
     trainer.steps, trainer.samples = run.step, run.samples
     trainer.scale.factor, trainer.scale.good_steps = run.loss_scale, run.good_steps
