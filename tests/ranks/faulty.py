@@ -116,5 +116,5 @@ def random_faults(count: int, world: int, how: list[str], seed: int, last: int =
     for step in steps:
         delay = chance.choice([0.0, chance.uniform(0.0, 0.01)])
         fault = {"rank": chance.randrange(world), "step": step, "phase": chance.choice(phases), "how": chance.choice(how)}
-        found.append({**fault, "delay": 0.0 if fault["how"] in ("raise", "livelock") else delay})
+        found.append({**fault, "delay": 0.0 if fault["how"] in ("raise", "livelock", "memory") else delay})
     return found

@@ -71,7 +71,8 @@ def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(n
     assert sorted(losses(folder)) == list(range(steps + 1))
     assert all(abs(loss - expected[step]) < 1e-9 * abs(loss) for step, loss in losses(folder).items())
     assert any("device 1 comes back" in line for line in said)
-    decided = [event for event in found if event.kind in ("slow", "resize", "returned", "gained")]
+    # on a busy machine others may be slow too, and stay
+    decided = [event for event in found if event.kind in ("resize", "returned", "gained") or event.slots]
     assert [event.kind for event in decided] == ["slow", "resize", "gained", "returned", "resize", "gained"]
     out, fewer, gained, back, again, _ = decided
     assert (out.ranks, out.slots, fewer.plan, back.slots, again.plan) == ((1,), (1,), PLANS[3], (1,), PLANS[4])

@@ -69,7 +69,8 @@ def test_a_slow_device_of_another_node_is_left_out_measured_there_and_comes_back
 
     said = run(fleet, slow, PLANS, hear, Leaving(predicted, "slowed:speed", every=0.2, starts=0.0))
     found = events(folder)
-    decided = [event for event in found if event.kind in ("slow", "resize", "returned", "gained")]
+    # on a busy machine others may be slow too, and stay
+    decided = [event for event in found if event.kind in ("resize", "returned", "gained") or event.slots]
     assert [event.kind for event in decided] == ["slow", "resize", "gained", "returned", "resize", "gained"]
     out, fewer, _, back, again, _ = decided
     assert (out.ranks, out.slots, fewer.plan, back.slots, again.plan) == ((2,), (2,), PLANS[3], (2,), PLANS[4])

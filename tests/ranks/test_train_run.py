@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import reserved
 from safetensors import safe_open
 from test_train_supervisor import gone
 
@@ -228,12 +229,13 @@ def test_two_agents_of_torchrun_train_to_the_same_losses(place: Path, whole: tup
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}")
         return (*torchrun, "--master-addr=127.0.0.1", f"--master-port={port}", "--no-python", sys.executable)
 
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    agents = [start(place, "torchrun", launcher=agent(node)) for node in range(2)]
-    said = [process.communicate(timeout=180)[1] for process in agents]
+    with reserved() as port:
+        agents = [start(place, "torchrun", launcher=agent(node)) for node in range(2)]
+        try:
+            said = [process.communicate(timeout=180)[1] for process in agents]
+        finally:
+            for process in agents:
+                process.kill()
     assert [process.returncode for process in agents] == [0, 0], "\n".join(said)
     assert losses(place, "torchrun") == losses(place, "whole")
     assert gone(place)

@@ -113,11 +113,11 @@ def test_ranks_that_do_not_stop_within_the_grace_or_at_a_second_request_are_ende
     def stop_twice(rank: int, message: dict) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    for hear, grace in ((stop_once, 0.3), (stop_twice, 60.0)):
+    for hear, grace in ((stop_once, 0.3), (stop_twice, 600.0)):
         began = time.monotonic()
         with pytest.raises(Interrupted, match="stopped by SIGINT: the step in progress was given up"):
             supervise(tmp_path, "until_stopped", 2, {"deaf": True}, hear=hear, grace=grace)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 300
         assert gone(tmp_path)
 
 
