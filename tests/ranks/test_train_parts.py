@@ -198,6 +198,16 @@ def test_away_from_a_terminal_the_screen_prints_plain_lines(capsys: pytest.Captu
     assert "  |     return [red]\n" in err
 
 
+@pytest.mark.parametrize(("waited", "said"), [(0.9, True), (0.1, False)])
+def test_a_run_that_mostly_waits_for_its_disk_says_so_once(capsys: pytest.CaptureFixture[str], waited: float, said: bool) -> None:
+    screen = Screen()
+    screen.hear({"kind": "begin", "step": 4, "steps": 90, "data": "some text", "parameters": 5})
+    for step in range(5, 12):
+        screen.hear({"kind": "record", "record": record(step, seconds=1.0, exposed={"offload": waited}).model_dump()})
+    lines = [line for line in capsys.readouterr().err.splitlines() if "keeps elsewhere" in line]
+    assert len(lines) == said and all("step 7 waited 900.0 ms of 1.00 s" in line and "--offload-to" in line for line in lines)
+
+
 def test_a_run_folder_has_one_tenant_at_a_time_even_between_processes(tmp_path: Path) -> None:
     code = f"from pathlib import Path\nfrom meshwright.train.lease import Lease\nwith Lease(Path({str(tmp_path)!r})): pass"
     with Lease(tmp_path):

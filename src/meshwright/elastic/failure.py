@@ -89,7 +89,7 @@ def cause(failure: Failure) -> str:
             "SIGKILL": _killed(memory_kills(), memory_limit()),
             "SIGABRT": ": a library gave up (gloo does so when ranks disagree on a size)",
             "SIGSEGV": ": a native library wrote where it must not",
-            "SIGBUS": ": a mapped file was cut, or the disk of /dev/shm is full",
+            "SIGBUS": ": a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of /dev/shm is full",
         }.get(name, "")
         return f"killed by {name}{hint}"
     if failure.error:

@@ -17,6 +17,8 @@ from meshwright.base.units import show_bytes, show_count, show_seconds
 from meshwright.spec.record import StepRecord
 
 QUIET_SECONDS = 10.0  # between plain lines
+SETTLED = 3
+"""Steps of a run, or of what goes on, after which one is like the next."""
 
 
 class Screen:
@@ -94,6 +96,12 @@ class Screen:
         if notable or (self._progress is None and now - self._shown > QUIET_SECONDS):
             self._shown = now
             self.show(f"{self.words(f'step {record.step}/{self.steps}')}  {self._words(record)}")
+        waited = record.exposed.get("offload", 0.0)
+        if record.step == self.first + SETTLED and waited > record.seconds / 2:
+            self.note(
+                f"step {record.step} waited {show_seconds(waited)} of {show_seconds(record.seconds)} for what its plan keeps elsewhere: "
+                "a folder on a faster disk (--offload-to), or a smaller share (off-optimizer-files50), waits less"
+            )
 
     def _words(self, record: StepRecord) -> str:
         words = [f"loss {record.loss:.4f}"] if record.tokens else []

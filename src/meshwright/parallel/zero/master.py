@@ -77,9 +77,9 @@ class Master:
 
     # --- gradients ------------------------------------------------------------------------------------------------------------
 
-    def give(self, gradient: torch.Tensor) -> None:
-        """The optimizer's next step uses `gradient`."""
-        for run, part in zip(self.runs, self._split(gradient), strict=True):
+    def give(self, gradient: torch.Tensor, some: slice = slice(None)) -> None:
+        """The optimizer's next step uses `gradient`, of `some` runs."""
+        for run, part in zip(self.runs[some], self._split(gradient)[some], strict=True):
             run.grad = part
 
     def take_back(self) -> None:
@@ -95,25 +95,33 @@ class Master:
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """By name, each as long as `flat`. The optimizer's own become views of them, where they are not yet."""
+        if not self._lie_together(optimizer):
+            self.lay(optimizer)
+        return self._states
+
+    def lay(self, optimizer: torch.optim.Optimizer, some: slice = slice(None)) -> None:
+        """The optimizer's states of `some` runs become views of those that lie whole here."""
         for key, first in sorted(optimizer.state.get(self.runs[0], {}).items()):
             if is_elementwise(first, self.runs[0]):
                 if key not in self._states:
                     self._states[key] = torch.empty_like(self.flat, dtype=first.dtype)
-                if not self._lies_together(optimizer, key):
-                    for run, view in zip(self.runs, self._split(self._states[key]), strict=True):
-                        held = optimizer.state[run]
-                        if held[key].data_ptr() != view.data_ptr():
-                            held[key] = view.copy_(held[key])
-        return self._states
+                for run, view in zip(self.runs[some], self._split(self._states[key])[some], strict=True):
+                    held = optimizer.state[run]
+                    if held[key].data_ptr() != view.data_ptr():
+                        held[key] = view.copy_(held[key])
 
-    def _lies_together(self, optimizer: torch.optim.Optimizer, key: str) -> bool:
+    def _lie_together(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's states are the views of ours, which is looked at in every step: without making them."""
-        whole = self._states[key]
-        at, size = whole.data_ptr(), whole.element_size()
-        for run in self.runs:
-            if optimizer.state[run][key].data_ptr() != at:
+        for key, first in optimizer.state.get(self.runs[0], {}).items():
+            if not is_elementwise(first, self.runs[0]):
+                continue
+            if key not in self._states:
                 return False
-            at += run.numel() * size
+            at, size = self._states[key].data_ptr(), first.element_size()
+            for run in self.runs:
+                if optimizer.state[run][key].data_ptr() != at:
+                    return False
+                at += run.numel() * size
         return True
 
     def scalars(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:

@@ -84,6 +84,7 @@ class Zero:
         self.exposed = 0.0
         self.unreached: tuple[str, ...] = ()
         """Parameters that no gradient has come to on any rank, as far as all ranks know: their weights stay, as torch leaves one without a gradient alone."""
+        self._updated = False
         for stage in self.stages.values():
             for unit in stage.units:
                 unit.stage = stage
@@ -236,7 +237,8 @@ class Zero:
         if self.mesh.away is not None and any(isinstance(unit.master, AwayMaster) for unit in self.trained):
             update_away(self.mesh.away, self.trained, optimizer, scale)
         else:
-            update(self.trained, optimizer, scale, step)
+            update(self.trained, optimizer, scale, step, not self._updated)
+        self._updated = True
         for unit, run, before in staying:
             run.copy_(before)
             unit.write_back()
