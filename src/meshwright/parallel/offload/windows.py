@@ -99,7 +99,7 @@ class AwayWindow:
             return False
         for key, first in sorted(optimizer.state.get(self.runs[0], {}).items()):
             if is_elementwise(first, self.runs[0]):
-                self.owner.lay(key, first.dtype)
+                self.owner.provide(key, first.dtype)
                 for run, part in zip(self.runs, self.split(self.view(key, first.dtype)), strict=True):
                     optimizer.state[run][key] = part.copy_(optimizer.state[run][key])
         self.made = True
@@ -141,7 +141,7 @@ class AwayMaster(Master):
         ]
         self.copies = any(window.copies for window in self.windows)
         if self.copies:
-            self.lay(MASTER, dtype)
+            self.provide(MASTER, dtype)
         elif self.file is not None:
             self.places[MASTER] = self.file.start, dtype
         for window in self.windows:
@@ -169,7 +169,7 @@ class AwayMaster(Master):
         (whole,) = self.parts
         return whole
 
-    def lay(self, kind: str, dtype: torch.dtype) -> None:
+    def provide(self, kind: str, dtype: torch.dtype) -> None:
         """Room for all elements of `kind`, zeros at first."""
         if kind in self.kinds:
             return
@@ -218,7 +218,7 @@ class AwayMaster(Master):
     def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float]) -> None:
         self.away.settle()
         for kind, name in kinds.items():
-            self.lay(kind, getattr(torch, name))
+            self.provide(kind, getattr(torch, name))
         for window in self.windows:
             window.prepare(optimizer, scalars)
 
