@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from equality import adapted, check, make_batch, make_optimizer, measured
+from equality import adapted, check, difference, make_batch, make_optimizer, measured
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.anatomy import read
 from meshwright.base.errors import InputError
 from meshwright.checkpoint.adapters import export_adapter
 from meshwright.checkpoint.companions import companions
@@ -31,6 +32,7 @@ from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Lora
 from meshwright.train.adapters import attach
 from meshwright.train.model import build_model
+from meshwright.train.precise import precise
 from meshwright.train.trainer import parallelize
 
 transformers = pytest.importorskip("transformers")
@@ -313,15 +315,30 @@ LORA = Lora(rank=4, alpha=8.0)
 
 
 def train_adapters(folder: str, plan: str, steps: int, save: str = "") -> dict[str, Any]:
-    trainer = parallelize(adapted(start(folder), LORA), make_optimizer, plan, precision="fp64", clip=1.0)
+    model = adapted(start(folder), LORA)
+    model.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    anatomy = read(model, lend=True)
+    trainer = parallelize(exactly(model), make_optimizer, plan, precision="fp64", clip=1.0, anatomy=anatomy)
     trainer.load_weights(folder)
     result = measured(trainer, "model", steps, save)
     return {**result, "bytes": trainer.bytes()}
 
 
+def exactly(model: Any) -> Any:
+    """Experts in their plain loop and routers without their rounding to float32, so that float64 is float64 throughout."""
+    if not hasattr(model.config, "num_local_experts"):
+        return model
+    model.config._experts_implementation = "eager"
+    return precise(model)
+
+
 @functools.cache
 def expected_adapters(name: str, folder: str) -> dict[str, Any]:
-    return by_itself(adapted(type(FAMILIES[name]()).from_pretrained(folder, dtype=torch.float64), LORA).train(), 2)
+    return by_itself(exactly(adapted(whole(name, folder), LORA)).train(), 2)
+
+
+def whole(name: str, folder: str) -> Any:
+    return type(FAMILIES[name]()).from_pretrained(folder, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("name", "plan"), sample(ADAPTED))
@@ -377,12 +394,43 @@ def test_adapters_are_exported_for_peft_and_added_to_the_weights(ranks: Any, fol
     kind = type(FAMILIES[name]())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        apart = peft.PeftModel.from_pretrained(kind.from_pretrained(folder, dtype=torch.float64), tmp_path / "adapter")
+        apart = peft.PeftModel.from_pretrained(whole(name, folder), tmp_path / "adapter")
     merged = kind.from_pretrained(tmp_path / "merged")
     assert merged.dtype == torch.float64
-    plain = kind.from_pretrained(folder, dtype=torch.float64)
+    plain = whole(name, folder)
     assert (apart(ids).logits - merged(ids).logits).abs().max() < 1e-12
     assert (plain(ids).logits - merged(ids).logits).abs().max() > 1e-3
+
+
+RELOADED = [
+    ("llama", "tp2.pp2.mb4"), ("llama", "tp2.sp.mb4"), ("llama", "tp4"), ("llama", "cp2"), ("llama", "pp2"), ("llama", "dp2.pp2.z3"), ("llama", "dp2.tp2.z1"),
+    ("gpt2", "tp2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"), ("mixtral", "dp2.ep2.z1"), ("mixtral", "tp2.mb4"), ("mixtral", "dp2.pp2.z3"),
+]  # fmt: skip
+FEW = {("llama", "tp2.pp2.mb4"), ("llama", "cp2"), ("gpt2", "tp2"), ("mixtral", "dp2.ep2.z1")}
+
+
+@pytest.mark.parametrize(("name", "plan"), [pair if pair in FEW else pytest.param(*pair, marks=pytest.mark.soak) for pair in RELOADED])
+def test_adapters_that_peft_reloads_compute_what_one_device_has_trained(
+    ranks: Any, folders: dict[str, Path], tmp_path: Path, name: str, plan: str
+) -> None:
+    import peft
+
+    folder = str(folders[name])
+    ranks.run(parse_plan(plan).world, train_adapters, folder, plan, 2, str(tmp_path / "run"))
+    export_adapter(tmp_path / "run" / "step-00000002", tmp_path / "adapter", LORA, folder, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reloaded = exactly(peft.PeftModel.from_pretrained(whole(name, folder), tmp_path / "adapter"))
+    one = exactly(adapted(whole(name, folder), LORA))
+    before = logits(one)
+    assert not one.load_state_dict(expected_adapters(name, folder)["weights"], strict=False).unexpected_keys
+    assert difference(logits(reloaded), logits(one)) < 1e-10 < 1e-4 < difference(before, logits(one))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.arange(40).view(2, 20)).logits
+    return found
 
 
 def resumed(folder: str, plan: str, path: str) -> float:
