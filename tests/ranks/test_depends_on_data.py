@@ -194,7 +194,30 @@ class Dropping(Net):
         return logits
 
 
-WHOLE: dict[str, Any] = {"across": Across, "dropping": Dropping}
+class Asking(Net):
+    """Asks for numbers of its data as XLM and LED do: how long the longest row is, whether any place is special."""
+
+    def forward(self, input_ids: torch.Tensor, special: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+        assert int((input_ids >= 0).sum(1).max()) <= input_ids.shape[1]
+        special = torch.zeros_like(input_ids, dtype=torch.bool) if special is None else special
+        return super().forward(input_ids) * (2.0 if special.any().item() else 1.0)
+
+
+class Rescaling(Net):
+    """Writes to its own weights when it begins to train or to be looked at, as RWKV does."""
+
+    halved = False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if self.training == self.halved:
+            with torch.no_grad():
+                for layer in self.layers:
+                    layer.down.weight.mul_(2.0 if self.training else 0.5)
+            self.halved = not self.training
+        return super().forward(input_ids)
+
+
+WHOLE: dict[str, Any] = {"across": Across, "dropping": Dropping, "asking": Asking, "rescaling": Rescaling}
 
 
 def made(kind: str) -> nn.Module:
@@ -364,3 +387,24 @@ def test_an_instance_norm_that_keeps_running_statistics_is_refused_where_rows_pa
     assert "1 is a norm with statistics of the batch" in ranks.run(1, with_running_statistics, "dp1.mb2", True)[0]
     assert ranks.run(2, with_running_statistics, "dp2.mb2", False) == ["it ran"] * 2
     assert ranks.run(1, with_running_statistics, "dp1.mb4", True) == ["it ran"]
+
+
+@pytest.mark.parametrize("plan", [f"tp2.mb{ROWS}", "pp2.mb4", "dp2.z3.mb2"])
+def test_a_model_that_asks_for_numbers_of_its_data_is_understood(ranks: Any, plan: str) -> None:
+    assert len(read(made("asking")).regions) == 3
+    equal(ranks, "asking", plan, 2)
+
+
+@pytest.mark.parametrize("plan", [f"tp2.mb{ROWS}", "dp2.z1.mb4"])
+def test_a_model_that_writes_to_its_own_weights_is_read_without_being_changed(ranks: Any, plan: str) -> None:
+    model = made("rescaling")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert len(read(model).regions) == 3
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    equal(ranks, "rescaling", plan, 2)
+
+
+def test_weights_that_the_forward_writes_to_are_not_gathered_anew_for_each(ranks: Any) -> None:
+    said = ranks.run(2, under, "rescaling", "dp2.z3.mb2")[0]
+    assert "the model writes to layers.0.down.weight in its own forward" in said and "use z2 at most" in said

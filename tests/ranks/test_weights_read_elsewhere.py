@@ -48,14 +48,26 @@ class Net(nn.Module):
         return self.norm(x).matmul(torch.cat([self.head.weight.t()])) + self.head.bias
 
 
-def batch_of(named: bool) -> dict[str, torch.Tensor]:
+class Scaled(Net):
+    """Reads the weight of a block outside of all blocks, before and behind them."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        before = self.layers[1].up.weight.mean()
+        return super().forward(input_ids) * (1 + before + self.layers[0].down.weight.square().mean())
+
+
+def made(named: bool | None) -> nn.Module:
+    return (Net(named) if named is not None else Scaled(False)).double()
+
+
+def batch_of(named: bool | None) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, WORDS, (4, 8), generator=torch.Generator().manual_seed(3))
     return {"input_ids": ids, "labels": ids.roll(-1, 1)}
 
 
-def under(named: bool, plan: str) -> Any:
+def under(named: bool | None, plan: str) -> Any:
     try:
-        trainer = parallelize(Net(named).double(), torch.optim.AdamW, plan, precision="fp64")
+        trainer = parallelize(made(named), torch.optim.AdamW, plan, precision="fp64")
     except InputError as error:
         return str(error)
     loss, _, gradients = trainer.gradients(batch_of(named))
@@ -63,8 +75,8 @@ def under(named: bool, plan: str) -> Any:
     return loss, trainer.step(batch_of(named)).loss, trainer.step(batch_of(named)).loss, found
 
 
-def alone(named: bool) -> Any:
-    model, batch, losses = Net(named).double(), batch_of(named), []
+def alone(named: bool | None) -> Any:
+    model, batch, losses = made(named), batch_of(named), []
     optimizer, first = torch.optim.AdamW(model.parameters()), {}
     for _ in range(2):
         optimizer.zero_grad()
@@ -82,16 +94,16 @@ def test_readers_are_noted_with_the_blocks_that_had_begun() -> None:
     assert found["layers.1.up.weight"] == {Reader("layers.1.up", 2)}
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_table_that_is_read_past_its_layer_is_whole_there_under_zero_3(ranks, named: bool) -> None:
-    *losses, gradients = ranks.run(2, under, named, "dp2.z3")[0]
+@pytest.mark.parametrize(("named", "plan"), [(False, "dp2.z3"), (True, "dp2.z3"), (None, "dp2.z3"), (None, "dp2.z3.mb1.rc-layer")])
+def test_a_weight_that_is_read_past_its_layer_is_whole_there_under_zero_3(ranks, named: bool | None, plan: str) -> None:
+    *losses, gradients = ranks.run(2, under, named, plan)[0]
     *expected, first = alone(named)
     assert losses == pytest.approx(expected, rel=1e-10)
     assert all(torch.allclose(gradients[name], gradient, rtol=1e-9, atol=1e-13) for name, gradient in first.items())
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_table_that_the_last_stage_reads_past_its_layer_is_refused_in_one_line(ranks, named: bool) -> None:
+def test_a_table_that_the_last_stage_reads_past_its_layer_is_refused_in_one_line(ranks, named: bool | None) -> None:
     said = ranks.run(2, under, named, "pp2.mb2")
     assert said[0] == said[1]
     assert "table.weight is read past its module" in said[0] or "head.weight is table.weight itself" in said[0]

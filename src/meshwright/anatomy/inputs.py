@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, product
 from typing import Any
 
@@ -25,6 +25,7 @@ from meshwright.anatomy.observed import observed
 BATCH, LENGTH, SIDE = 2, 7, 32
 FRAMES = 4 * LENGTH
 """Of sound, which models shorten on their way."""
+QUESTIONS = frozenset({"__bool__", "item", "__int__", "__index__", "__float__"})
 IMAGES = ("pixel_values", "images", "image")
 WORDS = ("input_ids", "decoder_input_ids")
 KNOWN = (*WORDS, *IMAGES, "input_features", "input_values", "past_values")
@@ -38,11 +39,23 @@ Form = tuple[tuple[int, ...], torch.dtype]
 """Of a row."""
 
 
+def unasked(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """One of QUESTIONS about values, such as 'is this batch packed?' or 'how many are masked?', is answered by no and by none where there are no
+    values, as without memory: the plain path is asked for."""
+    if name == "__bool__":
+        return False
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError:
+        return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+
+
 class Unasked(TorchFunctionMode):
-    """Questions about values, such as 'is this batch packed?': without memory there are none, and the plain path is asked for."""
+    """Runs a model where tensors have no values; see `unasked`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return False if getattr(function, "__name__", "") == "__bool__" else function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        return unasked(name, function, args, kwargs or {}) if name in QUESTIONS else function(*args, **(kwargs or {}))
 
 
 def demands(model: nn.Module, name: str) -> bool:

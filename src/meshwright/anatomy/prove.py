@@ -25,7 +25,7 @@ from meshwright.anatomy.inputs import Example, Unasked, arguments, example_of
 from meshwright.anatomy.lent import READ
 from meshwright.anatomy.nouns import Slice, local_slice
 from meshwright.anatomy.regions import Found
-from meshwright.anatomy.seen import Given
+from meshwright.anatomy.seen import Given, Trace
 
 TOLERANCE = 1e-3
 """Relative, in float32: rounding stays below 1e-5, a wrong layout is of the order of 1."""
@@ -40,22 +40,25 @@ class Caught(Exception):
 
 
 class Proof:
-    """Some blocks of a model with what each is given when it first runs. `shares`: arguments of a block that come as shares."""
+    """Some blocks of a model with what each is given when it first runs. `seen`: the run without memory, if the model runs so."""
 
     def __init__(
         self,
         model: nn.Module,
         blocks: Sequence[str],
-        shares: Mapping[str, list[tuple[Given, frozenset[str]]]],
+        seen: Trace | None,
         vocabulary: int,
         example: Example | None,
         needed: Callable[[str], bool],
     ) -> None:
         """`needed`: whether what lies at a path runs before the last of `blocks` does."""
-        self.model, self.shares = model, shares
+        self.model = model
+        self.shares: Mapping[str, list[tuple[Given, frozenset[str]]]] = seen.shares if seen else {}
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
         self.is_meta = any(tensor.is_meta for name, tensor in tensors.items() if needed(name))
         twins = {id(tensor): self._twin(tensor) for tensor in tensors.values()}
+        if seen and "writes" in seen.against:  # a proof leaves the model as it was
+            twins = {key: twin.clone() for key, twin in twins.items()}
         self.state = {name: twins[id(tensor)] for name, tensor in tensors.items()}
         device = "meta" if self.is_meta else str(next(tensor.device for name, tensor in tensors.items() if needed(name)))
         args, kwargs = tree_map(_at_least_float32, arguments(example_of(model, example), None, device, min(vocabulary, READ)))

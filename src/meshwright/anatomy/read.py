@@ -239,8 +239,7 @@ def _prove(reading: Reading, outline: Outline, lend: bool) -> None:
     lend = lend or sum(sizes.values()) <= CHEAP
     with lent(model, needed, max(READ, highest(reading.example) + 1)) if lend else nullcontext():
         try:
-            shares = reading.seen.shares if reading.seen else {}
-            proof = Proof(model, kinds, shares, vocabulary, reading.example, needed) if kinds else None
+            proof = Proof(model, kinds, reading.seen, vocabulary, reading.example, needed) if kinds else None
         except Exception as error:
             reading.said.append(f"regions are not proven with numbers ({(str(error).splitlines() or [''])[0][:100]})")
             proof = None
@@ -370,16 +369,18 @@ def _words(reading: Reading) -> list[str]:
 
 
 def _against(reading: Reading, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, Split]) -> dict[str, str]:
-    sequence, rows = _against_sequence(reading, blocks, shapes, splits), reading.seen.counted.found if reading.seen else ""
-    return ({"sequence": sequence} if sequence else {}) | ({"rows": rows} if rows else {})
+    found = {"sequence": _against_sequence(reading, blocks, shapes, splits)}
+    if reading.seen:
+        found |= {"rows": reading.seen.counted.found, "gathering": reading.seen.against.get("writes", "")}
+    return {what: why for what, why in found.items() if why}
 
 
 def _against_sequence(reading: Reading, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, Split]) -> str:
     """A matrix that stays whole inside the blocks may mix places of the sequence, or sees too few of them."""
     if len(reading.lists) > 1:
         return f"blocks stand in several lists ({', '.join(reading.lists)})"
-    if reading.seen and reading.seen.repeats:
-        return f"{reading.seen.repeats} runs more than once"
+    if reading.seen and "repeats" in reading.seen.against:
+        return f"{reading.seen.against['repeats']} runs more than once"
     found = [one for regions in reading.found.values() for one in regions]
     flat = next((one.region.columns[0] for one in found if not one.keeps_sequence), None)
     if flat:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.experts import standing_in
-from meshwright.anatomy.inputs import Example, Unasked, arguments, example_of
+from meshwright.anatomy.inputs import QUESTIONS, Example, Unasked, arguments, example_of, unasked
 from meshwright.anatomy.observed import observed
 from meshwright.anatomy.trace import tensors_in
 
@@ -50,13 +50,13 @@ class Watch(TorchFunctionMode):
         self.found: dict[str, set[Reader]] = defaultdict(set)
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") == "__bool__":
-            return False
+        if (name := getattr(function, "__name__", "")) in QUESTIONS:
+            return unasked(name, function, args, kwargs or {})
         result = function(*args, **(kwargs or {}))
         if any(True for _ in tensors_in(result)):
             for tensor in tensors_in((args, kwargs or {})):
-                if (name := self.names.get(id(tensor))) is not None:
-                    self.found[name].add(Reader(self.stack[-1], self.begun))
+                if (weight := self.names.get(id(tensor))) is not None:
+                    self.found[weight].add(Reader(self.stack[-1], self.begun))
         return result
 
 

@@ -107,8 +107,8 @@ class Trace:
     counted: Counted = field(default_factory=Counted)
     returns: int = 0
     """Values that the first block returned; 0 for a bare tensor."""
-    repeats: str = ""
-    """A block that runs more than once."""
+    against: dict[str, str] = field(default_factory=dict)
+    """'repeats': a block that runs more than once; 'writes': a parameter that the forward itself writes to."""
     alive: list[Any] = field(default_factory=list)
 
     def follow(self, call: Call, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str], stack: list[str]) -> None:

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.experts import standing_in
 from meshwright.anatomy.inflow import Inflows
-from meshwright.anatomy.inputs import BATCH, Example, arguments, example_of
+from meshwright.anatomy.inputs import BATCH, QUESTIONS, Example, arguments, example_of, unasked
 from meshwright.anatomy.places import CUTS, MATMULS, RESHAPES, TURNS, Call, Lost, Share, along, moved
 from meshwright.anatomy.plain import is_convolution, is_plain
 from meshwright.anatomy.seen import Attention, Given, Product, Trace
@@ -73,6 +73,8 @@ def trace(
     finally:
         for handle in handles:
             handle.remove()
+    if (written := next((name for name, tensor in state.items() if tensor._version), None)) is not None:
+        watch.trace.against["writes"] = written
     for layer, inflow in watch.inflows.entered().items():
         if inflow.spoiled:
             watch.refuse(inflow.needed, f"what {layer} gives meets them, and {inflow.spoiled}")
@@ -122,7 +124,7 @@ class Watch(TorchFunctionMode):
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if depth == 1:
                 self.again += name in self.trace.blocks
-                self.trace.repeats = self.trace.repeats or (name if self.again else "")
+                self.trace.against |= {"repeats": name} if self.again and "repeats" not in self.trace.against else {}
                 self.trace.blocks.setdefault(name)
             self.stack.append(name)
             if not self.again:
@@ -176,8 +178,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name == "__bool__":
-            return False  # a question about values, such as 'is this batch packed?': there are none, and the plain path is asked for
+        if name in QUESTIONS:
+            return unasked(name, function, args, kwargs)
         is_property = name == "__get__"
         if is_property:
             name = getattr(getattr(function, "__self__", None), "__name__", name)

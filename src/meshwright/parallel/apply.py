@@ -181,6 +181,10 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
         raise InputError(
             f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none{why}: {way}"
         )
+    if plan.zero == 3 and (written := anatomy.against.get("gathering")):
+        raise InputError(
+            f"plan {plan.name}: the model writes to {written} in its own forward, and ZeRO 3 gathers weights anew for each: use z2 at most, or turn that off"
+        )
     if plan.stages > 1 and anatomy.blocks is None:
         raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
     if plan.stages == 1:
@@ -211,7 +215,12 @@ def _wants(model: nn.Module, anatomy: Anatomy, plan: Plan, example: Example) -> 
     if plan.stages == 1 and (len(anatomy.stacks) < 2 or anatomy.embedding is None):
         return None
     try:
-        return carried(model, anatomy, example)
+        wants = carried(model, anatomy, example)
+        if wants is not None:
+            layers_over(model, anatomy.numbered(), wants)
+        if wants is not None and wants.turn and plan.stages > 1:
+            raise InputError(f"blocks of several lists run by turns ({wants.turn} behind one of a later list): use pp1")
+        return wants
     except InputError as error:
         if plan.stages > 1:
             raise

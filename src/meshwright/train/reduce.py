@@ -21,6 +21,8 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 EXPERT_FFN = ("moe_intermediate_size", "shared_expert_intermediate_size")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_source_positions", "max_target_positions")
 WINDOWS = ("sliding_window", "window_size", "attention_window")
+FOLLOWS = (AttributeError, NotImplementedError)
+"""What a configuration says where a size follows from others and cannot be set."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -35,7 +37,7 @@ def reduce_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
     small |= {"vocab_size": sizes["vocabulary"], "image_size": sizes["side"], "patch_size": 4, "rotary_dim": hidden // heads // 2}
     for name, value in small.items():
         if _integer(config, name):
-            with suppress(AttributeError):  # some sizes follow from others
+            with suppress(*FOLLOWS):  # some sizes follow from others
                 setattr(config, name, value)
     room = max(2 * sizes["sequence"], 64)
     for name in POSITIONS:
@@ -54,7 +56,7 @@ def reduce_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if getattr(config, "layer_types", None):
-        with suppress(AttributeError):
+        with suppress(*FOLLOWS):
             config.layer_types = config.layer_types[:layers]
     _reduce_experts(config, layers, sizes)
 
@@ -79,7 +81,7 @@ def _reduce_experts(config: Any, layers: int, sizes: dict[str, int]) -> None:
     small["first_k_dense_replace"] = min(dense or 0, layers - 1)
     for name, value in small.items():
         if _integer(config, name):
-            with suppress(AttributeError):
+            with suppress(*FOLLOWS):
                 setattr(config, name, value)
     config._experts_implementation = "eager"
 

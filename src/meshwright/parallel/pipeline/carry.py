@@ -11,7 +11,8 @@ absent layers, or nothing. What is passed along is a leaf of every stage's graph
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class Wants:
     returns: tuple[int, ...]
     front: frozenset[str]
     between: tuple[frozenset[str], ...]
+    turn: str = ""
+    """A block that runs behind one of a later stack: stacks that run by turns, as attentions and feed-forwards in lists of their own, are cut nowhere."""
 
     def message(self, block: int) -> tuple[Key, ...]:
         """What a stage that begins with `block` is sent."""
@@ -125,7 +128,8 @@ def carried(model: nn.Module, anatomy: Anatomy, example: Example | None = None) 
         raise InputError(
             f"block {paths[min(set(range(len(paths))) - calls.keys())]} did not run with what the model seems to read: give an example of it, or use pp1"
         )
-    return _wants(model, anatomy, state, calls, returns, _idle(model, state, output))
+    wants = _wants(model, anatomy, state, calls, returns, _idle(model, state, output))
+    return replace(wants, turn=next((paths[after] for before, after in pairwise(calls) if after < before), ""))
 
 
 def _idle(model: nn.Module, state: Mapping[str, torch.Tensor], output: Any) -> set[str]:

@@ -37,14 +37,15 @@ def set_gates(
         owners[id(parameter)].append(name.rpartition(".")[0])
     if anatomy.blocks is not None:
         region = SequenceRegion(mesh.tp) if plan.sequence_parallel else None
+        paths = [anatomy.block(index) for index in range(anatomy.count)]
         for index in range(anatomy.count):
-            block = model.get_submodule(anatomy.block(index))
+            block = model.get_submodule(paths[index])
             if isinstance(block, Absent) and run.carry is None and not anatomy.returns:
                 continue
             gate = Gate(block, run, index, anatomy.returns)
             held = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
-            gate.units = held if plan.zero == 3 else []
-            gate.is_alone = plan.zero == 3 and _is_alone(anatomy.block(index), held, owners, reads)
+            gate.units = held if plan.zero == 3 and not _is_astray(paths, held, reads) else []
+            gate.is_alone = plan.zero == 3 and _is_alone(paths[index], held, owners, reads)
             if region is not None:
                 gate.before = region.enter if index == 0 else None
                 gate.after = region.leave if index == anatomy.count - 1 else None
@@ -107,6 +108,11 @@ def _outer_gates(
             gate.units = held
             gates.append(gate)
     return gates
+
+
+def _is_astray(blocks: Sequence[str], held: Sequence[FlatUnit], reads: Reads) -> bool:
+    """Whether what runs outside of all blocks reads a parameter of the units: they stay whole through the step."""
+    return any(not inside(reader.path, blocks) for unit in held for name in unit.parameters for reader in reads.get(name, ()))
 
 
 def _is_alone(block: str, held: Sequence[FlatUnit], owners: Mapping[int, Sequence[str]], reads: Reads) -> bool:
