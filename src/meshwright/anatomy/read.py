@@ -145,6 +145,7 @@ def _trace_all(reading: Reading) -> None:
 def _passes(reading: Reading, dtype: torch.dtype | None) -> None:
     for _ in range(PASSES):
         seen = trace(reading.model, reading.lists, frozenset(reading.whole), reading.example, dtype)
+        seen.against |= reading.seen.against if reading.seen else {}  # a forward may write to its weights the first time alone
         both = {block: regions_of_block(reading.model, block, seen) for block in seen.blocks}
         left = {weight: why for _, more in both.values() for weight, why in more.items()}
         reading.seen, reading.found = seen, {block: regions for block, (regions, _) in both.items()}
