@@ -260,20 +260,21 @@ class Proof:
         return self._agrees(total) and self._passes_by()
 
     def _passes_by(self) -> bool:
-        """Whether a pair of no expert, a number beyond all, weighs nothing where the module takes one: expert ranks are not sent it. On the host, where
-        one that is not taken is an error and no end of the device."""
+        """Whether a pair of no expert, a number beyond all, adds nothing: expert ranks are not sent it. Some modules give the token itself for it; others
+        take no such number, and what they answer means nothing. On the host, where one that is not taken is an error and no end of the device."""
         beyond = self.index.clone()
         beyond[::2, 0] = self.experts.count
-        masked = self.weights.masked_fill(beyond == self.experts.count, 0)
-        state = {name: tensor.cpu() for name, tensor in self.state.items()}
+        skipped = beyond == self.experts.count
+        state, hidden = {name: tensor.cpu() for name, tensor in self.state.items()}, self.hidden.cpu()
         try:
             given, without = (
-                self._run(state, self.hidden.cpu(), index.cpu(), weights.cpu())
-                for index, weights in ((beyond, self.weights), (self.index, masked))
+                self._run(state, hidden, index.cpu(), weights.cpu())
+                for index, weights in ((beyond, self.weights), (self.index, self.weights.masked_fill(skipped, 0)))
             )
         except Exception:
             return True
-        return bool((given - without).norm() <= TOLERANCE * without.norm())
+        itself = (self.weights * skipped).sum(1, keepdim=True).cpu() * hidden
+        return not bool((given - without - itself).norm() <= TOLERANCE * without.norm())
 
     def shares(self, way: Way) -> bool:
         """Whether two or more tensor ranks that cut every expert this way compute the whole."""
