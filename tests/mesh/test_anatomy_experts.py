@@ -30,6 +30,15 @@ def test_the_experts_of_a_family_are_found(name: str) -> None:
         assert all(experts.splits == FUSED and experts.width == 16 for experts in anatomy.experts)
 
 
+@pytest.mark.parametrize("kernels", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_experts_are_found_whichever_kernels_run_them(name: str, kernels: str) -> None:
+    """Some give what lies in memory for the number of no expert."""
+    model = build_mixture(name)
+    model.config._experts_implementation = kernels
+    assert len(read(model).experts) == len(read(build_mixture(name)).experts) > 0
+
+
 def test_alternating_projections_with_biases_are_cut_together_and_a_bias_behind_them_is_added_once() -> None:
     experts = read(build_mixture("gpt-oss")).experts[0]
     assert experts.splits == {"gate_up_proj": Split(2), "gate_up_proj_bias": Split(1), "down_proj": Split(1)}
