@@ -208,6 +208,21 @@ def test_a_norm_over_shared_features_keeps_its_region_whole_and_the_rest_is_shar
     assert any(line.startswith("wide stay whole: ") and "all features for layer_norm" in line for line in found.understood)
 
 
+def test_regions_of_a_model_that_runs_by_its_shapes_but_not_with_numbers_stay_whole() -> None:
+    model = hf_llama(False, "sdpa")
+    forward = model.model.forward
+
+    def by_shapes_alone(input_ids: torch.Tensor, **rest: object) -> object:
+        if input_ids.device.type != "meta":
+            raise ValueError("no numbers here")
+        return forward(input_ids, **rest)
+
+    model.model.forward = by_shapes_alone
+    found = anatomy.read(model)
+    assert found.regions == () and found.count == 2
+    assert any("the model does not run with numbers (no numbers here)" in line for line in found.understood)
+
+
 def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() -> None:
     model = hf_llama(False, "sdpa")
     wanted = anatomy.read(model)

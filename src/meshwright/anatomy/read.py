@@ -239,15 +239,16 @@ def _prove(reading: Reading, outline: Outline, lend: bool) -> None:
     sizes = {id(parameter): parameter.numel() for name, parameter in model.named_parameters() if needed(name)}
     lend = lend or sum(sizes.values()) <= CHEAP
     with lent(model, needed, max(READ, highest(reading.example) + 1)) if lend else nullcontext():
+        proof, why = None, None
         try:
             proof = Proof(model, kinds, reading.seen, vocabulary, reading.example, needed) if kinds else None
         except Exception as error:
-            reading.said.append(f"regions are not proven with numbers ({(str(error).splitlines() or [''])[0][:100]})")
-            proof = None
+            if reading.seen is not None:  # a plan that the model carries is believed without a run
+                why = f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that nothing is proven"
         if proof and proof.is_meta:
             reading.said.append("regions are tried by their shapes alone: the model has no numbers here, a run proves them with numbers")
         for signature, (block, one) in first.items():
-            answers[signature] = proven(proof, block, one, guesses(model, block, one)) if proof else (one, None)
+            answers[signature] = proven(proof, block, one, guesses(model, block, one)) if proof else (one, why)
     for block, regions in reading.found.items():
         reading.found[block] = [found for one in regions if (found := _like(reading, block, one, first, answers)) is not None]
     _agree(reading)
