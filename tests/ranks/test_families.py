@@ -76,16 +76,12 @@ def alone(name: str) -> dict[str, Any]:
     loss.backward()
     result: dict[str, Any] = {"first": loss.item(), "tokens": int(((labels[:, 1:] if shift else labels) != -100).sum())}
     result["gradients"] = {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
-    for key, value in model.named_parameters():
-        result["gradients"].setdefault(key, torch.zeros_like(value))
     result |= {"losses": [], "norms": []}
     for step in range(2):
         optimizer.zero_grad()
         loss = loss_of(step)
         loss.backward()
         result["losses"].append(loss.item())
-        for value in model.parameters():
-            value.grad = torch.zeros_like(value) if value.grad is None else value.grad
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
     result["weights"] = {key: value.detach() for key, value in model.named_parameters()}

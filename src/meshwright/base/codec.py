@@ -44,12 +44,17 @@ def build(kind: type[NounType], data: Any, where: str = "$") -> NounType:
 
 def _first_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     first, *more = error.errors(include_url=False)
-    others = [one["msg"] for one in more if one["loc"][:-1] == first["loc"][:-1] and one["input"] is first["input"]]
-    if others:  # a value of several kinds: pydantic tells what each kind misses, and ends the place with the kind
+    fields = ("extra_forbidden", "missing")
+    others = [
+        one["msg"] for one in more if one["loc"][:-1] == first["loc"][:-1] and one["input"] is first["input"] and one["type"] not in fields
+    ]
+    if (
+        others and first["type"] not in fields
+    ):  # a value of several kinds: pydantic tells what each kind misses, and ends the place with the kind
         first["loc"] = first["loc"][:-1]
         first["msg"] = ", or ".join([first["msg"], *(other.removeprefix("Input should be ") for other in others)])
     steps = [step for step in first["loc"] if not (isinstance(step, str) and step.startswith(("function-", "tagged-")))]
-    if first["type"] in ("extra_forbidden", "missing"):
+    if first["type"] in fields:
         owner = _model_at(kind, steps[:-1])
         place = where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps[:-1])
         name = str(steps[-1])
