@@ -9,6 +9,7 @@ MESHWRIGHT_SOAK='whole 2/80' takes its part of everything that is legal instead.
 from __future__ import annotations
 
 import itertools
+import fcntl
 import json
 import os
 import random
@@ -79,10 +80,7 @@ def strategy(plan: str) -> str:
 def run(name: str, title: str, pairs: Sequence[Pair], judge: Callable[[str, str], Found], by_plan: bool = False) -> None:
     """AssertionError with every pair of this part that differs. `by_plan`: a line a model and a column a plan instead."""
     _, part, parts = asked()
-    file = RESULTS / f"{name}.json"
-    kept: dict[str, Any] = json.loads(file.read_text()) if parts > 1 and file.exists() else {}
-    found = {pair: kept[" ".join(pair)] for pair in pairs if " ".join(pair) in kept}
-    wrong = []
+    file, found, wrong = RESULTS / f"{name}.json", dict[Pair, Found](), []
     for pair in pairs[part - 1 :: parts]:
         try:
             found[pair] = judge(*pair)
@@ -90,10 +88,14 @@ def run(name: str, title: str, pairs: Sequence[Pair], judge: Callable[[str, str]
             said = str(error).strip().splitlines() or ["without a word"]
             found[pair] = DIFFERS + said[-1 if isinstance(error, RankFailure) else 0]  # a traceback ends in what it is about
             wrong.append(f"{' '.join(pair)}: {found[pair]}")
-        ran = {each: found[each] for each in pairs if each in found}
-        lines = [f"{json.dumps(' '.join(each))}: {json.dumps(what)}" for each, what in ran.items()]
-        file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        (RESULTS / f"{name}.md").write_text(table(title, ran, len(pairs), by_plan))
+        with open(__file__) as turn:  # parts may run at the same time
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            kept: dict[str, Any] = json.loads(file.read_text()) if parts > 1 and file.exists() else {}
+            known = {**{each: kept[" ".join(each)] for each in pairs if " ".join(each) in kept}, **found}
+            ran = {each: known[each] for each in pairs if each in known}
+            lines = [f"{json.dumps(' '.join(each))}: {json.dumps(what)}" for each, what in ran.items()]
+            file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            (RESULTS / f"{name}.md").write_text(table(title, ran, len(pairs), by_plan))
     assert not wrong, "\n".join(wrong)
 
 
