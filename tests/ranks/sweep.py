@@ -8,8 +8,8 @@ MESHWRIGHT_SOAK='whole 2/80' takes its part of everything that is legal instead.
 
 from __future__ import annotations
 
-import itertools
 import fcntl
+import itertools
 import json
 import os
 import random
