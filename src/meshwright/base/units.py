@@ -14,6 +14,14 @@ from pydantic import BeforeValidator, Field
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _TIME = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_BIT = 1 / 8
+_SUFFIXES = {
+    "B": {"B": 1.0},
+    "B/s": {"B/s": 1.0, "Bps": 1.0, "bit/s": _BIT, "b/s": _BIT, "bps": _BIT, "bit": _BIT, "b": _BIT},
+    "FLOP/s": {"FLOP/s": 1.0, "FLOPS": 1.0, "flop/s": 1.0},
+}
+"""What stands behind the prefix, and what it is in base units; networks are sold in bits: 200Gb is 25 GB/s."""
+
 _QUANTITY = re.compile(r"\s*([-+0-9.eE]+)\s*([A-Za-zµ/]*)\s*")
 
 
@@ -21,14 +29,11 @@ def _scale(unit: str, kind: str) -> float | None:
     """The factor of `unit` for a quantity of `kind` ('B', 'B/s', 'FLOP/s', 's'), or None when it is not such a unit."""
     if kind == "s":
         return _TIME.get(unit)
-    suffixes = {"B": ("B",), "B/s": ("B/s",), "FLOP/s": ("FLOP/s", "FLOPS", "flop/s")}[kind]
-    for suffix in suffixes:
+    for suffix, part in _SUFFIXES[kind].items():
         if unit.endswith(suffix):
             prefix = unit[: -len(suffix)]
-            return _BINARY.get(prefix) or _DECIMAL.get(prefix)
-    if kind == "B/s" and unit.endswith("bit/s"):
-        factor = _DECIMAL.get(unit[:-5])
-        return factor / 8 if factor else None
+            factor = _BINARY.get(prefix) or _DECIMAL.get(prefix)
+            return factor * part if factor else None
     return None
 
 
@@ -37,8 +42,8 @@ def parse_quantity(value: Any, kind: str) -> float:
 
     >>> parse_quantity("80 GiB", "B") == 80 * 2**30
     True
-    >>> parse_quantity("3 us", "s")
-    3e-06
+    >>> parse_quantity("3 us", "s"), parse_quantity("200Gb", "B/s"), parse_quantity("100 Mb/s", "B/s")
+    (3e-06, 25000000000.0, 12500000.0)
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"expected a quantity such as '{_EXAMPLE[kind]}', got {value!r}")

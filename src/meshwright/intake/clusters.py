@@ -1,7 +1,7 @@
 """`--cluster`: `local`, a file, a name of the catalog, or `NODESxDEVICES:device[@LINK]`, joined by `+` for unlike nodes.
 
 `8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes and may stand behind any group, for all:
-a name of the catalog, the share of one device (`@25GB/s`, `@200Gb`), or the ports of one node (`@4x200Gb`). Unlike nodes speak at the speed of the
+a name of the catalog, the share of one device (`@25GB/s`, `@200Gb`, `@100Mb`), or the ports of one node (`@4x200Gb`). Unlike nodes speak at the speed of the
 slowest network.
 """
 
@@ -20,8 +20,7 @@ from meshwright.intake.measured import keep, kept_cluster
 from meshwright.spec.cluster import MANY, Cluster, Device, Link, NodeGroup
 
 _GROUP = re.compile(r"(?:(\d+)x)?(\d+):([A-Za-z0-9_.+-]+)")
-_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*G(?:b|bit|bps|bit/s|b/s)")
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB/s|GBps)?")
+_PORTS = re.compile(r"(\d+)x(.+)")
 _LATENCY = "6 us"
 DEVICE_FIELDS = ("name", "memory", "bandwidth", "peak", "efficiency", "sustained", "attention", "processors", "context", "source")
 
@@ -131,24 +130,26 @@ def _network_text(text: str) -> tuple[str, str]:
 
 
 def read_link(text: str, devices: int) -> Link:
-    """The network that `@text` says, as the share of one of the `devices` of a node."""
+    """The network that `@text` says, as the share of one of the `devices` of a node.
+
+    >>> [round(read_link(text, 8).bandwidth / 1e9, 3) for text in ("25GB/s", "25", "200Gb", "4x200Gb", "800 Mb/s")]
+    [25.0, 25.0, 25.0, 12.5, 0.1]
+    """
     row = catalog.find(catalog.links(), text)
     if row is not None:
         return build(Link, {key: value for key, value in row.items() if key != "source"}, f"link {text}")
-    ports, _, speed = text.rpartition("x")
-    share = float(ports) / devices if ports.isdigit() else 1.0
-    if (match := _BITS.fullmatch(speed)) is not None:
-        rate = float(match[1]) * 1e9 / 8
-    elif (match := _BYTES.fullmatch(speed)) is not None:
-        rate = float(match[1]) * 1e9
-    else:
+    match = _PORTS.fullmatch(text)
+    part, speed = (float(match[1]) / devices, match[2]) if match else (1.0, text)
+    try:
+        rate = float(speed) * 1e9 if speed.replace(".", "", 1).isdecimal() else parse_quantity(speed, "B/s")
+    except ValueError:
         known = list(catalog.links())
         raise InputError(
             f"link {text!r} is neither a rate such as '200Gb' or '25GB/s' nor one of {', '.join(known)}{did_you_mean(text, known)}"
-        )
-    if not rate * share:
+        ) from None
+    if rate * part <= 0:
         raise InputError(f"link {text!r} carries nothing: its rate must be above 0")
-    return Link(name=text, bandwidth=rate * share, latency=parse_quantity(_LATENCY, "s"))
+    return build(Link, {"name": text, "bandwidth": rate * part, "latency": _LATENCY}, f"link {text!r}")
 
 
 def device_row(name: str) -> catalog.Row:
