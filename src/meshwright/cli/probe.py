@@ -106,13 +106,19 @@ def _here(known: Cluster) -> Measurement:
 
 def _with_others(rank: int, world: int) -> Measurement | None:
     """One of the ranks that a launcher started; only rank 0 has something to say."""
-    from meshwright.base.errors import MeshwrightError
+    from meshwright.base.errors import Interrupted, MeshwrightError
     from meshwright.probe.machine import measure
     from meshwright.train.rank import connect
 
+    if rank == 0:
+        note(f"measuring {world} ranks and the links between them")
     connection = connect(rank, world, timeout=LOST)
     try:
         found = measure()
+    except KeyboardInterrupt:
+        if rank:  # rank 0 says it
+            raise SystemExit(Interrupted.exit_code) from None
+        raise
     except (RuntimeError, TimeoutError) as error:
         raise MeshwrightError(
             f"rank {rank} lost another rank while all measured ({str(error).strip().splitlines()[0][:160]}): nothing is saved; see which rank ended, "

@@ -12,8 +12,8 @@ two are through at once. How much a small collective lengthens products between 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,11 @@ SMALL, LARGE, LARGEST = 8, 2**17, 2**25
 
 ENOUGH = 0.01
 
-MOST, FEWEST, BUDGET = 25, 3, 0.06
-"""Repetitions at most and at least, and seconds after which there are no more."""
+MOST, FEWEST, BUDGET = 24, 3, 0.06
+"""Repetitions at most and at least, and seconds that are enough."""
+
+LONG, MOSTLY = 0.1, 3.0
+"""Seconds of a collective from which on no larger one is tried, where it takes MOSTLY times what the smallest does: its bytes are what it waits for."""
 
 PAUSE, TURNS, ROUNDS = 0.008, 16, 5
 """Seconds that a rank computes between two meetings, how many follow one another, and how often these are timed, with and without."""
@@ -49,14 +52,20 @@ class Network:
     mesh: Mesh
     hosts: tuple[tuple[int, ...], ...]
     made: int = 0
+    groups: dict[tuple[int, ...], Group | None] = field(default_factory=dict)
     share: float = 1.0
     """Part of a processor that this rank gets."""
 
     quota: float = 1.0
     """Part of a processor that the control group of this rank leaves it, at most 1."""
 
-    def group(self, ranks: Sequence[int]) -> Group | None:
+    def group(self, ranks: tuple[int, ...]) -> Group | None:
         """The group of `ranks`; None on the others. All ranks ask for all groups in the same order."""
+        if ranks not in self.groups:
+            self.groups[ranks] = self._join(ranks)
+        return self.groups[ranks]
+
+    def _join(self, ranks: tuple[int, ...]) -> Group | None:
         shared, mine = self.mesh.shares_memory(list(ranks)), self.mesh.rank in ranks
         self.made += shared or len(ranks) > 2
         if shared:
@@ -82,7 +91,7 @@ class Network:
                 break
             group = self.group((first, second))
             latency, size, large = self._pair(group, SMALL), LARGE, 0.0
-            while large < ENOUGH and size <= LARGEST:
+            while large - latency < ENOUGH and size <= LARGEST:
                 large, size = self._pair(group, size), 4 * size
             rate = size / 4 / max(large - latency, 1e-9)
             found.append(Pair(first=first, second=second, latency=latency, bandwidth=rate))
@@ -117,18 +126,23 @@ class Network:
 
     def meetings(self) -> list[Timing]:
         """[Note: meetings]; devices that are not cores need no core to meet."""
-        found = []
+        found: list[tuple[int, int, int]] = []
+        ways: list[Callable[[], None]] = [lambda: None]
         for members, stride in self._sets() if self.mesh.device.type == "cpu" else ():
             if not self.room:
                 break
             ranks, groups = len(members[0]), [self.group(each) for each in members]
             mine = next((group for group in groups if group is not None), None)
-            numel = -(-SIZES[0] // 4 // ranks) * ranks
-            meet = self._collective("reduce_scatter", numel, ranks, mine)
-            rounds = [(self._computing(meet), self._computing(lambda: None)) for _ in range(ROUNDS)]
-            meeting, alone = (sorted(each)[ROUNDS // 4] for each in zip(*rounds, strict=True))
-            found.append(Timing(kind="reduce_scatter", ranks=ranks, stride=stride, size=4.0 * numel, seconds=max(meeting - alone, 0.0)))
-        return found
+            found.append((ranks, stride, -(-SIZES[0] // 4 // ranks) * ranks))
+            ways.append(self._collective("reduce_scatter", found[-1][2], ranks, mine))
+        if not found:
+            return []
+        rounds = [[self._computing(meet) for meet in ways] for _ in range(ROUNDS)]
+        alone, *meeting = (sorted(each)[ROUNDS // 4] for each in zip(*rounds, strict=True))
+        return [
+            Timing(kind="reduce_scatter", ranks=ranks, stride=stride, size=4.0 * numel, seconds=max(seconds - alone, 0.0))
+            for (ranks, stride, numel), seconds in zip(found, meeting, strict=True)
+        ]
 
     def _computing(self, meet: Callable[[], None]) -> float:
         """Seconds in which the slowest rank computes for a while and meets others."""
@@ -150,7 +164,7 @@ class Network:
             numel = -(-size // 4 // ranks) * ranks
             seconds = self._time(self._collective(kind, numel, ranks, group), group)
             found.append(Timing(kind=kind, ranks=ranks, stride=stride, size=4.0 * numel, seconds=seconds))
-            if seconds > BUDGET * 8:
+            if seconds > max(LONG, MOSTLY * found[0].seconds):
                 break
         return found
 
@@ -180,21 +194,30 @@ class Network:
         }[kind]
 
     def _time(self, action: Callable[[], None], group: Group | None) -> float:
-        """Seconds of `action`, of the slowest rank: the lower quartile of several. All ranks call it; those outside of the group wait."""
-        spent: list[float] = []
-        left, world = BUDGET, self.mesh.world
-        flag = torch.zeros(1, dtype=torch.float64)
-        while len(spent) <= FEWEST or (left > 0 and len(spent) < MOST):
-            all_reduce(flag.zero_(), world).wait()
-            began, worked = time.perf_counter(), time.process_time()
-            if group is not None:
-                action()
-                if self.mesh.device.type == "cuda":
-                    torch.cuda.synchronize(self.mesh.device)
-            passed = time.perf_counter() - began
-            rested = min(time.process_time() - worked, passed) * (1.0 / self.quota - 1.0)
-            flag.fill_(passed + rested if group is not None else 0.0)
-            all_reduce(flag, world, largest=True).wait()
-            spent.append(float(flag))
-            left -= float(flag) if len(spent) > 1 else 0.0
-        return sorted(spent[1:])[(len(spent) - 1) // 4]
+        """Seconds of `action`, of the slowest rank: the lower quartile of several. All ranks call it; those outside of the group wait. All meet to agree
+        on how many there are; between two of them those of the group alone do, for a meeting of all may take longer than what is timed."""
+        self._once(action, group)
+        first = self._slowest([self._once(action, group)])
+        more = min(max(int(BUDGET / max(*first, 1e-9)), FEWEST), MOST) - 1
+        spent = first + self._slowest([self._once(action, group) for _ in range(more)])
+        return sorted(spent)[len(spent) // 4]
+
+    def _once(self, action: Callable[[], None], group: Group | None) -> float:
+        """Seconds of `action` on this rank, which then rests for as long as its quota asks of it."""
+        if group is None:
+            return 0.0
+        all_reduce(torch.zeros(1, dtype=torch.float64), group).wait()
+        began, worked = time.perf_counter(), time.process_time()
+        action()
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+        passed = time.perf_counter() - began
+        rest = min(time.process_time() - worked, passed) * (1.0 / self.quota - 1.0)
+        time.sleep(rest)
+        return passed + rest
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        """The largest of all ranks, one by one."""
+        found = torch.tensor(seconds, dtype=torch.float64)
+        all_reduce(found, self.mesh.world, largest=True).wait()
+        return [float(each) for each in found]
