@@ -1,5 +1,5 @@
-"""Opens a page of `meshwright plan --page` in a headless Chromium and holds what it shows to what Python says: tables, address, command, no errors,
-first paint. `make docs` runs it where a browser is installed; elsewhere it says so and does nothing.
+"""Opens a page of `meshwright plan --page` and one of `meshwright report --page` in a headless Chromium and holds what they show to what Python says:
+tables, address, command, no errors, first paint. `make docs` runs it where a browser is installed; elsewhere it says so and does nothing.
 
 python docs/page_check.py                 # check
 python docs/page_check.py --pictures      # also write the pictures of the documentation, docs/pictures/
@@ -23,7 +23,11 @@ from typing import Any
 
 from meshwright.base.units import show_bytes
 from meshwright.cli.main import main as command
+from meshwright.intake.job import read_job, resolve
 from meshwright.report.plans import show_step
+from meshwright.search.rank import search
+from meshwright.spec.event import EVENTS, Event
+from meshwright.spec.record import StepRecord
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PICTURES = Path(__file__).parent / "pictures"
@@ -77,6 +81,32 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data
         if self.where[-1:] == ["words"]:
             self.command += data
+
+
+class Tables(HTMLParser):
+    """The rows of every table, all text that is read, and what the page noticed of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[str, int] = {}
+        self.body: dict[str, str | None] = {}
+        self.text = ""
+        self._table = self._hidden = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.body = given if tag == "body" else self.body
+        self._table = given.get("id") or "" if tag == "table" else self._table
+        self._hidden = tag if tag in ("script", "style") else self._hidden
+        if tag == "tr":
+            self.rows.setdefault(self._table, -1)  # the first one is the head
+            self.rows[self._table] += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden = "" if tag == self._hidden else self._hidden
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._hidden else data
 
 
 def browse(browser: str, page: Path, state: str, *options: str, size: tuple[int, int] = WIDE) -> str:
@@ -145,6 +175,65 @@ def keyboard(browser: str, page: Path, last: str) -> Iterator[str]:
             yield f"keys {keys}: plan {cells.selected} in {cells.language!r}, {cells.command}; not plan {selected} in {language!r}, {question}"
 
 
+def tried(folder: Path) -> Path:
+    """The folder of a run in which a rank was killed and another one slow, as `train` would have left it."""
+    job = resolve(
+        read_job(None, (), {"model.name": "llama-tiny", "cluster.name": "local:4", "workload.batch": 16, "workload.sequence": 128})
+    )
+    entry = search(job, 1, runnable=True).chosen
+    folder.mkdir()
+    for name, noun in (("job", job), ("plan", entry.plan), ("estimate", entry.estimate)):
+        (folder / f"{name}.json").write_text(noun.to_json(), encoding="utf-8")
+    seconds, memory = 1.2 * entry.estimate.time.step, {"parameters": 7e6, "activations": 4e7, "total": 6e7, "resident": 4e8}
+    held = {0: 8.4, 60: 5.0, 120: 4.0}
+    records = [
+        StepRecord(step=step, loss=4 + 4 / (1 + step / 10), tokens=2048 if step else 0, gradient_norm=1.0, lr=1e-3, seconds=seconds, memory=memory,
+                   exposed={"data": seconds / 10}, data_seconds=1e-5, held_out_loss=held.get(step))
+        for step in range(121)
+    ]  # fmt: skip
+    (folder / "records.jsonl").write_text("".join(record.to_json(None) + "\n" for record in records), encoding="utf-8")
+    events = [
+        Event(kind="fault", at=0.0, rank=2, step=31, phase="backward", cause="killed by SIGKILL: by someone's kill -9"),
+        Event(kind="recovery", at=1.0, step=30, seconds=0.6, source="memory"),
+        Event(kind="slow", at=2.0, step=71, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
+        Event(kind="shares", at=2.0, step=71, plan="dp4.z1.mb4.sh5-5-5-2", predicted=1.7),
+        Event(kind="gained", at=3.0, step=81, plan="dp4.z1.mb4.sh5-5-5-2", predicted=1.7, measured=1.6),
+    ]
+    (folder / EVENTS).write_text("".join(event.to_json(None) + "\n" for event in events), encoding="utf-8")
+    return folder
+
+
+def wrong_run(browser: str, page: Path, told: dict[str, Any], state: str, size: tuple[int, int]) -> Iterator[str]:
+    """What the page of a run shows in a state and should not, or does not and should. `told`: what `report --json` says."""
+    seen = Tables()
+    seen.feed(browse(browser, page, state, "--dump-dom", "--virtual-time-budget=2000", size=size))
+    if seen.body.get("data-error"):
+        yield f"script: {seen.body['data-error']}"
+    if int(seen.body.get("data-wide") or 0) > 0:
+        yield f"{seen.body['data-wide']} pixels wider than a window of {size[0]}"
+    rows = {"timeRows": len(told["time"]), "memoryRows": len(told["memory"]), "eventRows": 1, "decisionRows": 2}
+    for table, count in rows.items():
+        if seen.rows.get(table) != count:
+            yield f"{table}: {seen.rows.get(table)} rows, the report has {count}"
+    yield from (f"it says {word!r}" for word in ("undefined", "NaN", "[object", "null") if word in seen.text)
+    for fact in (told["plan"], f"{told['loss']['last']['loss']:.4f}", "1.70", "1.60"):
+        if fact not in seen.text:
+            yield f"it does not say {fact!r}"
+
+
+def run_pages(browser: str, folder: Path) -> Iterator[str]:
+    """What is wrong with the page of a run, in both languages, themes and widths."""
+    run, page = tried(folder / "run"), folder / "run.html"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        if command(["report", str(run), "--page", str(page), "--lang", "en", "--json"]):
+            yield "report --page failed"
+            return
+    told = json.loads(out.getvalue())
+    page.write_text(page.read_text(encoding="utf-8").replace("</head>", WATCH + "</head>", 1), encoding="utf-8")
+    for state, size in (("", WIDE), ("lang=zh", NARROW), ("theme=dark&lang=zh", WIDE), ("theme=dark", NARROW)):
+        yield from (f"run page, {state or 'as it opens'}: {fault}" for fault in wrong_run(browser, page, told, state, size))
+
+
 def states(data: dict[str, Any]) -> list[tuple[str, tuple[int, int]]]:
     """The question, and each slider at both of its ends, in several dresses."""
     dresses = ["", "&lang=zh", "&theme=dark", "&theme=dark&lang=zh"]
@@ -171,6 +260,7 @@ def main(arguments: list[str]) -> int:
         faults += keyboard(browser, watched, states(json.loads(found[1]))[3][0])
         paint = first_paint(browser, watched)
         print(f"  {page.stat().st_size:,} bytes, first paint after {paint:.2f} s")
+        faults += run_pages(browser, Path(folder))
         faults += [f"first paint after {paint:.2f} s, at most {PAINT} s"] if paint > PAINT else []
         if "--pictures" in arguments:
             PICTURES.mkdir(exist_ok=True)
@@ -179,7 +269,7 @@ def main(arguments: list[str]) -> int:
                 browse(
                     browser, page, f"plan={PICTURED}&lang={language}&theme=light", screen, "--virtual-time-budget=2000", size=(1180, 1460)
                 )
-    print("\n".join(faults) or "the page shows what the commands say")
+    print("\n".join(faults) or "the pages show what the commands say")
     return int(bool(faults))
 
 

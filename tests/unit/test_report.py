@@ -12,6 +12,7 @@ import pytest
 from meshwright.base.errors import InputError
 from meshwright.cli.main import main
 from meshwright.report.compare import compare, compare_text
+from meshwright.report.decisions import decisions, decisions_text
 from meshwright.report.faults import faults_text
 from meshwright.report.page.run import COLUMNS
 from meshwright.report.run import Run, read_run, summarise
@@ -399,3 +400,24 @@ def test_what_broke_before_a_step_had_begun_is_shown_behind_the_last_one_and_a_d
     )
     assert [line.split()[:2] for line in found.splitlines()[1:3]] == [["40", "0"], ["40", "1"]]
     assert found.splitlines()[3].split()[:6] == ["41", "the", "states", "of", "ranks", "0,"]
+
+
+def test_every_decision_about_slow_ranks_stands_with_its_predicted_and_its_measured_gain() -> None:
+    plan = "dp4.z1.sh9-9-9-5"
+    events = [
+        Event(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
+        Event(kind="shares", at=0.0, step=41, plan=plan, predicted=1.6),
+        Event(kind="gained", at=0.0, step=51, plan=plan, predicted=1.6, measured=1.5),
+        Event(kind="slow", at=0.0, step=70, ranks=(2,), slots=(2,), cause="is slow", decision="goes on without device 2", predicted=1.4),
+        Event(kind="returned", at=0.0, step=90, slots=(2,), cause="it is well", predicted=1.2),
+        Event(kind="gained", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
+    ]
+    assert [(row.step, row.ranks, row.predicted, row.measured) for row in decisions(events)] == [
+        (41, "3", 0.0, 0.0),
+        (41, "", 1.6, 1.5),
+        (70, "2", 1.4, 0.0),
+        (90, "", 1.2, 1.1),
+    ]
+    text = decisions_text(events)
+    assert f"{plan} from here on" in text and "device 2 comes back: it is well" in text and not faults_text(events)
+    assert [line.split()[-2:] for line in text.splitlines()[2:]] == [["1.60", "1.50"], ["2", "1.40"], ["1.20", "1.10"]]

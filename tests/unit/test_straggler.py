@@ -71,7 +71,7 @@ def test_slow_data_and_a_slow_link_are_told_from_a_slow_rank() -> None:
     steps(watch, 20, 0)
     (found,) = steps(watch, 20, 0, link=6.0)
     assert [(slow.rank, slow.phase) for slow in found] == [(-1, Phase.communication)]
-    assert "a link is slow" in found[0].line(80)
+    assert "a link is slow" in found[0].words
 
 
 def test_shares_follow_the_speeds_and_go_back_when_the_rank_recovers() -> None:
@@ -155,7 +155,9 @@ def asked(name: str, slow: float) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("name", ["dp4.z2", "dp4.z3", "tp4", "pp4", "dp2.tp2.z2", "dp2.pp2.z2"])
 def test_a_rank_that_no_shares_help_is_told_of_once_it_was_slow_for_long(name: str) -> None:
-    told = asked(name, 2.0)
+    verdict, *told = asked(name, 2.0)
+    assert (verdict["kind"], verdict["ranks"], verdict["words"][:36]) == ("verdict", (3,), "rank 3 computes 2.0 times as long as")
+    assert 30 < verdict["step"] <= 50  # type: ignore[operator]
     assert {message["kind"] for message in told} == {"slow"} and all(message["ranks"] == (3,) for message in told)
     first = told[0]
     assert 30 + LONG < first["step"] < 30 + WINDOW + STEADY + LONG + 2 * WINDOW  # type: ignore[operator]
@@ -164,4 +166,4 @@ def test_a_rank_that_no_shares_help_is_told_of_once_it_was_slow_for_long(name: s
 
 
 def test_where_shares_make_up_for_a_slow_rank_nobody_asks_to_leave_it_out() -> None:
-    assert [message["kind"] for message in asked("dp4.z1", 1.5)] == ["shares", "gained"]
+    assert [message["kind"] for message in asked("dp4.z1", 1.5)] == ["verdict", "shares", "gained"]

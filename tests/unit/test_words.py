@@ -15,14 +15,40 @@ from hypothesis import strategies as st
 from meshwright.base.errors import InputError
 from meshwright.cli.main import main
 from meshwright.cli.verify import _line, _lossy
+from meshwright.elastic.journal import Journal
+from meshwright.report.decisions import decisions
+from meshwright.report.faults import read_events
+from meshwright.report.run import read_run
+from meshwright.report.run_text import run_text
 from meshwright.report.text import columns, columns_of, folded, whole_parts
+from meshwright.spec.event import EVENTS, Event
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.record import StepRecord
 from meshwright.spec.workload import Workload
 from meshwright.train.screen import Screen
+from meshwright.train.straggler import WELL, Phase, Slow
 from meshwright.words.lines import _translated, translated
 from meshwright.words.lines_zh import LINES
 from meshwright.words.say import TABLES, language_of, name, say, table, tell
+
+CHANGES = [
+    Event(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
+    Event(kind="shares", at=0.0, step=41, plan="dp4.z1.sh9-9-9-5", predicted=1.6),
+    Event(kind="gained", at=0.0, step=51, plan="dp4.z1.sh9-9-9-5", predicted=1.6, measured=1.5),
+    Event(kind="slow", at=0.0, step=60, cause=WELL),
+    Event(
+        kind="slow",
+        at=0.0,
+        step=70,
+        ranks=(2,),
+        slots=(2,),
+        cause="computes 2.0 times as long as it should",
+        decision="goes on without device 2",
+        predicted=1.4,
+    ),
+    Event(kind="returned", at=0.0, step=90, slots=(2,), cause="it multiplies 2.0 times as fast as when it was left out", predicted=1.2),
+    Event(kind="gained", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
+]
 
 
 def places(text: str) -> set[tuple[str, str]]:
@@ -98,7 +124,18 @@ def said_by(path: Path) -> set[str]:
         return [*skeletons(node.body), *skeletons(node.orelse)] if isinstance(node, ast.IfExp) else ["{}"]
 
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
-    sayers = {"Fault": -1, "InputError": -1, "ValueError": -1, "NothingFits": -1, "Mend": 0, "note": 0, "translated": 0}
+    sayers = {
+        "Fault": -1,
+        "InputError": -1,
+        "ValueError": -1,
+        "NothingFits": -1,
+        "Mend": 0,
+        "note": 0,
+        "_note": 0,
+        "translated": 0,
+        "Interrupted": -1,
+        "Held": -1,
+    }
     named = [(getattr(call.func, "id", getattr(call.func, "attr", "")), call) for call in calls]
     lines = [call.args[sayers[name]] for name, call in named if name in sayers]
     return {text for line in lines for text in skeletons(line) if re.search("[a-z]{4}", text)}
@@ -108,7 +145,7 @@ def said_by(path: Path) -> set[str]:
     "place",
     [
         "spec/plan.py", "spec/rules.py", "search/*.py", "intake/*.py", "cli/plan.py", "cli/fit.py", "cli/train.py", "cli/doctor.py",
-        "train/screen.py",
+        "train/screen.py", "elastic/*.py", "train/recovery.py", "train/lease.py", "report/*.py", "cli/report.py",
     ],
 )  # fmt: skip
 def test_every_line_that_a_command_says_is_known_in_chinese(place: str) -> None:
@@ -145,6 +182,38 @@ def test_a_run_speaks_the_language_of_who_reads_and_what_it_wrote_stays(capsys: 
     screen.hear({"kind": "sample", "text": "loss 1.0\nall 3 steps are done"})
     said = "some text\n从第 4 步的检查点继续\n第 8/8 步  损失 2.0000  每秒 1.23 k 个 token  最满的 rank 占 1.00 MiB\n"
     assert capsys.readouterr().err == f"{said}它写出的样例：\n  | loss 1.0\n  | all 3 steps are done\n"
+
+
+def test_what_breaks_in_a_run_and_what_is_done_about_it_is_said_in_chinese(tmp_path: Path) -> None:
+    notes: list[str] = []
+    journal = Journal(tmp_path, notes.append)
+    killed = "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
+    journal.fault(rank=2, step=7, phase="backward", cause=killed, decision="ranks start again")
+    journal.resize(4, 3, "dp3.z2", 1)
+    journal.resize(3, 3, "dp3.z3", 1)
+    journal.hear({"kind": "begin", "step": 6, "source": "memory"}, 1)
+    journal.hear({"kind": "record", "record": {"step": 7}}, 1)
+    notes += [f"step 41: {Slow(3, phase, 2.1).words}" for phase in Phase] + [f"step 60: {WELL}"]
+    notes += [f"step 41: {Slow(-1, phase, 0.4).words}" for phase in (Phase.data, Phase.communication)]
+    notes += [f"{row.words}" for row in decisions([*CHANGES, *read_events(tmp_path / EVENTS)])]
+    for line in notes:
+        said = translated(line, "zh")
+        assert set(re.findall("[a-z]{3,}", said)) <= {"rank", "kill"}, said
+    assert translated("rank 0 of 2 on a: killed by SIGSEGV: a native library wrote where it must not\n  log: x", "zh").endswith(
+        "\n  日志：x"
+    )
+
+
+def test_a_report_is_said_in_chinese(tmp_path: Path) -> None:
+    steps = [
+        StepRecord(step=step, loss=2.0 / step, tokens=64, gradient_norm=1.0, lr=0.1, seconds=0.5, exposed={"data": 0.1})
+        for step in (1, 2, 3)
+    ]
+    (tmp_path / "records.jsonl").write_text("".join(step.to_json(None) + "\n" for step in steps))
+    (tmp_path / EVENTS).write_text("".join(event.to_json(None) + "\n" for event in CHANGES))
+    said = run_text(read_run(tmp_path), "zh").replace(str(tmp_path), "")
+    assert set(re.findall("[a-z]{3,}", said)) <= {"rank", "token", "plan", "json"}, said
+    assert said.count("\n") == run_text(read_run(tmp_path)).count("\n")
 
 
 def test_a_line_in_chinese_has_every_value_of_the_english_one() -> None:

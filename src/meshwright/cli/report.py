@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, check_place, note, say, say_json
+from meshwright.cli.options import AsJson, Language, check_place, note, say, say_json
 
 if TYPE_CHECKING:
     from meshwright.report.run import Run
@@ -24,7 +24,7 @@ def report(
         Parameter(help="write an HTML page of one run to this file: plan, losses, predicted beside measured, memory, what broke"),
     ] = None,
     json: AsJson = False,
-    lang: Annotated[str | None, Parameter(help="language of the page and of errors, en or zh; else that of the locale")] = None,
+    lang: Language = None,
 ) -> int:
     """What a run planned and what it measured, in the same words; several runs side by side, with the difference of their losses.
 
@@ -55,19 +55,19 @@ def report(
         if json:
             say_json({"run": found[0].folder, "timelines": [plain(timeline) for timeline in timelines]})
         else:
-            say(memory_text(found[0], timelines))
+            say(memory_text(found[0], timelines, language))
         return 0
     if len(found) == 1:
         if json:
             say_json(plain(summarise(found[0])))
         else:
-            say(run_text(found[0]))
+            say(run_text(found[0], language))
         return 0
     comparison = compare(found)
     if json:
         say_json(plain(comparison))
     else:
-        say(compare_text(comparison))
+        say(compare_text(comparison, language))
     return 0
 
 

@@ -58,7 +58,8 @@ class Journal:
         self.write(kind="resize", generation=generation, step=self.last, cause=cause, plan=plan)
         less = "on the devices that are there" if same else "under a plan that takes less memory"
         how = less if before == after else f"with {after} instead of {before} ranks"
-        self.note(f"goes on {how}{f', plan {plan}' if plan else ''}")
+        how += f", plan {plan}" if plan else ""
+        self.note(f"goes on {how}")
         self._decided = self._decided or time.monotonic()
 
     def part(self, name: str, seconds: float) -> None:

@@ -150,9 +150,11 @@ class Slots:
             self.journal.write(kind=kind, generation=generation, **_entries(message, "step", "plan", "predicted"))
         elif kind == "gained":
             self.journal.write(kind=kind, generation=generation, **_entries(message, "step", "plan", "predicted", "measured"))
+        elif kind == "verdict":
+            self.journal.write(kind="slow", generation=generation, cause=message["words"], **_entries(message, "step", "ranks"))
         elif kind == "slow":
             self._judge(message, slots, generation)
-        return kind in ("shares", "gained", "slow")
+        return kind in ("shares", "gained", "verdict", "slow")
 
     def _count(self, seconds: float, step: int, generation: int) -> None:
         """A step that has ended: of what starting costs, what steps take, and what the last change has gained."""
@@ -198,8 +200,8 @@ class Slots:
             decision=decision,
             predicted=gain,
         )
-        predicted = f", {gain:.2f} times as fast predicted" if out else ""
-        self.journal.note(f"step {step}: rank {', '.join(map(str, ranks))} {cause}: {decision}{predicted}")
+        decision += f", {gain:.2f} times as fast predicted" if out else ""
+        self.journal.note(f"step {step}: rank {', '.join(map(str, ranks))} {cause}: {decision}")
         if out:
             self._change(f"leaving out {words}", message["seconds"], gain, world)
             self.leave_out(here, message["times"])

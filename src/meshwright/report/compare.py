@@ -18,6 +18,7 @@ from meshwright.base.units import show_bytes, show_count, show_seconds
 from meshwright.report.run import Pair, Run, Summary, summarise
 from meshwright.report.text import columns
 from meshwright.spec.launch import difference
+from meshwright.words.say import name, say, tell
 
 
 class Comparison(Noun):
@@ -61,35 +62,36 @@ def _another(first: Run, other: Run) -> str | None:
     return difference(other.launch, first.launch)
 
 
-def compare_text(comparison: Comparison) -> str:
+def compare_text(comparison: Comparison, language: str = "en") -> str:
     """What `meshwright report RUN RUN ...` prints."""
+    said = lambda key, **values: say(tell(f"compare.{key}", **values), language)
     runs = comparison.runs
     short = [Path(run.run).name for run in runs]
-    names = short if len(set(short)) == len(short) else [run.run for run in runs]
-    rows: list[tuple[str, ...]] = [("", *names)]
+    called = short if len(set(short)) == len(short) else [run.run for run in runs]
+    rows: list[tuple[str, ...]] = [("", *called)]
 
     def add(name: str, cells: Sequence[str]) -> None:
         if any(cell != "-" for cell in cells):
             rows.append((name, *cells))
 
-    add("model", [run.model or "-" for run in runs])
-    add("plan", [run.plan or "-" for run in runs])
-    add("ranks", [str(run.devices or "-") for run in runs])
-    add("steps", [str(run.steps) for run in runs])
-    add("first loss", [f"{run.loss.first.loss:.4f}" if run.loss else "-" for run in runs])
-    add("last loss", [f"{run.loss.last.loss:.4f}" if run.loss else "-" for run in runs])
-    add("best loss", [f"{run.loss.best.loss:.4f}" if run.loss else "-" for run in runs])
-    add("held-out loss", [f"{run.held_out.last.loss:.4f}" if run.held_out else "-" for run in runs])
-    add("tokens/s", [_shown(run.tokens_per_second, show_count) for run in runs])
-    add("seconds per step", [_shown(run.pair("time", "step"), show_seconds) for run in runs])
-    add("measured/predicted", [_ratio(run.pair("time", "step")) for run in runs])
+    add(said("model"), [run.model or "-" for run in runs])
+    add(said("plan"), [run.plan or "-" for run in runs])
+    add(said("ranks"), [str(run.devices or "-") for run in runs])
+    add(said("steps"), [str(run.steps) for run in runs])
+    add(said("first"), [f"{run.loss.first.loss:.4f}" if run.loss else "-" for run in runs])
+    add(said("last"), [f"{run.loss.last.loss:.4f}" if run.loss else "-" for run in runs])
+    add(said("best"), [f"{run.loss.best.loss:.4f}" if run.loss else "-" for run in runs])
+    add(said("held"), [f"{run.held_out.last.loss:.4f}" if run.held_out else "-" for run in runs])
+    add(said("rate"), [_shown(run.tokens_per_second, show_count) for run in runs])
+    add(said("step"), [_shown(run.pair("time", "step"), show_seconds) for run in runs])
+    add(said("ratio"), [_ratio(run.pair("time", "step")) for run in runs])
     for kind in sorted({row.name for run in runs for row in run.time if row.name != "step" and row.measured}):
-        add(f"  {kind}", [_shown(run.pair("time", kind), show_seconds) for run in runs])
+        add(f"  {say(name('row', kind), language)}", [_shown(run.pair("time", kind), show_seconds) for run in runs])
     for kind in dict.fromkeys(row.name for run in runs for row in run.memory if row.measured):
-        add(f"memory {kind}", [_shown(run.pair("memory", kind), show_bytes) for run in runs])
-    add("skipped steps", [str(len(run.skipped)) for run in runs])
-    add("loss difference", [_difference(comparison, at) for at in range(len(runs))])
-    notes = [f"{names[at]} is another job than {names[0]}: {words}" for at, words in enumerate(comparison.another_job) if words]
+        add(said("memory", kind=name("row", kind)), [_shown(run.pair("memory", kind), show_bytes) for run in runs])
+    add(said("skipped"), [str(len(run.skipped)) for run in runs])
+    add(said("apart"), [_difference(comparison, at, said) for at in range(len(runs))])
+    notes = [said("another", one=called[at], other=called[0], what=words) for at, words in enumerate(comparison.another_job) if words]
     return "\n".join([columns(rows), *notes])
 
 
@@ -101,8 +103,8 @@ def _ratio(pair: Pair) -> str:
     return "-" if pair.ratio is None else f"{pair.ratio:.2f}"
 
 
-def _difference(comparison: Comparison, at: int) -> str:
+def _difference(comparison: Comparison, at: int, said: Callable[..., str]) -> str:
     apart = comparison.loss_difference[at]
     if at == 0 or apart is None:
         return "-"
-    return f"{apart:.1e} over {comparison.shared_steps[at]}"
+    return said("over", apart=f"{apart:.1e}", steps=comparison.shared_steps[at])

@@ -21,6 +21,8 @@ from meshwright.base.units import show_seconds
 from meshwright.report.text import columns
 from meshwright.spec.event import Event
 from meshwright.spec.record import StepRecord
+from meshwright.words.lines import translated
+from meshwright.words.say import name, say, tell
 
 MOST = 12
 """Faults that are listed; of more the last ones."""
@@ -81,25 +83,16 @@ def lost_in(event: Event, steps: Sequence[StepRecord]) -> float:
     return max(0.0, event.seconds - ran)
 
 
-def goodput_text(found: Goodput) -> str:
+def goodput_text(found: Goodput, language: str = "en") -> str:
     """One line: the share, then every term that is there.
 
     >>> goodput_text(Goodput(share=0.9, useful=90, saves=4, recovery=6))
     '90.0% useful; saves 4.00 s, lost in recoveries 6.00 s'
     """
-    names = {
-        "data": "waiting for data",
-        "skipped": "skipped steps",
-        "again": "steps run again",
-        "detection": "noticing hangs",
-        "recovery": "lost in recoveries",
-    }
-    terms = [
-        f"{names.get(name, name)} {show_seconds(getattr(found, name))}"
-        for name in Goodput.model_fields
-        if name not in ("share", "useful") and getattr(found, name) > 0
-    ]
-    return f"{found.share:.1%} useful" + (f"; {', '.join(terms)}" if terms else "")
+    lost = [field for field in Goodput.model_fields if field not in ("share", "useful") and getattr(found, field) > 0]
+    terms = [say(tell(f"goodput.{field}", seconds=getattr(found, field)), language) for field in lost]
+    useful = say(tell("goodput.useful", share=f"{found.share:.1%}"), language)
+    return say(tell("list"), language).join([useful, *([say(tell("parts"), language).join(terms)] if terms else [])])
 
 
 def _short(event: Event) -> str:
@@ -132,9 +125,6 @@ def fault_rows(events: Sequence[Event], records: Sequence[StepRecord] = ()) -> l
         last = event.step or last  # ranks that broke before they began a step say none
         if event.kind in ("fault", "verdict", "spike", "divergence", "quarantine"):
             rows.append(Row(last, "" if event.rank is None else str(event.rank), event.phase, _short(event), event.detection))
-        elif event.kind in ("slow", "returned"):
-            cause = f"{event.cause}: {event.decision}" if event.decision else event.cause
-            rows.append(Row(event.step, ", ".join(map(str, event.ranks)), "", cause))
         elif event.kind in ("resize", "longer"):
             rows.append(Row(event.step, "", "", _short(event)))
         elif event.kind == "recovery" and rows:
@@ -143,22 +133,22 @@ def fault_rows(events: Sequence[Event], records: Sequence[StepRecord] = ()) -> l
     return rows
 
 
-def faults_text(events: Sequence[Event], records: Sequence[StepRecord] = ()) -> str:
+def faults_text(events: Sequence[Event], records: Sequence[StepRecord] = (), language: str = "en") -> str:
     """A table of what broke and how the run went on; empty when nothing did."""
     rows = fault_rows(events, records)
     if not rows:
         return ""
-    shown = [
-        (str(row.step), row.ranks, row.phase, row.cause, show_seconds(row.noticed) if row.noticed else "", *_recovery(row))
-        for row in rows[-MOST:]
-    ]
-    more = [(f"... {len(rows) - MOST} before", *[""] * 7)] if len(rows) > MOST else []
-    return columns(
-        [("step", "rank", "in", "what broke", "noticed after", "recovered in", "of it lost", "steps again"), *more, *shown], "  "
-    )
+    shown: list[tuple[str, ...]] = []
+    for row in rows[-MOST:]:
+        said = (translated(words, language) for words in (row.phase, row.cause))
+        shown.append((str(row.step), row.ranks, *said, show_seconds(row.noticed) if row.noticed else "", *_recovery(row, language)))
+    more = [(say(tell("broke.more", count=len(rows) - MOST), language),)] if len(rows) > MOST else []
+    head = ("step", "rank", "phase", "cause", "noticed", "recovered", "lost", "again")
+    return columns([[say(name("broke", word), language) for word in head], *more, *shown], "  ")
 
 
-def _recovery(row: Row) -> tuple[str, str, str]:
+def _recovery(row: Row, language: str) -> tuple[str, str, str]:
     if row.seconds is None:
         return "", "", ""
-    return f"{show_seconds(row.seconds)} from {row.source or 'the beginning'}", show_seconds(row.lost), str(row.again)
+    source = name("source", row.source or "beginning")
+    return say(tell("broke.from", seconds=row.seconds, source=source), language), show_seconds(row.lost), str(row.again)

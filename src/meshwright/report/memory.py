@@ -13,6 +13,7 @@ from meshwright.base.units import show_bytes, show_seconds
 from meshwright.report.run import Run
 from meshwright.report.text import columns
 from meshwright.spec.timeline import Moment, Timeline
+from meshwright.words.say import name, say, tell
 
 WIDTH, HEIGHT = 72, 16
 LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "passing": "S", "activations": "a", "buffers": "b"}
@@ -28,32 +29,38 @@ def read_timelines(folder: Path) -> list[Timeline]:
     return sorted(found, key=lambda timeline: (-timeline.total, timeline.rank))
 
 
-def memory_text(run: Run, timelines: list[Timeline]) -> str:
+def memory_text(run: Run, timelines: list[Timeline], language: str = "en") -> str:
     """What `meshwright report RUN --memory` prints."""
+    said = lambda key, **values: say(tell(f"timeline.{key}", **values), language)
+    place = lambda timeline: timeline.place or said("nowhere")
     fullest = timelines[0]
     kinds = {**fullest.held, "activations": fullest.peak.activations, "buffers": fullest.peak.buffers}
     predicted = run.estimate.memory.model_dump() if run.estimate is not None else {}
     rows = [
-        (LETTERS[kind] if size else "", kind, show_bytes(predicted[kind]) if kind in predicted else "-", show_bytes(size))
+        (
+            LETTERS[kind] if size else "",
+            say(name("row", kind), language),
+            show_bytes(predicted[kind]) if kind in predicted else "-",
+            show_bytes(size),
+        )
         for kind, size in kinds.items()
         if size or kind != "passing"
     ]
     total = predicted.get("total")
-    rows.append(("", "total", "-" if total is None else show_bytes(total), show_bytes(fullest.total)))
+    rows.append(("", say(name("row", "total"), language), "-" if total is None else show_bytes(total), show_bytes(fullest.total)))
     lines = [
-        f"memory of step {fullest.step} on rank {fullest.rank}, the fullest of {len(timelines)}: {show_bytes(fullest.total)} at its peak, "
-        f"{show_seconds(fullest.peak.at)} into {show_seconds(fullest.seconds)}",
-        f"at the peak: {fullest.place or 'outside of all modules'}",
+        said(
+            "head", step=fullest.step, rank=fullest.rank, ranks=len(timelines), size=fullest.total, at=fullest.peak.at, all=fullest.seconds
+        ),
+        said("place", place=place(fullest)),
         "",
         *chart(fullest),
         "",
-        columns([("", "at the peak", "predicted", "measured"), *rows], "  "),
+        columns([("", *map(said, ("peak", "predicted", "measured"))), *rows], "  "),
     ]
     if len(timelines) > 1:
-        others = ", ".join(
-            f"rank {each.rank} {show_bytes(each.total)} ({each.place or 'outside of all modules'})" for each in timelines[1:5]
-        )
-        lines += ["", f"others: {others}" + (", ..." if len(timelines) > 5 else "")]
+        others = ", ".join(said("other", rank=each.rank, size=each.total, place=place(each)) for each in timelines[1:5])
+        lines += ["", said("others", ranks=others) + (", ..." if len(timelines) > 5 else "")]
     return "\n".join(lines)
 
 

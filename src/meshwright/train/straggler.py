@@ -46,6 +46,8 @@ LONG = 20
 FIRST = 2
 """Steps of a launch that do not count: they learn shapes and fill caches."""
 
+WELL = "nobody holds the others up any more"
+
 
 class Phase(StrEnum):
     """What a rank is slow at."""
@@ -71,13 +73,14 @@ class Slow(NamedTuple):
     times: float
     than: str = "its peers"
 
-    def line(self, step: int) -> str:
+    @property
+    def words(self) -> str:
         if self.rank < 0 and self.phase == Phase.data:
-            return f"step {step}: every rank waits for its data, {self.times:.0%} of a step: its readers are slow".replace("%", " %")
+            return f"every rank waits for its data, {self.times:.0%} of a step: its readers are slow".replace("%", " %")
         if self.rank < 0:
-            return f"step {step}: every rank waits {self.times:.1f} times as long for the others as before: a link is slow"
+            return f"every rank waits {self.times:.1f} times as long for the others as before: a link is slow"
         what = "computes" if self.phase == Phase.computing else "waits for its data"
-        return f"step {step}: rank {self.rank} {what} {self.times:.1f} times as long as {self.than}"
+        return f"rank {self.rank} {what} {self.times:.1f} times as long as {self.than}"
 
 
 class Asked(NamedTuple):
@@ -123,8 +126,9 @@ class Watch:
         found = self.hear(phases)
         self._compare(step)
         if found is not None:
-            for line in [slow.line(step) for slow in found] or [f"step {step}: nobody holds the others up any more"]:
-                self.say(line)
+            for ranks, words in [((slow.rank,) if slow.rank >= 0 else (), slow.words) for slow in found] or [((), WELL)]:
+                self.say(f"step {step}: {words}")
+                self.tell("verdict", step=step, ranks=ranks, words=words)
         again = found is None and bool(self.slow) and self._seen % WINDOW == 0  # who is slow may have become slower, or faster
         better = self.better() if balance and (found is not None or again) else None
         if better is None or (again and better[1] < 1.0 + 2 * GAIN):

@@ -21,8 +21,11 @@ TABLES = {"zh": "meshwright.words.lines_zh"}
 
 
 def translated(line: str, language: str) -> str:
-    """`line` in `language`, as far as its table knows it."""
-    return _translated(line, language) if language in TABLES else line
+    """`line` in `language`, as far as its table knows it; a report of several lines line by line."""
+    if language not in TABLES:
+        return line
+    rows = [(row, row.lstrip()) for row in line.split("\n")]
+    return "\n".join(row.removesuffix(words) + _translated(words, language) for row, words in rows)
 
 
 @cache

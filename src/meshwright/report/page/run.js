@@ -29,8 +29,8 @@ function curve({ svg, x, y }, kind, points, words) {
 }
 
 function marks({ svg, x }, last) {
-  for (const event of DATA.events.filter(event => event.step >= last[0] && event.step <= last[1])) {
-    svg.append(make("line", { class: "event", x1: x(event.step), x2: x(event.step), y1: 12, y2: HIGH }, make("title", {}, `${say.stepAt(event.step)}: ${lineOf(event.cause)}`)))
+  for (const event of [...DATA.events, ...DATA.decisions].filter(event => event.step >= last[0] && event.step <= last[1])) {
+    svg.append(make("line", { class: "event", x1: x(event.step), x2: x(event.step), y1: 12, y2: HIGH }, make("title", {}, `${say.stepAt(event.step)}: ${lineOf(event.cause || event.words)}`)))
   }
 }
 
@@ -45,7 +45,7 @@ function drawLoss() {
   marks(plot, last)
   if (train.length) curve(plot, "loss", train, say.train)
   if (held.length) curve(plot, "held", held, say.held)
-  return fill("lossChart", make("div", { class: "scroll" }, plot.svg), legend(["loss", say.train], held.length && ["held", say.held], DATA.events.length && ["recovery", say.broke]))
+  return fill("lossChart", make("div", { class: "scroll" }, plot.svg), legend(["loss", say.train], held.length && ["held", say.held], (DATA.events.length || DATA.decisions.length) && ["recovery", say.broke]))
 }
 
 function drawSeconds() {
@@ -102,10 +102,17 @@ function drawPairs(id, group, rows, show) {
 
 function drawEvents() {
   const head = ["step", "rank", "phase", "cause", "noticed", "recovered", "lost", "again"].map((name, index) => make("th", { scope: "col", class: index === 3 ? "left" : "" }, say[name]))
-  const rows = DATA.events.map(event => make("tr", {}, ...[event.step, event.ranks, event.phase].map(word => make("td", {}, String(word))), make("td", { class: "left text" }, lineOf(event.cause)),
+  const rows = DATA.events.map(event => make("tr", {}, ...[event.step, event.ranks, lineOf(event.phase)].map(word => make("td", {}, String(word))), make("td", { class: "left text" }, lineOf(event.cause)),
     ...[event.noticed ? seconds(event.noticed) : "", ...(event.seconds === null ? ["", "", ""] : [say.from(seconds(event.seconds), event.source), seconds(event.lost), String(event.again)])].map(word => make("td", {}, word))))
   if (rows.length) table("eventRows", head, rows)
   else fill("eventRows", make("caption", { class: "note" }, say.nothing))
+}
+
+function drawDecisions() {
+  document.getElementById("decisions").hidden = !DATA.decisions.length
+  const head = ["step", "rank", "decided", "faster", "reached"].map((name, index) => make("th", { scope: "col", class: index === 2 ? "left" : "" }, say[name]))
+  const times = gain => gain ? gain.toFixed(2) : ""
+  table("decisionRows", head, DATA.decisions.map(row => make("tr", {}, make("td", {}, String(row.step)), make("td", {}, row.ranks), make("td", { class: "left text" }, lineOf(row.words)), make("td", {}, times(row.predicted)), make("td", {}, times(row.measured)))))
 }
 
 function drawGoodput() {
@@ -138,6 +145,7 @@ function drawRun() {
   drawSeconds()
   drawTimeline()
   drawEvents()
+  drawDecisions()
   drawGoodput()
   fill("made", say.made(DATA.version, DATA.folder))
 }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.report.decisions import decisions
 from meshwright.report.faults import fault_rows
 from meshwright.report.ledger import balance_text
 from meshwright.report.memory import highest, read_timelines
@@ -38,6 +39,7 @@ def run_data(run: Run) -> dict[str, Any]:
     data = plain(summary)
     steps = run.steps
     balance, events = balance_text(summary.ledger) if summary.ledger else "", fault_rows(run.events, steps)
+    decided = decisions(run.events)
     return {
         "folder": run.folder,
         "run": Path(run.folder).name,
@@ -59,9 +61,10 @@ def run_data(run: Run) -> dict[str, Any]:
         },
         "timeline": timeline_data(run),
         "events": [row._asdict() for row in events],
+        "decisions": [row._asdict() for row in decided],
         "goodput": data["goodput"],
         "words": {language: words(language, (), ()) for language in TABLES},
-        "lines": lines((balance, *(row.cause for row in events))),
+        "lines": lines((balance, *(word for row in events for word in (row.cause, row.phase)), *(row.words for row in decided))),
     }
 
 

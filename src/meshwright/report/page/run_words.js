@@ -2,10 +2,11 @@
 const WORDS = {
   en: {
     plan: "plan", ranks: "ranks", trained: "trained", lossNow: "loss", heldOutNow: "held-out loss", speed: "tokens/s, median", saved: "checkpoints", fullest: "fullest rank", of: "of", steps: "steps", tokens: "tokens",
-    loss: "Loss", train: "training", held: "held out", expected: "predicted", broke: "something broke", step: "step", stepAt: (at) => `step ${at}`,
+    loss: "Loss", train: "training", held: "held out", expected: "predicted", broke: "something broke, or was slow", step: "step", stepAt: (at) => `step ${at}`,
     time: "Time per step", seconds: "Seconds of each step", memory: "Memory of the fullest rank", kind: "", predicted: "predicted", measured: "measured", ratio: "ratio", inside: (row) => `in ${row}`,
     timeline: "Memory of one step", timelineNote: (step, rank, size, at, all, place) => `Step ${step} on rank ${rank}, the fullest: ${size} at its peak, ${at} into ${all}; at the peak: ${place || "outside of all modules"}.`,
     events: "What broke, and how the run went on", rank: "rank", phase: "in", cause: "what broke", noticed: "noticed after", recovered: "recovered in", lost: "of it lost", again: "steps again", nothing: "Nothing broke.",
+    decisions: "Slow ranks, and what was done", decided: "what was found and done", faster: "times as fast: predicted", reached: "measured",
     from: (seconds, source) => `${seconds} from ${{ memory: "memory", disk: "disk" }[source] || "the beginning"}`,
     goodput: "Where the seconds went", useful: "useful steps", data: "waiting for data", skipped: "skipped steps", rerun: "steps run again", saves: "saves", detection: "noticing hangs", recovery: "lost in recoveries",
     kinds: { batch: "waiting for data", "first step": "first step", passing: "passing by", resident: "resident", offloaded: "waits elsewhere", peak: "peak" },
@@ -16,10 +17,11 @@ const WORDS = {
   },
   zh: {
     plan: "方案", ranks: "rank 数", trained: "已训练", lossNow: "损失", heldOutNow: "留出集损失", speed: "token/s（中位数）", saved: "检查点", fullest: "最满的 rank", of: "/", steps: "步", tokens: "token",
-    loss: "损失", train: "训练", held: "留出集", expected: "预测", broke: "出了故障", step: "步", stepAt: (at) => `第 ${at} 步`,
+    loss: "损失", train: "训练", held: "留出集", expected: "预测", broke: "出了故障，或者变慢", step: "步", stepAt: (at) => `第 ${at} 步`,
     time: "每步时间", seconds: "每一步的秒数", memory: "最满的 rank 的内存", kind: "", predicted: "预测", measured: "实测", ratio: "比值", inside: (row) => `含在${row}里`,
     timeline: "一步之内的内存", timelineNote: (step, rank, size, at, all, place) => `第 ${step} 步，最满的 rank ${rank}：峰值 ${size}，在 ${all} 中的 ${at} 处；峰值时在运行：${place || "不在任何模块里"}。`,
     events: "出了什么故障，怎样继续", rank: "rank", phase: "正在", cause: "故障", noticed: "多久后发现", recovered: "恢复用时", lost: "其中损失", again: "重做步数", nothing: "没有故障。",
+    decisions: "慢的 rank，以及怎样处理", decided: "发现与处理", faster: "加速倍数：预测", reached: "实测",
     from: (seconds, source) => `${seconds}，从${{ memory: "内存", disk: "磁盘" }[source] || "头"}开始`,
     goodput: "时间用在哪里", useful: "有用的步", data: "等待数据", skipped: "跳过的步", rerun: "重做的步", saves: "保存", detection: "发现停滞", recovery: "恢复中损失",
     kinds: { batch: "等待数据", "first step": "第一步", passing: "经过", resident: "常驻", offloaded: "放在别处", peak: "峰值" },
