@@ -12,6 +12,7 @@ A message is one line that says what, where, the numbers and the way out. `asser
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -45,15 +46,21 @@ class Interrupted(MeshwrightError):
     exit_code = 75
 
 
-def at_named_path(error: Exception, words: Iterable[str]) -> Exception:
-    """`error`, or an InputError when it is the system's about a file or folder that one of `words`, those of a command, names.
+def of_the_system(error: Exception, words: Iterable[str]) -> Exception:
+    """`error`, or in words of ours what the system says of a full disk, or of a file or folder that one of `words`, those of a command, names.
 
-    >>> at_named_path(FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json"), ["--save", "/proc/out/plan.json"])
+    >>> of_the_system(FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json"), ["--save", "/proc/out/plan.json"])
     InputError("'/proc/out/plan.json': No such file or directory; name another path")
+    >>> of_the_system(OSError(28, "No space left on device"), [])
+    MeshwrightError('the disk is full (No space left on device): make room, then the same command goes on')
     """
-    path = str(error.filename or "") if isinstance(error, OSError) else ""
+    if not isinstance(error, OSError):
+        return error
+    path = str(error.filename or "")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return MeshwrightError(f"the disk is full ({path or error.strerror}): make room, then the same command goes on")
     named = any(path.startswith(word.rpartition("=")[2].rstrip("/") or "/") for word in words if "/" in word or word == path)
-    return InputError(f"{path!r}: {error.strerror}; name another path") if isinstance(error, OSError) and path and named else error
+    return InputError(f"{path!r}: {error.strerror}; name another path") if path and named else error
 
 
 LESS_ALIKE = 0.05

@@ -1,23 +1,43 @@
-"""Requests to stop, SIGINT and SIGTERM, as long as a block runs."""
+"""Requests to stop: SIGINT, SIGTERM, and SIGHUP, with which a terminal says that it is gone."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 @contextmanager
 def hearing(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to `handler` meanwhile. Outside the main thread nothing can be heard and nothing changes."""
+    """Requests go to `handler` as long as the block runs. Outside the main thread nothing can be heard and nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = heed(handler)
     try:
         yield
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+def heed(handler: Callable[[int, Any], None]) -> dict[signal.Signals, Any]:
+    """From here on requests go to `handler`; what was done with each before. A SIGHUP that is ignored (nohup) stays so. What is said to a terminal that
+    is gone goes nowhere, so that saying it is no error."""
+    screens = [handle for handle in range(3) if os.isatty(handle)]
+
+    def heard(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:
+            nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            for handle in screens:
+                os.dup2(nothing, handle)
+            os.close(nothing)
+        handler(number, frame)
+
+    numbers = [number for number in REQUESTS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, heard) for number in numbers}

@@ -15,7 +15,7 @@ from itertools import pairwise
 from cyclopts import App, CycloptsError, UnknownCommandError
 
 from meshwright import __version__
-from meshwright.base.errors import InputError, Interrupted, MeshwrightError, at_named_path, did_you_mean
+from meshwright.base.errors import InputError, Interrupted, MeshwrightError, did_you_mean, of_the_system
 
 COMMANDS = (
     ("train", "plan, launch and train; go on where a run stopped"),
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         error = (
-            Interrupted("interrupted; the same command goes on") if isinstance(error, KeyboardInterrupt) else at_named_path(error, tokens)
+            Interrupted("interrupted; the same command goes on") if isinstance(error, KeyboardInterrupt) else of_the_system(error, tokens)
         )
         known = isinstance(error, MeshwrightError)
         fault = f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of meshwright, --debug shows where"

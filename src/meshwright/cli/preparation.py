@@ -245,8 +245,11 @@ def write_run(folder: Path, launch: Launch, choice: Choice) -> str:
     for name, noun in nouns.items():
         if noun is not None:
             fresh = folder / f".{name}.json.{os.getpid()}"
-            fresh.write_text(noun.to_json() + "\n", encoding="utf-8")
-            fresh.replace(folder / f"{name}.json")
+            try:
+                fresh.write_text(noun.to_json() + "\n", encoding="utf-8")
+                fresh.replace(folder / f"{name}.json")
+            finally:
+                fresh.unlink(missing_ok=True)
     if longer:
         done = read_records(folder / "records.jsonl")[0] if (folder / "records.jsonl").is_file() else []
         Journal(folder, lambda _: None).write(kind="longer", step=max((record.step for record in done), default=0), cause=longer)

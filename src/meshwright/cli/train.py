@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +19,7 @@ from cyclopts import Parameter
 from meshwright.cli.options import AsJson, JobPath, Language, Shared, say_json
 
 if TYPE_CHECKING:
+    from meshwright.base.lines import Message
     from meshwright.cli.nodes import Place
     from meshwright.cli.preparation import Choice
     from meshwright.spec.launch import Launch
@@ -95,7 +96,7 @@ def train(
     finally:
         screen.close()
     if me is None or node is not None or me.rank == 0:
-        _conclude(folder, question, screen, json)
+        _conclude(folder, question, screen, wanted, json)
     return 0
 
 
@@ -137,6 +138,7 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
     from meshwright.cli.replans import Replans
     from meshwright.cli.succession import announced
     from meshwright.elastic.slots import Leaving
+    from meshwright.elastic.starting import Starting
     from meshwright.elastic.supervisor import Care, Supervisor
 
     shared = _after_trials(job, shared, wanted) if wanted.trials else shared
@@ -150,7 +152,9 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
         stack.enter_context(announced(folder, node, screen.note))
         fleet = stack.enter_context(leading(node, work, screen.note, run)) if node else None
         work = plans.replan(len(fleet.slots)) if fleet is not None and len(fleet.slots) < work.world else work
-        Supervisor(work, lambda rank, message: screen.hear(message), screen.note, run.grace, care=care, lent=fleet).run()
+        screen.note(f"starting {work.world} ranks" if work.world > 1 else "starting 1 rank")
+        hear = lambda rank, message: screen.hear(message)
+        Supervisor(work, hear, screen.note, run.grace, Starting(screen.note), care=care, lent=fleet).run()
     return folder
 
 
@@ -213,8 +217,10 @@ def _be_a_rank(me: Launched, job: Path | None, shared: Shared, wanted: Wanted, s
     from meshwright.train.rank import Channel, connect, keep_heap
 
     keep_heap()
-    channel = Channel(me.rank, me.world, screen.hear if me.rank == 0 else lambda message: None)
+    channel = Channel(me.rank, me.world, lambda message: screen.note(message["line"]) if message["kind"] == "note" else None)
     channel.heed_signals(keyboard=True)
+    if me.rank == 0:
+        screen.note(f"rank 0 of {me.world}: it joins the others, then it plans")
     connection = connect(me.rank, me.world)
     with ExitStack() as stack:
         stack.callback(connection.close)
@@ -226,6 +232,7 @@ def _be_a_rank(me: Launched, job: Path | None, shared: Shared, wanted: Wanted, s
                 connection.tell(f'{{"wrong": {error.exit_code}}}')
                 raise
             connection.tell(launch.to_json())
+            channel.hear = _journalled(folder, me.world, screen)
         else:
             told = parse(connection.tell(""), "rank 0")
             if "wrong" in told:
@@ -247,6 +254,22 @@ def _be_a_rank(me: Launched, job: Path | None, shared: Shared, wanted: Wanted, s
     return folder
 
 
+def _journalled(folder: Path, world: int, screen: Screen) -> Callable[[Message], None]:
+    """What hears rank 0 where no supervisor does: what breaks and what is decided goes into the journal all the same."""
+    from meshwright.elastic.journal import Journal
+    from meshwright.elastic.slots import Slots
+
+    journal = Journal(folder, screen.note)
+    slots = Slots(world, journal)
+
+    def hear(message: Message) -> None:
+        journal.hear(message, 0)
+        if not slots.hear(message, (), 0):
+            screen.hear(message)
+
+    return hear
+
+
 def _question(job: Path | None, shared: Shared) -> list[str]:
     """The words of this command that say what is trained, for the commands that are proposed after it.
 
@@ -259,7 +282,7 @@ def _question(job: Path | None, shared: Shared) -> list[str]:
     return [*([str(job)] if job else []), *words]
 
 
-def _conclude(folder: Path, question: list[str], screen: Screen, json: bool) -> None:
+def _conclude(folder: Path, question: list[str], screen: Screen, wanted: Wanted, json: bool) -> None:
     """Predicted beside measured, and what to type next."""
     from shlex import join
 
@@ -268,7 +291,7 @@ def _conclude(folder: Path, question: list[str], screen: Screen, json: bool) -> 
     from meshwright.report.text import plain
 
     finished = read_run(folder)
-    screen.show(f"\n{run_text(finished)}\n")
+    screen.show(f"\n{run_text(finished, wanted.language)}\n")
     proof = join(["meshwright", "verify", *question, "--plan", finished.plan.name if finished.plan else "auto"])
     screen.note(f"next: {join(['meshwright', 'report', str(folder)])}    or prove the plan: {proof}")
     if json:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.base.errors import InputError, MeshwrightError, of_the_system
 from meshwright.base.limits import memory_kills, memory_limit
 from meshwright.base.units import show_bytes
 
@@ -145,8 +145,9 @@ def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Pat
 
 def failed_here(error: Exception, rank: int, world: int) -> MeshwrightError:
     """The same words for a rank that has no supervisor: it can only speak of itself."""
-    if isinstance(error, MeshwrightError):
-        return error
+    found = of_the_system(error, ())
+    if isinstance(found, MeshwrightError):
+        return found
     mine = Failure(rank, 0.0, 1, type(error).__name__, str(error))
     if mine.innocent:
         return RankFailed(f"rank {rank} of {world} lost the connection because of another rank")

@@ -72,13 +72,13 @@ class Care:
 
 @dataclass
 class Supervisor:
-    """`run` returns when every rank is done. `hear` gets what ranks say, `note` what the supervisor has to tell a person."""
+    """`run` returns when every rank is done. `hear` gets what ranks say, `note` what the supervisor has to tell a person, `starting` their rows until they begin."""
 
     work: Work
     hear: Callable[[int, Message], None]
     note: Callable[[str], None] = lambda _: None
     grace: float = 30.0
-    tick: Callable[[], None] = lambda: None
+    starting: Callable[[Holdings], None] = lambda _: None
     generation: int = 0
     care: Care = Care()
     lent: Nursery | None = None
@@ -140,7 +140,7 @@ class Supervisor:
                 return
             if self._nursery.ended:
                 raise self._zygote_gone()
-            self.tick()
+            self.starting(self._holdings)
         raise Interrupted("stopped before the first step; the same command starts again")
 
     # --- one generation -------------------------------------------------------------------------------------------------------
@@ -178,7 +178,8 @@ class Supervisor:
             slot = self._slots.due()
             if slot is not None and self.care.leaving is not None:
                 now.probe(self._nursery, self.care.leaving.probe, slot)
-            self.tick()
+            if not now.begun:
+                self.starting(self._holdings)
         return now
 
     def _hear(self, rank: int, message: Message) -> None:
@@ -326,7 +327,6 @@ class Supervisor:
                 break
             for event in self._nursery.events(TICK):
                 self._heed_others(event)
-            self.tick()
         self._journal.part("wait", time.monotonic() - began)
         if places < self.work.world and not self._asked:
             self._world, self._places = places, self._nursery.places
@@ -338,7 +338,7 @@ class Supervisor:
         try:
             work = self.care.replan(world)
         except MeshwrightError as error:
-            self.note(f"{world} ranks: {error}")
+            self.note(f"cannot go on with {world} ranks: {error}")
             return
         self._journal.part("plan", time.monotonic() - began)
         self._change(work)

@@ -126,6 +126,7 @@ def _start(cluster: Emulated, rank: int, command: Sequence[str], environment: Ma
             command,
             env={**quiet, **environment, **cluster.environment(rank)},
             stdin=subprocess.DEVNULL,
+            process_group=0,  # a Ctrl-C of the terminal reaches this process alone, which passes it on
             preexec_fn=lambda: cluster.enter(rank),
         )
     except FileNotFoundError:

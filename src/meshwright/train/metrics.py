@@ -71,7 +71,7 @@ class Records:
 
     def __init__(self, folder: Path, tensorboard: bool, say: Say) -> None:
         self.say = say
-        self._lost = False
+        self._lost = self._cut = False
         self._handle = os.open(folder / RECORDS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         size = os.fstat(self._handle).st_size
         self.last = _last_step(os.pread(self._handle, LAST, max(0, size - LAST)))
@@ -84,9 +84,12 @@ class Records:
             self._writer = SummaryWriter(str(folder / "tb"))
 
     def write(self, record: StepRecord) -> None:
-        line = json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")) + "\n"
+        line = (json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")) + "\n").encode()
+        rest = b"\n" + line if self._cut else line  # what a full disk cut off ends a line of its own
         try:
-            os.write(self._handle, line.encode())
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
+                self._cut = bool(rest)
             if self._writer is not None:
                 self._events(record)
         except OSError as error:

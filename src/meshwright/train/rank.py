@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
-from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.base.errors import InputError, MeshwrightError, of_the_system
 from meshwright.base.lines import LineReader, Message, write_line
+from meshwright.base.signals import heed
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -79,14 +80,20 @@ class Channel:
         self.hear({"kind": kind, **message})
 
     def heed_signals(self, keyboard: bool = False) -> None:
-        """SIGTERM asks for the end of the step, not of the process; so does Ctrl-C, at the `keyboard`, where no supervisor hears it.
+        """SIGTERM asks for the end of the step, not of the process; so do Ctrl-C and the end of the terminal, at the `keyboard`, where no supervisor hears them.
 
         A second one ends the process.
         """
-        for number in (signal.SIGTERM, signal.SIGINT) if keyboard else (signal.SIGTERM,):
-            signal.signal(number, self._on_signal)
-        if not keyboard:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if keyboard:
+            heed(self._at_keyboard)
+            return
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _at_keyboard(self, number: int, frame: Any) -> None:
+        if self.rank == 0 and not self.stop:
+            self.say("note", line=f"{signal.Signals(number).name}: the step ends, then everything is saved; once more to stop at once")
+        self._on_signal(number, frame)
 
     def _on_signal(self, number: int, _: Any) -> None:
         self._ask(signal.Signals(number).name)
@@ -149,10 +156,11 @@ def run_target(target: str, channel: Channel, payload: Message) -> int:
         traceback.print_exc()
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
         place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-        known = isinstance(error, MeshwrightError)
-        code = error.exit_code if isinstance(error, MeshwrightError) else 1
-        words = str(error) or type(error).__name__
-        channel.say("failed", error=type(error).__name__, message=words, place=place, code=code, known=known)
+        found = of_the_system(error, ()) if isinstance(error, Exception) else error
+        known = isinstance(found, MeshwrightError)
+        code = found.exit_code if isinstance(found, MeshwrightError) else 1
+        words = str(found) or type(found).__name__
+        channel.say("failed", error=type(found).__name__, message=words, place=place, code=code, known=known)
         return code
 
 

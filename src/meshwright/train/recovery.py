@@ -205,7 +205,8 @@ class Recovery:
         except SaveFailed as error:
             if must:
                 raise
-            self._note(f"no checkpoint at step {step}: {error}; training goes on")
+            if self.channel.rank == 0:
+                self._note(f"no checkpoint at step {step}: {error}; training goes on")
             return
         if self.channel.rank == 0:
             prune(self.folder, self.launch.run.keep, verified=path)

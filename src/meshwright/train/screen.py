@@ -45,8 +45,12 @@ class Screen:
 
     def show(self, text: str) -> None:
         """What stays as it is: a report, what a model writes. Never interpreted as markup."""
-        if not self.quiet:
+        if self.quiet:
+            return
+        try:
             self.console.print(text, markup=False)
+        except OSError:  # whoever read is gone; the run is not
+            self.quiet = True
 
     def _divergence(self, message: Message) -> None:
         self.note(message["line"])
@@ -56,7 +60,7 @@ class Screen:
     def _slow(self, message: Message) -> None:
         """For who runs the ranks, where that is not another launcher; what a person is to know was said in a note."""
 
-    _shares = _gained = _slow
+    _verdict = _shares = _gained = _slow
 
     def close(self) -> None:
         if self._progress is not None:

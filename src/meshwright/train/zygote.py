@@ -30,6 +30,7 @@ from typing import NoReturn
 
 from meshwright.base.lines import LineReader, Message, write_line
 from meshwright.base.link import interface_of
+from meshwright.base.signals import REQUESTS
 from meshwright.train.rank import address, become_rank, die_with, keep_heap
 
 
@@ -188,7 +189,7 @@ class Zygote:
 def main() -> NoReturn:
     parent = int(sys.argv[1])
     die_with(parent, "mesh-zygote")
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in REQUESTS:
         signal.signal(number, signal.SIG_IGN)  # the supervisor hears them and decides
     commands, events = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
