@@ -111,12 +111,15 @@ def flip() -> None:
 
 
 def take(unit: FlatUnit, name: str, gradient: torch.Tensor) -> None:
-    """One bit of one number of one gradient of this rank, before it is added to those of others."""
+    """One bit of one number of one gradient of this rank, or the number, before it is added to those of others."""
     for fault in FAULTS:
         place = (fault["rank"], fault["step"], fault["phase"])
         if gradient.ndim == 2 and place == (unit.mesh.rank, STEP[0], "gradient") and is_now(fault):
             gradient = gradient.clone()
-            gradient.view(-1).view(torch.int32)[gradient.numel() // 3] ^= (1 << fault["bit"]) - (1 << 32 if fault["bit"] == 31 else 0)
+            if fault["how"] == "nan":
+                gradient.view(-1)[gradient.numel() // 3] = torch.nan
+            else:
+                gradient.view(-1).view(torch.int32)[gradient.numel() // 3] ^= (1 << fault["bit"]) - (1 << 32 if fault["bit"] == 31 else 0)
     TAKE(unit, name, gradient)
 
 

@@ -107,10 +107,11 @@ def events(folder: Path, saves: bool = False) -> list[Event]:
     return [event for event in found if (event.kind == "save") == saves]
 
 
-def random_faults(count: int, world: int, how: list[str], seed: int, last: int = STEPS) -> list[dict[str, Any]]:
-    """One in each of `count` steps; half of them come up to 10 ms after the place, but for exceptions and endless loops, which only the place itself can be in."""
+def random_faults(count: int, world: int, how: list[str], seed: int, last: int = STEPS, apart: int = 1) -> list[dict[str, Any]]:
+    """One in each of `count` steps, any two of which are `apart` at least; half of them come up to 10 ms after the place, but for exceptions and endless loops, which only the place itself can be in."""
     chance = random.Random(seed)
-    steps = sorted(chance.sample(range(2, last), count))
+    free = sorted(chance.sample(range(2, last - (count - 1) * (apart - 1)), count))
+    steps = [step + number * (apart - 1) for number, step in enumerate(free)]
     phases = ["data", "backward", "reduce", "agree", "update"]
     found = []
     for step in steps:

@@ -23,7 +23,7 @@ def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(nursery: Nurse
     whole, broken = (launch(text, tmp_path / name, plan) for name in ("whole", "broken"))
     train(nursery, whole, [])
     how = ["SIGKILL"] if PLANS.index(plan) % 2 == 0 else ["SIGSEGV", "SIGABRT", "exit", "raise"]
-    faults = random_faults(3, 4, how, seed=len(plan))
+    faults = random_faults(3, 4, how, seed=len(plan), apart=4)
     train(nursery, broken, faults)
     found = events(tmp_path / "broken")
     assert [event.kind for event in found] == ["fault", "recovery"] * 3

@@ -21,7 +21,7 @@ def ip(*words: str) -> bool:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    return furnished(tmp_path_factory.mktemp("links"), text, JOB.replace("batch: 8, steps: 120", "batch: 64, steps: 200"))
+    return furnished(tmp_path_factory.mktemp("links"), text, JOB.replace("batch: 8, steps: 60", "batch: 64, steps: 200"))
 
 
 class Apart(Nodes):

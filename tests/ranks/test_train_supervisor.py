@@ -42,7 +42,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def gone(folder: Path, seconds: float = 3.0) -> bool:
+def gone(folder: Path, seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while processes_of(folder) and time.monotonic() < end:
         time.sleep(0.02)

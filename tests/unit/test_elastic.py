@@ -1,6 +1,8 @@
 """Which rank failed first and what is said of it; which launches are one job; which reduced plans stand for a plan. No process is started."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from meshwright.base.errors import InputError, MeshwrightError
 from meshwright.base.pulse import WAITS, Phase, Pulse, Word
 from meshwright.cli.preparation import Choice, write_run
 from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, culprit, failed_here, starved, verdict
+from meshwright.elastic.fleet import THINKING, _speak
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.retries import Retries
 from meshwright.elastic.signs import Signs
@@ -268,3 +271,84 @@ def test_steps_are_as_long_as_ranks_say_however_seldom_they_are_looked_at() -> N
     pulse.at(Phase.data, 8)
     assert pulse.read(Word.took) == 0, "a step that begins again has ended none"
     holdings.close()
+
+
+def seconds_until_named(phases: tuple[Phase, Phase], most: float = 600.0, state: str = "S", **rates: float) -> tuple[float, str]:
+    """How long nobody is called hung while two ranks stand in `phases`, and what is said then. `rates`: what rank 1 does each second."""
+    holdings, clock = Holdings(2), [0.0]
+    doing = lambda process: Signs(state, **{name: rate * clock[0] for name, rate in rates.items()}) if process == 11 else Signs("S")
+    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=doing)
+    holdings.begin()
+    for rank, phase in enumerate(phases):
+        holdings.pulse(rank).at(phase)
+    while (hung := watch.look({0: 10, 1: 11})) is None and clock[0] < most:
+        clock[0] += 0.2
+    holdings.close()
+    return clock[0], "" if hung is None else f"{hung.rank}: {hung.words}"
+
+
+@pytest.mark.parametrize("phase", [Phase.build, Phase.restore, Phase.save])
+def test_ranks_that_read_or_write_for_long_are_not_silent_where_they_do_not_train(phase: Phase) -> None:
+    """Ten minutes, 100 kB a second; or one call that has not come back from its disk; the other rank waits."""
+    assert seconds_until_named((phase, phase), moved=1e5)[0] >= 600.0
+    assert seconds_until_named((phase, phase), state="D")[0] >= 600.0
+    assert 60.0 < seconds_until_named((phase, phase), moved=1e3)[0] < 70.0, "looking about is no work"
+    assert 60.0 < seconds_until_named((Phase.data, Phase.data), state="D", moved=1e9)[0] < 70.0
+
+
+def test_a_library_that_looks_for_the_others_for_ever_hangs_however_much_it_computes() -> None:
+    found, words = seconds_until_named((Phase.join, Phase.join), computed=1.0)
+    assert 60.0 < found < 70.0 and words == "0: hung: joining the others, no sign of life for 1 min 0 s"
+    assert 60.0 < seconds_until_named((Phase.restore, Phase.restore), computed=1.0)[0] < 70.0
+    assert seconds_until_named((Phase.join, Phase.build), computed=1.0)[0] >= 600.0
+
+
+def test_a_rank_of_which_nothing_is_heard_is_named_once_it_is_there_and_the_others_wait_for_it() -> None:
+    holdings, clock = Holdings(2), [0.0]
+    holdings.begin()
+    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S"))
+
+    def named(living: dict[int, int]) -> str:
+        """Within ten minutes."""
+        end = clock[0] + 600.0
+        while (hung := watch.look(living)) is None and clock[0] < end:
+            clock[0] += 0.2
+        return "" if hung is None else f"{hung.rank}: {hung.words}"
+
+    assert named({0: 10, 1: 11}) == "", "work that never says a word is not judged"
+    holdings.pulse(0).at(Phase.join)
+    assert named({0: 10, 1: 0}) == "", "it is yet to be forked"
+    assert named({0: 10, 1: 11}).startswith("1: hung: no sign of life")
+    holdings.close()
+
+
+def test_nobody_who_trains_is_blamed_while_another_one_evaluates_that_it_may_wait_for() -> None:
+    holdings, clock = Holdings(2), [0.0]
+    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S"), pace=Pace(first=0.1, early=3))
+    holdings.begin()
+    for rank, phase, step in ((0, Phase.evaluate, 50), (1, Phase.data, 51)):
+        holdings.pulse(rank).at(phase, step)
+    while (hung := watch.look({0: 10, 1: 11})) is None and clock[0] < 600.0:
+        clock[0] += 0.2
+    assert hung is not None and hung.rank == 0 and 60.0 < clock[0] < 61.0
+    holdings.pulse(0).at(Phase.data, 51)
+    watch.look({0: 10, 1: 11})
+    holdings.pulse(0).at(Phase.reduce)
+    hung = watch.look({0: 10, 1: 11})
+    assert hung is not None and hung.rank == 1
+    holdings.close()
+
+
+def test_nodes_hear_that_their_leader_lives_while_it_plans_but_not_for_ever() -> None:
+    told: list[tuple[str, str]] = []
+
+    def speak(looked: float) -> None:
+        """Twice."""
+        turns = iter([False, False, True])
+        over = SimpleNamespace(wait=lambda seconds: next(turns))
+        _speak(SimpleNamespace(nodes=["b"], _looked=looked, _over=over, _tell=lambda node, do: told.append((node, do))))  # type: ignore[arg-type]
+
+    speak(time.monotonic())
+    assert told == [("b", "alive")] * 2
+    speak(time.monotonic() - 2 * THINKING)
+    assert len(told) == 2

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshwright.cli.succession import Leader
     from meshwright.elastic.fleet import Fleet
     from meshwright.elastic.generation import Work
+    from meshwright.elastic.nursery import Nursery
     from meshwright.intake.job import JobFile
     from meshwright.spec.run import Run
     from meshwright.train.rank import Launched
@@ -33,7 +34,7 @@ PORT = 29400
 
 class Place(NamedTuple):
     """This node among all. `devices`: of each node that there may be, in order; `started`: how many were. `host` and `port`: of the one that leads;
-    `after`: the number of the one that led before, which is gone."""
+    `after`: the number of the one that led before, which is gone; `warm`: the process that forked ranks here under that one."""
 
     number: int
     started: int
@@ -41,6 +42,7 @@ class Place(NamedTuple):
     host: str
     port: int
     after: int | None = None
+    warm: Nursery | None = None
 
     @property
     def world(self) -> int:
@@ -90,7 +92,7 @@ def leading(place: Place, work: Work, note: Callable[[str], None], run: Run) -> 
     os.environ[TOKEN] = token = token_of(os.environ, str(work.folder / "token"), write=True)
     host = socket.gethostbyname(place.host)
     try:
-        fleet = Fleet(work.logs, work.warm, host, place.port, token, place.devices[place.number])
+        fleet = Fleet(work.logs, work.warm, host, place.port, token, place.devices[place.number], place.warm)
     except OSError as error:
         raise InputError(
             f"the node that leads cannot listen at {place.host}:{place.port} ({error.strerror}): set MASTER_ADDR and MASTER_PORT"
@@ -143,18 +145,20 @@ def serve(place: Place, file: JobFile, note: Callable[[str], None], lost: Leader
     from meshwright.cli.succession import leader_of
     from meshwright.elastic.node import Node
 
-    folder, own = folder_of(file, source_of(file)).resolve(), place.host
+    folder, own, warm = folder_of(file, source_of(file)).resolve(), place.host, place.warm
+    given = {TOKEN: os.environ[TOKEN]} if TOKEN in os.environ else {}
     while True:
-        came = _arrive(place, folder, lost)
+        came = _arrive(place, folder, lost, given)
         if came is None:
             assert lost is not None
-            return place._replace(host=own, after=lost.number)
+            return place._replace(host=own, after=lost.number, warm=warm)
         end, hello, token, at = came
         os.environ[TOKEN] = token
         own = address_towards(*at)
         note(f"node {place.number} of {place.started} at {own}, led by {at[0]}:{at[1]}")
-        node = Node(Link(end, hello), own, token, place.number, {"MESHWRIGHT_ADDRESS": own})
+        node = Node(Link(end, hello), own, token, place.number, {"MESHWRIGHT_ADDRESS": own, TOKEN: token}, warm)
         code, line = node.run()
+        warm = None if node.nursery.ended else node.nursery
         if line:
             note(f"meshwright: {line}")
         lost = leader_of(folder) if code and not line and not node.leaving and file.run.retries else None
@@ -165,8 +169,11 @@ def serve(place: Place, file: JobFile, note: Callable[[str], None], lost: Leader
         note(f"the node that led, {at[0]}:{at[1]}, is gone: ranks of this node have ended; it waits for one that leads, or leads itself")
 
 
-def _arrive(place: Place, folder: Path, lost: Leader | None) -> tuple[socket.socket, dict[str, object], str, tuple[str, int]] | None:
-    """The connection to the node that leads, what that says, the token, and its address; None where this node is to lead, `lost` being gone."""
+def _arrive(
+    place: Place, folder: Path, lost: Leader | None, given: dict[str, str]
+) -> tuple[socket.socket, dict[str, object], str, tuple[str, int]] | None:
+    """The connection to the node that leads, what that says, the token, and its address; None where this node is to lead, `lost` being
+    gone. `given`: the token, where this process was started with one; whoever leads writes another one else."""
     from meshwright.base.errors import Interrupted, MeshwrightError
     from meshwright.base.link import NotAdmitted, enter, token_of
     from meshwright.cli.succession import is_heir, leader_of
@@ -175,7 +182,7 @@ def _arrive(place: Place, folder: Path, lost: Leader | None) -> tuple[socket.soc
     me = {"name": name, "devices": devices, "order": place.number, "lost": lost is not None}
     began, why = time.monotonic(), ""
     while time.monotonic() < began + ARRIVE:
-        token, now = token_of(os.environ, str(folder / "token"), write=False), leader_of(folder)
+        token, now = token_of(given, str(folder / "token"), write=False), leader_of(folder)
         if lost is not None and now is None:
             raise Interrupted("the run has ended without this node; the same command joins it again")
         if lost is not None and now == lost and is_heir(place, lost, folder, time.monotonic() - began):

@@ -143,6 +143,13 @@ def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Pat
     return RankFailed("\n".join(lines[:MOST_LINES]))
 
 
+def orphaned(status: int | None, log: Path) -> RankFailed:
+    """The process that starts ranks ended with `status`."""
+    how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+    said = [f"  | {line}" for line in last_lines(log, 1)]
+    return RankFailed("\n".join([f"the process that starts ranks died ({how}); every rank ended with it", *said, f"  log: {log}"]))
+
+
 def failed_here(error: Exception, rank: int, world: int) -> MeshwrightError:
     """The same words for a rank that has no supervisor: it can only speak of itself."""
     found = of_the_system(error, ())

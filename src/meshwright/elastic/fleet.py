@@ -11,6 +11,7 @@ import queue
 import selectors
 import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.lines import Message
-from meshwright.base.link import Door, Link
+from meshwright.base.link import TOKEN, Door, Link
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.homes import Homes
 from meshwright.elastic.lending import Lender
@@ -28,6 +29,9 @@ from meshwright.elastic.node import ALIVE, SILENCE
 from meshwright.elastic.nursery import Nursery
 from meshwright.elastic.seats import Seats, holder
 from meshwright.elastic.signs import Signs
+
+THINKING = 300.0
+"""Seconds that a leader may plan, in which it hears nobody."""
 
 
 @dataclass
@@ -47,8 +51,10 @@ class _Node:
 class Fleet(Nursery):
     """`devices`: of this machine. `token` admits the nodes, at the door that this opens at `host` and `port`."""
 
-    def __init__(self, logs: Path, warm: Sequence[str], host: str, port: int, token: str, devices: int) -> None:
-        super().__init__(logs / "zygote.log", warm, {"MESHWRIGHT_ADDRESS": host})
+    def __init__(
+        self, logs: Path, warm: Sequence[str], host: str, port: int, token: str, devices: int, before: Nursery | None = None
+    ) -> None:
+        super().__init__(logs / "zygote.log", warm, {"MESHWRIGHT_ADDRESS": host, TOKEN: token}, before)
         self.devices, self.host = devices, host
         self.nodes: list[_Node] = []
         self._seats = Seats(devices)
@@ -60,13 +66,15 @@ class Fleet(Nursery):
         self._woken.setblocking(False)
         self._shared: dict[str, Holdings] = {}
         self._signs: dict[int, Signs] = {}
-        self._said = 0.0
+        self._looked = time.monotonic()
+        self._over = threading.Event()
         self._lender = Lender(host, token, self._file)
         self._homes = Homes()
         mirror = Mirror(token, lambda number, whole: self._wake({"event": "mirrored", "number": number, "whole": whole}))
         self._mirrors = Mirrors(self._lender.address, self._homes, mirror, self._tell)
         self._door = Door(host, port, token, {"logs": str(logs), "warm": list(warm)}, lambda end, hello: self._wake(hello, end))
         self.port = self._door.port
+        threading.Thread(target=_speak, args=(self,), name="alive", daemon=True).start()
 
     # --- who is there ---------------------------------------------------------------------------------------------------------
 
@@ -171,8 +179,9 @@ class Fleet(Nursery):
             self._tell(node, do="end", code=75, line="this node left; the others go on")
 
     def _file(self, key: str, rank: int) -> int | None:
-        holdings = self._shared.get(key)
-        return holdings.file(rank) if holdings is not None else None
+        with contextlib.suppress(KeyError, OSError):  # of ranks that are no more
+            return self._shared[key].lend(rank)
+        return None
 
     def events(self, timeout: float) -> list[Message]:
         with selectors.DefaultSelector() as waiting:
@@ -185,7 +194,7 @@ class Fleet(Nursery):
                 self._store = [self.host, event["port"]]
             elif event["event"] == "said" and (event["message"]["kind"] == "spike" or event["message"].get("source") in ("", "disk")):
                 self._mirrors.forget()
-        now = time.monotonic()
+        now = self._looked = time.monotonic()
         self._mirrors.look(self.nodes, len(self._own))
         for node in list(self.nodes):
             messages, ended = node.link.read()
@@ -194,10 +203,6 @@ class Fleet(Nursery):
                 events.extend(self._hear(node, message))
             if ended or now > node.heard + SILENCE:
                 events.extend(self._lose(node, "is gone" if ended else f"has been silent for {SILENCE:.0f} s"))
-        if now > self._said + ALIVE:
-            self._said = now
-            for node in self.nodes:
-                self._tell(node, do="alive")
         return events
 
     def _hear(self, node: _Node, event: Message) -> list[Message]:
@@ -242,6 +247,7 @@ class Fleet(Nursery):
             self._tell(node, do="end", code=code, line=line)
 
     def dissolve(self) -> None:
+        self._over.set()
         self._door.close()
         self._lender.close()
         self._mirrors.close()
@@ -250,6 +256,14 @@ class Fleet(Nursery):
         self.close()
         self._woken.close()
         self._waker.close()
+
+
+def _speak(fleet: Fleet) -> None:
+    """In a thread of its own: nodes hear that the leader lives while it plans, though not for ever."""
+    while not fleet._over.wait(ALIVE):
+        for node in list(fleet.nodes) if time.monotonic() < fleet._looked + THINKING else ():
+            with contextlib.suppress(ValueError):  # its connection was closed in this moment
+                fleet._tell(node, do="alive")
 
 
 def _number(rank: int) -> int:

@@ -37,12 +37,8 @@ class Holdings:
     def is_open(self) -> bool:
         return bool(self._files)
 
-    def file(self, rank: int) -> int | None:
-        """The open file of the copies of a rank."""
-        return self._files[rank] if rank < len(self._files) else None
-
     def lend(self, rank: int) -> int:
-        """The same file once more, for whoever closes it. Raises OSError when it is closed here."""
+        """The open file of the copies of a rank once more, for whoever closes it. Raises OSError when it is closed here."""
         if rank >= len(self._files):
             raise OSError("these copies are closed")
         return os.dup(self._files[rank])
@@ -88,9 +84,10 @@ class Holdings:
             row[Word.busy] = 0
 
     def close(self) -> None:
-        for file in (*self._files, *([self._pulse] if self._pulse >= 0 else [])):
+        files = [*self._files, *([self._pulse] if self._pulse >= 0 else [])]
+        self._files, self._pulse = [], -1  # first, since other threads lend them
+        for file in files:
             os.close(file)
-        self._files, self._pulse = [], -1
 
 
 def _path(file: int) -> str:

@@ -16,7 +16,7 @@ from meshwright.base.lines import Message
 from meshwright.base.link import LIMIT, Door
 
 Find = Callable[[str, int], int | None]
-"""The open file of the copies of a rank, by the key of its holdings."""
+"""The file of the copies of a rank, by the key of its holdings, opened once more for whoever asks, who closes it: its own may be closed at any time."""
 
 
 class Lender:
@@ -42,13 +42,17 @@ class Lender:
 
     def _answer(self, end: socket.socket, asked: Message) -> None:
         file = self._find(str(asked["key"]), int(asked["rank"]))
-        whole = os.fstat(file).st_size if file is not None else 0
-        begin = int(asked["begin"])
-        size = max(0, min(int(asked["size"]), whole - begin)) if begin >= 0 else 0
-        end.sendall(json.dumps({"size": size, "whole": whole}).encode() + b"\n")
-        while size and file is not None:
-            sent = os.sendfile(end.fileno(), file, begin, size)
-            begin, size = begin + sent, size - sent
+        try:
+            whole = os.fstat(file).st_size if file is not None else 0
+            begin = int(asked["begin"])
+            size = max(0, min(int(asked["size"]), whole - begin)) if begin >= 0 else 0
+            end.sendall(json.dumps({"size": size, "whole": whole}).encode() + b"\n")
+            while size and file is not None:
+                sent = os.sendfile(end.fileno(), file, begin, size)
+                begin, size = begin + sent, size - sent
+        finally:
+            if file is not None:
+                os.close(file)
 
     def close(self) -> None:
         self._door.close()

@@ -9,7 +9,7 @@ never goes on alone; a SIGTERM here tells the leader, which goes on with the oth
 | again: ranks that will not die: all of them end with their zygote | ready: the zygote is there |
 | mirror: number, key, step, address, ranks: read their copies (mirror.py) | mirrored: number, and whether all of them are whole |
 | keep: key, steps: ranks do not write over their copies of these | |
-| alive: nothing else for a while | pulse: generation, rows of signs of life, state, seconds in line and seconds computed of each rank's process |
+| alive: every second | pulse: generation, rows of signs of life, state, seconds in line and seconds computed of each rank's process |
 | end: code, line | leaving: a signal asks this node to go |
 """
 
@@ -40,15 +40,18 @@ SILENCE = 15.0
 ALIVE = 1.0
 """Seconds after which a word is said in any case."""
 
+GONE = (75, "")
+
 
 class Node:
     """Serves one run as node `number`, reached at `host`. `environment` goes to the ranks; the leader's hello says which modules they need and where logs lie."""
 
-    def __init__(self, link: Link, host: str, token: str, number: int, environment: dict[str, str]) -> None:
+    def __init__(self, link: Link, host: str, token: str, number: int, environment: dict[str, str], warm: Nursery | None = None) -> None:
+        """`warm`: that of this node under another leader."""
         self.link, self.number, self.environment = link, number, environment
         self.logs = Path(link.hello["logs"])
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.nursery = self._nursery()
+        self.nursery = self._nursery(warm)
         self.lender = Lender(host, token, self._file)
         self.mirror = Mirror(token, self._mirrored)
         self.holdings: dict[str, Holdings] = {}
@@ -59,28 +62,32 @@ class Node:
         self._rows: dict[int, list[int]] = {}
         self._kills = memory_kills()
 
-    def _nursery(self) -> Nursery:
-        return Nursery(self.logs / f"zygote-{self.number}.log", self.link.hello["warm"], self.environment)
+    def _nursery(self, warm: Nursery | None = None) -> Nursery:
+        return Nursery(self.logs / f"zygote-{self.number}.log", self.link.hello["warm"], self.environment, warm)
 
     def _file(self, key: str, rank: int) -> int | None:
-        holdings = self.holdings.get(key)
-        return holdings.file(rank) if holdings is not None else None
+        with contextlib.suppress(KeyError, OSError):  # of ranks that are no more
+            return self.holdings[key].lend(rank)
+        return None
 
     def run(self) -> tuple[int, str]:
-        """The exit code of the run, and the leader's last line. An empty line: the leader is gone."""
+        """The exit code of the run, and the leader's last line. GONE: the leader is gone; then `nursery` may be as new, and is open."""
+        how = (1, "")
         try:
             with hearing(self._on_signal):
                 self._say(event="lends", address=self.lender.address)
-                return self._serve()
+                how = self._serve()
         except OSError:
-            return 75, ""
+            how = GONE
         finally:
-            self.nursery.close()
+            if how != GONE or self.leaving or not self.nursery.clear():
+                self.nursery.close()
             self.lender.close()
             self.mirror.close()
             for holdings in self.holdings.values():
                 holdings.close()
             self.link.close()
+        return how
 
     def _on_signal(self, number: int, _: Any) -> None:
         if not self.leaving:
@@ -105,7 +112,7 @@ class Node:
                     return int(message["code"]), str(message["line"])
                 self._obey(message)
             if ended or time.monotonic() > self._heard + SILENCE:
-                return 75, ""
+                return GONE
             self._show()
 
     def _obey(self, message: Message) -> None:

@@ -27,6 +27,7 @@ from meshwright.elastic.signs import Signs, signs_of
 PR_SET_CHILD_SUBREAPER = 36
 ZYGOTE = "meshwright.train.zygote"
 EXIT_SECONDS = 2.0
+CLEAR_SECONDS = 10.0
 
 
 class Nursery:
@@ -37,11 +38,27 @@ class Nursery:
     devices: int = 0
     """Of this machine, where there are several."""
 
-    def __init__(self, log: Path, warm: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, log: Path, warm: Sequence[str] = (), environment: Mapping[str, str] | None = None, before: Nursery | None = None
+    ) -> None:
+        """`before`: one that is as new (`clear`) and ends here; its process goes on where it is such a one."""
         self.log, self.warm, self.environment = log, tuple(warm), dict(environment or {})
         self.name_of: Callable[[int], str] = str
         """A device, in words."""
-        self._open()
+        self._ready: list[Message] = []
+        """That it is, for whoever goes on with its process."""
+        self._pending: list[Message] = []
+        if before is None or not self._goes_on_with(before):
+            self._open()
+
+    def _goes_on_with(self, before: Nursery) -> bool:
+        if (before.warm, before.environment) != (self.warm, self.environment):
+            before.close()
+            return False
+        taken = ("log", "ended", "_ready", "_process", "_commands", "_events", "_reader", "_waiting")
+        vars(self).update({name: vars(before)[name] for name in taken})
+        self._pending = self._ready
+        return True
 
     def _open(self) -> None:
         _adopt_orphans(True)
@@ -65,6 +82,7 @@ class Nursery:
         self._waiting = selectors.DefaultSelector()
         self._waiting.register(events, selectors.EVENT_READ)
         self.ended = False
+        self._ready = []
 
     def command(self, do: str, rank: int, **more: Any) -> None:
         """Tells the zygote. One that is gone is noticed by `events`."""
@@ -73,10 +91,21 @@ class Nursery:
 
     def events(self, timeout: float) -> list[Message]:
         """What happened, waiting for it at most `timeout` seconds. `ended` is True once the zygote is gone."""
-        if self.ended or not self._waiting.select(timeout):
-            return []
+        messages, self._pending = self._pending, []
+        if messages or self.ended or not self._waiting.select(timeout):
+            return messages
         messages, self.ended = self._reader.read()
+        self._ready = [message for message in messages if message["event"] == "ready"] or self._ready
         return messages
+
+    def clear(self) -> bool:
+        """Ends all ranks. Whether it is as new then."""
+        self.command("clear", 0)
+        end = time.monotonic() + CLEAR_SECONDS
+        while not self.ended and time.monotonic() < end:
+            if any(event["event"] == "clear" for event in self.events(0.05)):
+                return True
+        return False
 
     @property
     def pid(self) -> int:
@@ -128,6 +157,7 @@ class Nursery:
         self._reap()
         self._waiting.close()
         self._events.close()
+        self.ended = True
         _adopt_orphans(False)
 
     def _reap(self) -> None:

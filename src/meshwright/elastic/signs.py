@@ -8,23 +8,30 @@ from typing import NamedTuple
 
 
 class Signs(NamedTuple):
-    """Of a process: the letter of its state; seconds that its main thread has been ready to run and had no core; seconds that it has computed."""
+    """Of a process: the letter of its state; seconds that its main thread has been ready to run and had no core; seconds that it has computed;
+    bytes that it has moved."""
 
     state: str = ""
     in_line: float = 0.0
     computed: float = 0.0
+    moved: float = 0.0
 
 
 def signs_of(process: int) -> Signs:
-    return Signs(state_of(process), in_line(process), computed(process))
+    fields = _fields(process)
+    if not fields:
+        return Signs()
+    computed = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    pages = (int(fields[7]) + int(fields[9])) * os.sysconf("SC_PAGE_SIZE")
+    return Signs(fields[0], in_line(process), computed, pages + _handed_over(process))
 
 
-def state_of(process: int) -> str:
-    """The letter of a process's state; empty when there is none."""
+def _fields(process: int) -> list[str]:
+    """What the system counts of a process, from its state on; nothing where there is none."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def in_line(process: int) -> float:
@@ -35,10 +42,10 @@ def in_line(process: int) -> float:
         return 0.0
 
 
-def computed(process: int) -> float:
-    """Seconds that the threads of a process have had cores."""
+def _handed_over(process: int) -> int:
+    """Bytes that a process has had read and written by calls. Those of mapped files are pages that it met for the first time."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return 0.0
+        lines = Path(f"/proc/{process}/io").read_text().splitlines()[:2]
+        return sum(int(line.partition(":")[2]) for line in lines)
+    except (OSError, ValueError):
+        return 0

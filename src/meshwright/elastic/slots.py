@@ -255,9 +255,12 @@ class Slots:
         """From the next generation on, where that is worth it."""
         assert self.leaving is not None
         before, world, words = median(self._usual or [0.0]), min(self.full, self.room + len(slots)), self._words(slots)
-        now, then = self.leaving.predict(self.plan, world)
         for slot in slots:
             self.out[slot].since, self.out[slot].good = self.clock(), 0
+        try:
+            now, then = self.leaving.predict(self.plan, world)
+        except MeshwrightError:  # no plan runs on so many
+            return
         if self._worth(before, before * then / now):
             return
         for slot in slots:

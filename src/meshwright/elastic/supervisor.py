@@ -27,7 +27,7 @@ from meshwright.base.errors import Interrupted, MeshwrightError
 from meshwright.base.lines import Message
 from meshwright.base.pulse import Phase, Word
 from meshwright.base.signals import hearing
-from meshwright.elastic.failure import Failure, RankFailed, cause, culprit, last_lines, verdict
+from meshwright.elastic.failure import Failure, cause, culprit, orphaned, verdict
 from meshwright.elastic.generation import PROBER, SCRIBE, Generation, Work
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.journal import Journal
@@ -133,15 +133,15 @@ class Supervisor:
         self._asked.append(signal.Signals(number).name)
 
     def _await_ready(self) -> None:
-        while not self._asked:
+        while len(self._asked) < 1 + self._begun:  # once it has begun, the first request waits until all is saved
             for event in (events := self._nursery.events(TICK)):
                 self._heed_others(event)
             if any(event["event"] == "ready" for event in events):
                 return
             if self._nursery.ended:
-                raise self._zygote_gone()
+                raise orphaned(self._nursery.status(), self._nursery.log)
             self.starting(self._holdings)
-        raise Interrupted("stopped before the first step; the same command starts again")
+        raise Interrupted(f"stopped {'while it recovered' if self._begun else 'before the first step'}; the same command starts again")
 
     # --- one generation -------------------------------------------------------------------------------------------------------
 
@@ -160,6 +160,8 @@ class Supervisor:
         )
         now.start(self._nursery, self._holdings, self._old or self._holdings)
         self._slots.started(self.work.plan)
+        if self._deadline is not None:  # a fault came between the request and its end
+            now.tell(self._nursery, {"stop": self._asked[0]})
         while now.living and not self._killed:
             for event in self._nursery.events(TICK):
                 self._heed_others(event)
@@ -255,7 +257,7 @@ class Supervisor:
     def _heals(self, now: Generation) -> bool:
         """Whether another generation is to be tried ([Note: giving up]); what happened goes into the journal."""
         if self._nursery.ended and now.living and not now.guilty:
-            gone = self._zygote_gone()
+            gone = orphaned(self._nursery.status(), self._nursery.log)
             if self._killed or not self._begun or not self.care.retries:
                 raise gone
             first = Failure(-1, time.monotonic(), 1, "RankFailed", str(gone).partition("\n")[0])
@@ -268,14 +270,15 @@ class Supervisor:
         hungry = self._retries.is_hungry(first)
         if (first.known and not hungry) or not self._begun or not self.care.retries:
             return False
-        self._why = self._retries.count(first, self._journal.last, hungry)
+        place = {**self._place(first), "generation": self.generation, "cause": cause(first), "detection": self._silent}
+        done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have said so yet
+        self._why = self._retries.count(first, done, hungry)
         if self._why and hungry and (work := _leaner(self.care, self.work)) is not None:
             self._leaner, self._why, self._retries.in_row = work, "", 0
         lemon = self._retries.lemon
         if lemon is not None and self.care.replan is not None and self.care.least and self.work.world > self.care.least:
             self._world, self._why = self.work.world - 1, ""
             self._slots.leave_out([slot for rank, slot in enumerate(self._here()) if rank == lemon])
-        place = {**self._place(first), "generation": self.generation, "cause": cause(first), "detection": self._silent}
         self._silent = 0.0
         if self._why:
             self._journal.write(kind="verdict", decision=self._why, **place)
@@ -354,15 +357,6 @@ class Supervisor:
         else:
             self._holdings.close()
         self._holdings = Holdings(work.world)
-
-    def _zygote_gone(self) -> RankFailed:
-        status = self._nursery.status()
-        how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
-        said = last_lines(self._nursery.log, 1)
-        return RankFailed(
-            "\n".join([f"the process that starts ranks died ({how}); every rank ended with it", *(f"  | {line}" for line in said)])
-            + f"\n  log: {self._nursery.log}"
-        )
 
     def _conclude(self, now: Generation) -> None:
         if now.failures and len(self._asked) < 2:

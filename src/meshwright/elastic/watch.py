@@ -1,15 +1,19 @@
 """Finds the rank that hangs: the one that gives no sign of life, not those that wait for it.
 
 Four things are looked at from outside, none of which needs the rank to answer: its row of signs of life (base/pulse.py), the state of its
-process, how long it stood in line for a core, and, while it starts, whether it computes.
+process, how long it stood in line for a core, and, where it does not train, whether it is at work.
 
 Rule: a rank that waits for another says for whom, and again whenever it has looked in vain; so whoever is silent for longer than its limit and waits for nobody, or has stopped looking, is the culprit. Are
 several, then the one that is behind the others in (step, phase). When all that are silent wait for each other in a circle, they are not in
 the same collective: the circle is named. The limit is max(patience, 5 median steps) while a rank trains, longer while it starts, saves or
-evaluates (ranks that start are not silent while one of them computes: encoding a corpus may take an hour, and the others wait for its lock);
-in the first steps of a generation 5 times the longest of these that any took, and longer until FEW of them have been seen. A
+evaluates; in the first steps of a generation 5 times the longest of these that any took, and longer until FEW of them have been seen. A
 process stopped by a signal needs no patience beyond a second. Time that a rank stood in line for a core is not silence of its own: a
 machine under load kills nobody.
+
+[Note: at work] What ranks do beside training may take an hour in which none of them says a word: one encodes a corpus, one reads weights from a
+slow disk, and the others wait. So those that do not train are not silent while one of them waits for a disk or moves bytes (of files, or
+memory that it meets for the first time), or computes where there is nobody to wait for. Where ranks meet, as they join and as they agree on
+what to go on from, computing shows nothing: libraries look for each other in endless loops, and one that looks in vain hangs.
 """
 
 from __future__ import annotations
@@ -34,8 +38,14 @@ FEW = 3
 OTHERWISE = 60.0
 """Least seconds of silence outside of training: starting, saving, evaluating have no measure yet."""
 
-WORK = 0.5
-"""Seconds of computing that show a rank to be at work. One that waits looks about it some times a second: that is much less a minute."""
+WORK, MOVED = 0.5, 1 << 20
+"""Seconds of computing, and bytes, that show a rank to be at work. One that waits looks about it some times a second: that is much less a minute."""
+
+ALONE = (Phase.start, Phase.build, Phase.sample)
+"""Where a rank waits for no other."""
+
+DOING = {Phase.join: "joining the others, ", Phase.data: "reading its data, "}
+"""What is said of where it hangs."""
 
 STOPPED = 0.8
 """Seconds for a process that a signal has stopped, so that its rank is named within one."""
@@ -99,16 +109,19 @@ class Watch:
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _waits: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
-    _computed: dict[int, float] = field(default_factory=dict)
+    _work: dict[int, Signs] = field(default_factory=dict)
     _step: int = 0
     _warm: int = 0
+
+    def __post_init__(self) -> None:
+        self._first = {rank: self.holdings.pulse(rank).read(Word.beat) for rank in range(self.holdings.world)}
 
     def look(self, living: Mapping[int, int]) -> Hung | None:
         """`living`: the process of each rank."""
         if not self.patience:
             return None
         now = self.clock()
-        if self.blind():
+        if self.blind() or not all(living.values()):  # one that is yet to be forked is waited for
             for before in (*self._seen.values(), *self._waits.values()):
                 before.at = now
             return None
@@ -120,10 +133,11 @@ class Watch:
             self._note_wait(rank, process, now)
             seen = self._seen.get(rank)
             if seen is None or seen.word != beat:
-                self._first.setdefault(rank, beat)
                 self._seen[rank] = _Seen(beat, now, self.signs(process).in_line)
-            elif process and beat != self._first[rank]:
+            else:
                 silent[rank] = now - seen.at
+        if all(seen.word == self._first[rank] for rank, seen in self._seen.items()):
+            return None  # nobody has said a word: they may be such as never do
         late = {rank: seconds for rank, seconds in silent.items() if seconds > self._limit(rank, living[rank])}
         late = {
             rank: own
@@ -133,18 +147,20 @@ class Watch:
         return self._judge(late, silent, living) if late else None
 
     def _excuse(self, living: Mapping[int, int], now: float) -> None:
-        """None of those that start has been silent where one of them, that waits for no other, has computed."""
-        starting: dict[int, Signs] = {}
+        """None of those that do not train has been silent where one of them, that waits for no other, is at work ([Note: at work])."""
+        beside: dict[int, Signs] = {}
         at_work = False
         for rank in living.keys() & self._seen.keys():
             pulse, signs = self.holdings.pulse(rank), self.signs(living[rank])
-            if pulse.read(Word.phase) >= Phase.data or signs.state == "T":
+            if self._trains(rank) or signs.state == "T":
                 continue
-            starting[rank] = signs
-            if pulse.read(Word.waits) % WAITS == 0 and signs.computed - self._computed.setdefault(rank, signs.computed) > WORK:
-                at_work, self._computed[rank] = True, signs.computed
-        for rank, signs in starting.items() if at_work else ():
+            beside[rank], before = signs, self._work.setdefault(rank, signs)
+            computes = pulse.read(Word.phase) in ALONE and signs.computed - before.computed > WORK
+            if pulse.read(Word.waits) % WAITS == 0 and (computes or signs.state == "D" or signs.moved - before.moved > MOVED):
+                at_work = True
+        for rank, signs in beside.items() if at_work else ():
             self._seen[rank] = _Seen(self._seen[rank].word, now, signs.in_line)
+            self._work[rank] = signs
 
     def _count_steps(self) -> None:
         """By what ranks say of them: several may pass between two looks, and a generation may end between the next two."""
@@ -156,11 +172,10 @@ class Watch:
             self._step = step
 
     def _limit(self, rank: int, process: int) -> float:
-        phase = self.holdings.pulse(rank).read(Word.phase)
         typical = self.pace.typical
         if self.signs(process).state == "T":
             return max(STOPPED, typical)
-        if Phase.data <= phase <= Phase.compare and self.pace.is_known:
+        if self._trains(rank) and self.pace.is_known:
             return max(self.patience, typical, STEPS * self.pace.first if self._warm < FEW else 0.0)
         return max(OTHERWISE, 10 * self.patience, typical)
 
@@ -169,6 +184,8 @@ class Watch:
         guilty = [rank for rank in late if waits[rank] < 0 or self.signs(living[rank]).state == "T" or self._stands(rank, living[rank])]
         if guilty:
             rank = min(guilty, key=lambda rank: (self._place(rank), -late[rank]))
+            if any(self._place(other) < self._place(rank) and not self._trains(other) for other in living.keys() - late.keys()):
+                return None  # that one has longer, and whoever waits for it cannot always say so
             return Hung(rank, silent[rank], f"hung: {self._why(rank, living[rank])}no sign of life for {show_seconds(silent[rank])}")
         for start in late:
             path = [start]
@@ -190,6 +207,9 @@ class Watch:
         seen = self._waits[rank]
         return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)
 
+    def _trains(self, rank: int) -> bool:
+        return Phase.data <= self.holdings.pulse(rank).read(Word.phase) <= Phase.compare
+
     def _place(self, rank: int) -> tuple[int, int]:
         pulse = self.holdings.pulse(rank)
         return pulse.read(Word.step), pulse.read(Word.phase)
@@ -197,4 +217,4 @@ class Watch:
     def _why(self, rank: int, process: int) -> str:
         if self.signs(process).state == "T":
             return "stopped by a signal, "
-        return "reading its data, " if self.holdings.pulse(rank).read(Word.phase) == Phase.data else ""
+        return DOING.get(Phase(self.holdings.pulse(rank).read(Word.phase)), "")

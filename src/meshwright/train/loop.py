@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.base.codec import build
 from meshwright.base.errors import InputError, Interrupted
 from meshwright.base.lines import Message
-from meshwright.base.pulse import Phase, Pulse, Word, opened
+from meshwright.base.pulse import Phase, Pulse, Word
 from meshwright.base.units import show_count
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import Batch, Loader
@@ -46,6 +46,7 @@ PROMPT, SAMPLE_TOKENS = "\n\ndef", 160
 def train(channel: Channel, payload: Message) -> int:
     """What every rank of `meshwright train` runs: `payload` is the `Launch`. Returns its exit status."""
     began = time.perf_counter()
+    Pulse(*channel.row).at(Phase.join)
     connection = connect(channel.rank, channel.world)
     try:
         loop = Loop(build(Launch, payload), channel, connection, began)
@@ -65,7 +66,7 @@ class Loop:
         self.launch, self.channel, self.connection = launch, channel, connection
         joined = time.perf_counter()
         self.spent = {"join": joined - (joined if began is None else began)}
-        self.pulse = Pulse(opened(channel.memory.pulse, channel.world), channel.rank if channel.memory.pulse else 0)
+        self.pulse = Pulse(*channel.row)
         self.pulse.at(Phase.build)
         self.folder = Path(launch.run.folder)
         self.steps = launch.workload.steps
@@ -216,9 +217,9 @@ class Loop:
         self._say("record", record=record.model_dump(exclude_none=True))
 
     def _evaluate(self, batches: list[Batch]) -> float:
-        self.pulse.at(Phase.evaluate)
         total = tokens = 0.0
         for batch in batches:
+            self.pulse.at(Phase.evaluate)
             count = self.trainer.engine.objective.count(batch)
             total, tokens = total + self.trainer.evaluate(batch) * count, tokens + count
         return total / tokens

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from meshwright.base.errors import InputError, MeshwrightError, of_the_system
 from meshwright.base.lines import LineReader, Message, write_line
+from meshwright.base.pulse import opened
 from meshwright.base.signals import heed
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -75,6 +76,11 @@ class Channel:
     hear: Callable[[Message], None]
     stop: str = ""
     memory: Places = Places()
+
+    @property
+    def row(self) -> tuple[memoryview, int]:
+        """Where this rank gives its signs of life (base/pulse.py)."""
+        return opened(self.memory.pulse, self.world), self.rank if self.memory.pulse else 0
 
     def say(self, kind: str, **message: Any) -> None:
         self.hear({"kind": kind, **message})

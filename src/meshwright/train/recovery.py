@@ -214,9 +214,10 @@ class Recovery:
             self.channel.say("saved", step=step, path=str(path), seconds=time.perf_counter() - began)
 
     def _await_writer(self) -> None:
-        """One save at a time: until the one beside training has ended, of which rank 0 hears. All ranks call it."""
+        """One save at a time: until the one beside training has ended, of which rank 0 hears, however long its disk takes. All ranks call it."""
         self.pulse.at(Phase.save)
         while self.pulse.read(Word.busy):
+            self.pulse.at(Phase.save)
             time.sleep(0.005)
         ranks_of(self.trainer.mesh).share("")
 

@@ -9,6 +9,7 @@ socket bound here, before any fork), and is no rank's burden: it lives in a proc
 | start: rank, world, generation, target, payload, log | started: rank, generation, pid |
 | tell: rank, message | said: rank, generation, message |
 | signal: rank, signal | ended: rank, generation, status (negative: the signal) |
+| clear: every rank is to end | clear: none is left |
 | | refused: rank, generation, pid: a start, while the process of that number still lives |
 | | ready: pid, port |
 
@@ -74,6 +75,7 @@ class Zygote:
             end.setblocking(False)
         self.waiting = selectors.DefaultSelector()
         self.store = 0
+        self.clears = False
 
     def run(self) -> NoReturn:
         parent = os.getpid()
@@ -106,6 +108,8 @@ class Zygote:
             child = self.children.get(message["rank"])
             if message["do"] == "start":
                 self._start(message)
+            elif message["do"] == "clear":
+                self._clear()
             elif child is not None and message["do"] == "signal":
                 os.kill(child.pid, message["signal"])
             elif child is not None and message["do"] == "tell":
@@ -113,6 +117,17 @@ class Zygote:
                     write_line(child.outbox, message["message"])
         if ended:
             self._end()
+
+    def _clear(self) -> None:
+        self.clears = True
+        for child in self.children.values():
+            os.kill(child.pid, signal.SIGKILL)
+        self._say_clear()
+
+    def _say_clear(self) -> None:
+        if self.clears and not self.children:
+            self.clears = False
+            write_line(self.events, {"event": "clear"})
 
     def _start(self, message: Message) -> None:
         lives = self.children.get(message["rank"])
@@ -173,6 +188,7 @@ class Zygote:
             del self.children[child.rank]
             status = os.waitstatus_to_exitcode(status)
             write_line(self.events, {"event": "ended", "rank": child.rank, "generation": child.generation, "status": status})
+        self._say_clear()
 
     def _serve_store(self, parent: int) -> NoReturn:
         """The addresses of the ranks, on the socket that was bound before: nothing listens on another interface."""
