@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -179,6 +179,14 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
+def comes(what: Callable[[], bool]) -> bool:
+    """Whether it does, however busy the machine is."""
+    end = time.monotonic() + 600.0
+    while not what() and time.monotonic() < end:
+        time.sleep(0.001)
+    return what()
+
+
 def test_reading_ahead_gives_the_same_as_reading_directly(dataset: TextDataset) -> None:
     loader = Loader(dataset, 8, 1)
     ranges = [(2, 2), (6, 1)]
@@ -192,24 +200,28 @@ def test_reading_ahead_gives_the_same_as_reading_directly(dataset: TextDataset) 
 def test_no_more_than_depth_steps_are_read_ahead() -> None:
     read: list[int] = []
     with Prefetch(lambda step: read.append(step) or step, 0, 100, depth=3) as ahead:
-        time.sleep(0.1)
-        assert len(read) == 3
+        assert comes(lambda: len(read) >= 3)
+        time.sleep(0.05)
+        assert read == [0, 1, 2]
         assert next(ahead) == 0 and next(ahead) == 1
-        time.sleep(0.1)
+        assert comes(lambda: len(read) >= 5)
+        time.sleep(0.05)
         assert read == [0, 1, 2, 3, 4]
     assert not threads()
 
 
 def test_several_readers_give_the_same_in_the_same_order_and_read_at_once() -> None:
+    together = threading.Barrier(8)
+
     def read(step: int) -> int:
-        time.sleep(0.04 if step % 4 == 0 else 0.01)
+        if step < 13:
+            together.wait(600.0)  # who reads alone waits in vain
+        time.sleep(0.01 if step % 4 == 0 else 0.0)
         return step
 
-    began = time.perf_counter()
     with Prefetch(read, 5, 45, depth=8, readers=8) as ahead:
         assert len(threads()) == 8
         assert list(ahead) == list(range(5, 45))
-    assert time.perf_counter() - began < 0.6 * sum(0.04 if step % 4 == 0 else 0.01 for step in range(5, 45))
     assert not threads()
 
 
@@ -253,12 +265,13 @@ def test_what_reading_raises_comes_up_in_its_turn_and_once() -> None:
 
 
 def test_waiting_is_measured() -> None:
-    with Prefetch(lambda step: time.sleep(0.05 if step else 0.0) or step, 0, 3, depth=1) as ahead:
-        time.sleep(0.05)
+    go = threading.Event()
+    with Prefetch(lambda step: (step == 0 or go.wait()) and step, 0, 3, depth=1) as ahead:
         next(ahead)
         ready = ahead.waited
+        threading.Timer(1.0, go.set).start()
         next(ahead)
-        assert ready < 0.03 < ahead.waited
+        assert ahead.waited > max(0.2, ready)
 
 
 def test_closing_and_forgetting_end_the_thread() -> None:
@@ -281,9 +294,8 @@ ahead = Prefetch(lambda step: bytes(1000), 0, 10**9)
 next(ahead)
 sys.exit(7)
 """
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (7, "", "") and time.perf_counter() - began < 30
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
 
 
 # --- opening ------------------------------------------------------------------------------------------------------------------------
