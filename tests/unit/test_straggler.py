@@ -123,6 +123,16 @@ def test_what_a_change_of_shares_gained_is_said_beside_what_it_promised_and_a_ra
     assert len(measured) == len(plans) and all(found == pytest.approx(promised, rel=0.05) for found, promised in measured)
 
 
+def test_a_rank_that_recovers_gets_its_share_back_though_its_update_makes_few_sequences_look_slow() -> None:
+    watch, plans = Watch(parse_plan("dp4.z1"), 32), []
+    for step in range(110):
+        slow = 1.5 if 20 <= step < 60 else 1.0
+        busy = tuple((0.02 + 0.01 * count) * (slow if rank == 3 else 1.0) for rank, count in enumerate(watch.counts))
+        plan = watch.heed(Phases(busy, (0.0,) * 4, tuple(max(busy) + 0.01 - each for each in busy)), step, balance=True)
+        plans += [plan.name] if plan is not None else []
+    assert plans == ["dp4.z1.sh9-9-9-5", "dp4.z1"]
+
+
 @pytest.mark.parametrize(("times", "name"), [(1.5, "dp4.z1.mb3-3-3-2.sh6-6-6-5"), (4.0, "dp4.z1.mb4.sh5-5-5-1")])
 def test_micro_batches_are_halved_where_whole_ones_are_too_coarse_and_are_whole_again_when_all_is_well(times: float, name: str) -> None:
     watch, optimum = Watch(parse_plan("dp4.z1.mb4"), 64), 64 / (3 + 1 / times)

@@ -14,7 +14,8 @@ one rank alone holds is compared with what it took before, as far as the other s
 [Note: adjusted shares] Where replicas meet once a step, the shares follow the speeds at a step boundary: what changes is who reads which rows. The loss stays
 that of one device; the order of its sums does not, so that a run that adjusts itself is not repeated bit for bit. It must be asked for. Whole micro-batches may be too coarse:
 16 among four replicas of which one is 1.5 times as slow are 5-4-4-3, a step 15 % longer than by speeds. Where halves of them promise GAIN more, replicas share those out, and
-each passes as many at once as divide its sequences, never more than before.
+each passes as many at once as divide its sequences, never more than before. A rank with few sequences seems slow beside peers with many, as an update takes as long for both:
+when nobody is slow any more, the first shares promise the step of the first window, unless by speed that rank would hold the others up clearly.
 
 [Note: ranks that are left out] Where no shares help, the rank is told of once it has been slow for LONG steps, and then every WINDOW: `Asked`, with what a step takes and
 what it would take if the rank computed as its peers do. Who runs the ranks decides (elastic/slots.py).
@@ -113,12 +114,13 @@ class Watch:
         self._found = frozenset[tuple[int, Phase]]()
         self._usual: float | None = None
         self._before: list[float] = []
+        self._healthy = 0.0
 
     def follow(self, plan: Plan) -> None:
         """From now on the ranks run under `plan`, which differs in shares and sizes of micro-batches alone."""
         self.plan, self._window = plan, deque[Phases](maxlen=WINDOW)
         self._promised: tuple[float, float] | None = None
-        rows = [sum(size for _, size in plan.ranges(self.batch, replica)) for replica in range(plan.dp)]
+        rows = self._rows(plan)
         self.counts = [rows[self.grid.replica(rank)] for rank in range(plan.world)]
 
     def heed(self, phases: Phases, step: int, balance: bool) -> Plan | None:
@@ -129,7 +131,8 @@ class Watch:
             for ranks, words in [((slow.rank,) if slow.rank >= 0 else (), slow.words) for slow in found] or [((), WELL)]:
                 self.say(f"step {step}: {words}")
                 self.tell("verdict", step=step, ranks=ranks, words=words)
-        again = found is None and bool(self.slow) and self._seen % WINDOW == 0  # who is slow may have become slower, or faster
+        changed = bool(self.slow) or self.plan != self.first
+        again = found is None and changed and self._seen % WINDOW == 0  # who is slow may have become slower, or faster
         better = self.better() if balance and (found is not None or again) else None
         if better is None or (again and better[1] < 1.0 + 2 * GAIN):
             if balance and again and (asked := self.asks()) is not None:
@@ -163,6 +166,7 @@ class Watch:
         self._window.append(phases)
         if len(self._window) < WINDOW:
             return None
+        self._healthy = self._healthy or self._seconds()
         found = sorted(self._slow(), key=lambda slow: -slow.times)
         now = frozenset((slow.rank, slow.phase) for slow in found)
         self._steady, self._found = self._steady + 1 if now == self._found else 1, now
@@ -195,7 +199,7 @@ class Watch:
             max(each[rank] for rank in range(self.plan.world) if self.grid.replica(rank) == replica) for replica in range(self.plan.dp)
         ]
         end = lambda rows: max(count * seconds for count, seconds in zip(rows, replicas, strict=True))
-        held = [sum(size for _, size in self.plan.ranges(self.batch, replica)) for replica in range(self.plan.dp)]
+        held = self._rows(self.plan)
         shared = self._shared(replicas, 1)
         if self.halves and end(finer := self._shared(replicas, 2)) < (1.0 - GAIN) * end(shared):
             shared = finer
@@ -203,12 +207,16 @@ class Watch:
         step = before + median(
             self._middle("waiting")[rank] for rank in range(self.plan.world) if self.grid.replica(rank) == replicas.index(max(replicas))
         )
-        if before - after < GAIN * step:
-            return None
-        try:
-            return self._of(shared), step / (step - before + after)
-        except InputError:
-            return None
+        chosen = [(step - before + after, plan)] if before - after >= GAIN * step and (plan := self._of(shared)) else []
+        first = self._rows(self.first)
+        if self._healthy and not self.slow and self.plan != self.first and end(first) <= (1.0 + RATIO) / 2.0 * before:
+            chosen.append((min(self._healthy, step), self.first))
+        promised, better = min(chosen, key=lambda each: each[0], default=(step, self.plan))
+        return (better, step / promised) if step - promised >= GAIN * step else None
+
+    def _rows(self, plan: Plan) -> list[int]:
+        """Sequences of each replica in a step."""
+        return [sum(size for _, size in plan.ranges(self.batch, replica)) for replica in range(plan.dp)]
 
     def _shared(self, seconds: Sequence[float], parts: int) -> list[int]:
         """The sequences of each replica by its seconds for one, in whole micro-batches of the first plan, or in halves where these are whole."""
@@ -216,13 +224,17 @@ class Watch:
         unit = unit // parts if unit % parts == 0 else unit
         return [unit * count for count in by_speed([1.0 / each for each in seconds], self.batch // unit)]
 
-    def _of(self, rows: Sequence[int]) -> Plan:
-        """The plan under which each replica reads so many sequences, in as few micro-batches as are no larger than those of the first plan."""
+    def _of(self, rows: Sequence[int]) -> Plan | None:
+        """The plan under which each replica reads so many sequences, in as few micro-batches as are no larger than those of the first plan. None
+        where it is not legal."""
         most = [self.first.size_of(replica) for replica in range(self.first.dp)]
         sizes = [max(size for size in range(1, limit + 1) if held % size == 0) for held, limit in zip(rows, most, strict=True)]
         counts = [held // size for held, size in zip(rows, sizes, strict=True)]
         unlike = [values if len(set(values)) > 1 else () for values in (sizes, counts)]
-        return self.first.but(micro_batch=max(sizes), micro_batch_sizes=tuple(unlike[0]), shares=tuple(unlike[1]))
+        try:
+            return self.first.but(micro_batch=max(sizes), micro_batch_sizes=tuple(unlike[0]), shares=tuple(unlike[1]))
+        except InputError:
+            return None
 
     def _middle(self, phase: str) -> list[float]:
         """By rank the median over the window."""
