@@ -27,6 +27,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeForCausalLM", {**COMMON, "num_experts": 8}),
     "granite-moe": ("GraniteMoeForCausalLM", {**COMMON, "num_local_experts": 8}),
     "glm4-moe": ("Glm4MoeForCausalLM", {**COMMON, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}),
+    "llama4": ("Llama4ForCausalLM", {**COMMON, "num_local_experts": 8, "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "attention_chunk_size": 32}),
     "dbrx": ("DbrxForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32, "vocab_size": VOCABULARY, "use_cache": False, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 32}}),
 }  # fmt: skip
 """name: (class of transformers or '', configuration or sizes)."""

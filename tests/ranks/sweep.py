@@ -26,8 +26,8 @@ from meshwright.spec.plan import parse_plan
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 Pair = tuple[str, str]
 Found = tuple[float, float] | str
-"""Largest relative difference of a loss and of a first gradient; or the line by which a plan was refused."""
-DIFFERS = "differs: "
+"""Largest relative difference of a loss and of a first gradient; or the line by which a plan was refused, or that says why it was not tried."""
+DIFFERS, UNTRIED = "differs: ", "not tried: "
 
 
 def asked() -> tuple[bool, int, int]:
@@ -115,12 +115,14 @@ def table(title: str, found: dict[Pair, Found], pairs: int, by_plan: bool) -> st
         return ", ".join([*said, *dict.fromkeys(f"[{notes.index(what) + 1}]" for what in here if isinstance(what, str))])
 
     worst = [max((one[at] for one in numbers), default=0.0) for at in (0, 1)]
-    differ = sum(note.startswith(DIFFERS) for note in found.values() if isinstance(note, str))
+    differ, untried = (sum(note.startswith(kind) for note in found.values() if isinstance(note, str)) for kind in (DIFFERS, UNTRIED))
     lines = [
         f"# {title}",
         "",
         f"Written by `make soak`. {len(found)} of {pairs} pairs of model and plan ran: {len(numbers)} equal to one device, "
-        f"{len(found) - len(numbers) - differ} refused in one line, {differ} differ.",
+        f"{len(found) - len(numbers) - differ - untried} refused in one line, {differ} differ"
+        + f", {untried} not tried" * bool(untried)
+        + ".",
         f"The largest relative difference of a loss is {worst[0]:.1e}, of a first gradient {worst[1]:.1e}. A cell is the largest of a first gradient"
         + ("." if by_plan else ", and of how many pairs."),
         "",

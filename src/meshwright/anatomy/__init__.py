@@ -4,7 +4,8 @@ from meshwright.anatomy.counts import HeadsTaken, set_counts
 from meshwright.anatomy.layers import layers
 from meshwright.anatomy.nouns import Anatomy, Count, Experts, Region, Slice, Split, intervals, local_slice, share_of
 from meshwright.anatomy.plain import is_convolution, is_plain
-from meshwright.anatomy.read import find_lists, read
+from meshwright.anatomy.read import read
+from meshwright.anatomy.stacks import find_lists
 
 __all__ = [
     "Anatomy", "Count", "Experts", "HeadsTaken", "Region", "Slice", "Split", "find_lists", "intervals", "is_convolution", "is_plain", "layers", "local_slice", "read",

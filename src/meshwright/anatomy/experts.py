@@ -1,6 +1,6 @@
 """Finds the experts of a mixture: the module that is given hidden states, the numbers of each token's experts and their weights.
 
-Rule: inside the blocks, a module whose forward takes just these three, whose parameters are all stacked expert by expert along their first
+Rule: inside the blocks, a module whose forward takes just these three (or rows of each expert alone), whose parameters are all stacked expert by expert along their first
 dimension, and which computes each pair of token and expert by itself. What follows from it is proven with numbers (as in prove.py):
 - a rank that holds some of the experts, given the pairs that are theirs, computes its part of the sum (expert parallelism);
 - a pair of no expert (a number beyond all) weighs nothing, where the module takes one;
@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,19 +46,22 @@ class Way:
     width: int
 
 
-def find_experts(model: nn.Module, blocks: str, widths: Mapping[str, int], said: list[str], lend: bool = False) -> tuple[Experts, ...]:
+def find_experts(
+    model: nn.Module, lists: Sequence[str], widths: Mapping[str, int], said: list[str], lend: bool = False
+) -> tuple[Experts, ...]:
     """All of them in forward order. `widths`: features of what each module inside the blocks is given. `lend`: modules without numbers are lent some."""
     found: list[Experts] = []
     known: dict[object, Experts | None] = {}
-    for path, module in model.get_submodule(blocks).named_modules(prefix=blocks):
-        count = _count(module)
+    for path, module in (one for blocks in lists for one in model.get_submodule(blocks).named_modules(prefix=blocks)):
+        pairs = _count(module)
+        count = pairs or _count_by_rows(module)
         if not count or path not in widths or any(path.startswith(f"{other.path}.") for other in found):
             continue
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
         key = (type(module), count, shapes)
         if key not in known:
             with _with_numbers(module, lend):
-                known[key] = _understood(module, path, count, widths[path], said)
+                known[key] = _understood(module, path, count, not pairs, widths[path], said)
         like = known[key]
         if like is not None:
             found.append(replace(like, path=path))
@@ -71,7 +74,8 @@ def add_experts(model: nn.Module, anatomy: Anatomy, inputs: Mapping[str, torch.T
     hidden = model.get_parameter(f"{anatomy.embedding}.weight").shape[1] if anatomy.embedding else 0
     widths = {path: hidden for path, _ in model.named_modules()} if hidden else {}  # where the model cannot be run by shapes
     widths |= {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
-    found = find_experts(model, anatomy.blocks or "", widths, said, lend) if anatomy.blocks else ()
+    lists = [stack for stack, _ in anatomy.stacks] or ([anatomy.blocks] if anatomy.blocks else [])
+    found = find_experts(model, lists, widths, said, lend)
     splits = {f"{experts.path}.{name}": split for experts in found for name, split in experts.splits.items()}
     widths_shared = [experts.width for experts in found if experts.splits]
     divisible = {"moe_ffn": math.gcd(*widths_shared)} if widths_shared else {}
@@ -145,6 +149,18 @@ def _count(module: nn.Module) -> int:
     return next((count for count in sorted(counts) if count > 1 and all(size % count == 0 for size in stacked)), 0)
 
 
+def _count_by_rows(module: nn.Module) -> int:
+    """How many experts are stacked in a module that is given rows for each of them, those of one expert behind those of the other (Llama 4: a token's row
+    for an expert that it did not choose is zero); 0 where it is no such module."""
+    shapes = [parameter.shape for parameter in module.parameters()]
+    takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    stacked = {shape[0] for shape in shapes if shape}
+    if takes != [inspect.Parameter.POSITIONAL_OR_KEYWORD] or len(stacked) != 1 or sum(len(shape) == 3 for shape in shapes) < 2:
+        return 0
+    said = {value for path, _, value in _counters(module) if not path}
+    return max(stacked) if max(stacked) > 1 and stacked <= said else 0
+
+
 def _counters(module: nn.Module) -> Iterator[tuple[str, str, int]]:
     """Integers of the module, and of those inside it, that may count experts: path, name, value."""
     for path, inside in module.named_modules():
@@ -153,10 +169,10 @@ def _counters(module: nn.Module) -> Iterator[tuple[str, str, int]]:
                 yield path, name, value
 
 
-def _understood(module: nn.Module, path: str, count: int, width: int, said: list[str]) -> Experts | None:
+def _understood(module: nn.Module, path: str, count: int, by_rows: bool, width: int, said: list[str]) -> Experts | None:
     """What is known of `module`, or None with the reason said."""
     counters = tuple((where, name) for where, name, value in _counters(module) if value == count)
-    plain = Experts(path, count, tuple(name for name, _ in module.named_parameters()), counters)
+    plain = Experts(path, count, tuple(name for name, _ in module.named_parameters()), counters, by_rows=by_rows)
     ways = list(itertools.islice(_ways(module, count, width), TRIALS))
     if any(tensor.is_meta for tensor in module.parameters()):
         way: Way | None = ways[0] if ways else None
@@ -185,15 +201,18 @@ def _ways(module: nn.Module, count: int, width: int) -> Iterator[Way]:
         return
     turned = bool(getattr(module, "is_transposed", False))
     joined = bool(getattr(module, "is_concatenated", True))
-    for dims in itertools.product((1, 2), repeat=len(weights)):
+    fitting = [
+        dims
+        for dims in itertools.product((1, 2), repeat=len(weights))
+        if all(shapes[name][3 - dim] == width for name, dim in zip(weights, dims, strict=True))
+    ]
+    expected = (*[2 if turned else 1] * (len(weights) - 1), 1 if turned else 2)
+    if expected in fitting and any(tensor.is_meta for tensor in module.parameters()):
+        fitting = [expected]
+    for dims in fitting:
         inner = {name: shapes[name][dim] for name, dim in zip(weights, dims, strict=True)}
-        if any(shapes[name][3 - dim] != width for name, dim in zip(weights, dims, strict=True)):
-            continue
         features = min(inner.values())
         if any(size % features for size in inner.values()):
-            continue
-        expected = [2 if turned else 1] * (len(weights) - 1) + [1 if turned else 2]
-        if list(dims) != expected and any(tensor.is_meta for tensor in module.parameters()):
             continue
         for together in (joined, not joined):
             cuts = {name: _cut(dim, inner[name], features, together) for name, dim in zip(weights, dims, strict=True)}
@@ -231,12 +250,23 @@ class Proof:
         index = torch.cat([index, torch.zeros_like(index[:1])])  # on no rank as many pairs as tokens: what depends on their number shows
         self.index = index.to(one.device)
         self.hidden = torch.randn(len(index), width, generator=random).to(one.device, one.dtype)
-        self.weights = (torch.rand(index.shape, generator=random) + 0.5).to(one.device, one.dtype)
+        weights = torch.ones(index.shape) if experts.by_rows else torch.rand(index.shape, generator=random) + 0.5
+        self.weights = weights.to(one.device, one.dtype)
         self.whole = self._run(self.state, self.hidden, self.index, self.weights)
 
     def _run(self, state: Mapping[str, torch.Tensor], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), holding(self.module, state):
+            if self.experts.by_rows:
+                return self._sum_of_rows(len(next(iter(state.values()))), hidden, index)
             return self.module.forward(hidden, index, weights).reshape(hidden.shape).float()
+
+    def _sum_of_rows(self, count: int, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """The same of a module that is given a row of each token for each of `count` experts: zeros for those that it has not."""
+        times = torch.zeros(count, len(hidden), 1, dtype=hidden.dtype, device=hidden.device)
+        places = torch.arange(len(hidden), device=hidden.device).unsqueeze(1).expand(index.shape)
+        times.index_put_((index, places), times.new_ones(*index.shape, 1), accumulate=True)
+        rows = hidden * (times > 0)
+        return (self.module.forward(rows.flatten(0, 1)).view(rows.shape) * times).sum(0).float()
 
     def _agrees(self, total: torch.Tensor) -> bool:
         return bool((total - self.whole).norm() <= TOLERANCE * self.whole.norm()) and bool(self.whole.norm() > 0)
@@ -257,7 +287,7 @@ class Proof:
                 )
                 part = self._run(state, *pairs) if len(token) else self.whole[:0]
             total.index_add_(0, token, part * self.weights[token, place, None].float())
-        return self._agrees(total) and self._passes_by()
+        return self._agrees(total) and (self.experts.by_rows or self._passes_by())
 
     def _passes_by(self) -> bool:
         """Whether a pair of no expert, a number beyond all, adds nothing: expert ranks are not sent it. Some modules give the token itself for it; others

@@ -79,7 +79,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of stacked experts, given (hidden, indices, weights). `names` are its parameters; the rest is relative to it too.
+    """A module of stacked experts, given (hidden, indices, weights), or rows of each expert (`by_rows`). `names` are its parameters; the rest is relative
+    to it too.
 
     `counters`: integers (path, name) that count experts. `splits`: how tensor ranks share each expert; `once`: whole parameters of which each
     of them adds its part. `width`: inner features of an expert.
@@ -92,6 +93,7 @@ class Experts:
     splits: dict[str, Split] = field(default_factory=dict)
     once: tuple[str, ...] = ()
     width: int = 0
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)

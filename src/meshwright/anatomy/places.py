@@ -150,8 +150,13 @@ def _cut(call: Call, share: Share, before: torch.Tensor, outputs: list[torch.Ten
             turned = marked[index]
             places = [place for place, stride in enumerate(turned.stride()) if stride]
             dims += [place for place in places if turned.shape[place] > 1][:1] or (places[:1] if dim == share.dims[0] else [])
-        result.append(_part(share, tuple(dims), size, held.unique()))
+        result.append(_part(share, tuple(dims), size, _features(held)))
     return result
+
+
+def _features(held: torch.Tensor) -> torch.Tensor:
+    """Those that a view of counted ones holds: along every dimension that has no stride they are the same."""
+    return (held[tuple(slice(None) if stride else 0 for stride in held.stride())] if held.numel() else held).unique()
 
 
 def _listed(call: Call, share: Share, before: torch.Tensor, outputs: list[torch.Tensor]) -> list[Share]:

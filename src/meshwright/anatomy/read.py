@@ -1,6 +1,6 @@
 """Understands a model by its structure: the repeated blocks, the vocabulary embedding and head, the regions that tensor ranks share.
 
-Rule: the blocks are the lists of like modules with most parameters; everything else comes from runs on the meta device (trace.py), and regions are
+Rule: the blocks are lists of like modules (stacks.py); everything else comes from runs on the meta device (trace.py), and regions are
 proven with numbers (prove.py). A run whose columns must stay whole is followed by another that takes them so. A model that cannot run
 there falls back on the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without one to replication.
 `understood` says in words what was found and what was not.
@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from meshwright.anatomy.published import published_regions
 from meshwright.anatomy.regions import Found, guesses, regions_of_block
 from meshwright.anatomy.ruled import check, propose
 from meshwright.anatomy.seen import Trace
+from meshwright.anatomy.stacks import between, find_lists, main_stack, stacks_of
 from meshwright.anatomy.trace import trace
 
 PASSES = 24
@@ -53,6 +53,8 @@ class Reading:
     """By block, in the order in which they run."""
     whole: dict[str, str] = field(default_factory=dict)
     """Column weights that stay whole, and why."""
+    stacks: list[str] = field(default_factory=list)
+    """Those of the lists that stages cut (stacks.py)."""
 
 
 def read(model: nn.Module, lend: bool = False, example: Example | None = None) -> Anatomy:
@@ -67,9 +69,8 @@ def read(model: nn.Module, lend: bool = False, example: Example | None = None) -
             found = read(model, lend, example)
         return with_adapters(model, found, adapted)
     names = tuple(name for name, _ in model.named_parameters())
-    lists = find_lists(model)
-    blocks = find_blocks(model)
-    if blocks is None:
+    lists = [path for path in find_lists(model) if any(True for _ in model.get_submodule(path).parameters())]
+    if not lists:
         return Anatomy(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
     check_apart(model, lists)
     counts = [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists]
@@ -81,6 +82,8 @@ def read(model: nn.Module, lend: bool = False, example: Example | None = None) -
         if new is not None:
             reading.found = {block: [] for block in reading.found}
             reading.said.append(f"all stay whole: it replaces parts of itself when it runs ({new})")
+        reading.stacks = stacks_of(lists, reading.seen)
+        blocks = main_stack(model, reading.stacks, reading.seen)
         outline = _run_outline(model, blocks, reading.seen) if reading.seen else _declared_outline(model, blocks)
         if reading.seen is None:
             _published(reading)
@@ -90,26 +93,6 @@ def read(model: nn.Module, lend: bool = False, example: Example | None = None) -
         _prove(reading, outline, lend)
         check(made, reading.whole)
         return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, lend)
-
-
-def find_lists(model: nn.Module) -> list[str]:
-    """Paths of the outermost lists of like modules; modules of several kinds count when the list holds nothing but blocks."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if not name or any(name.startswith(f"{path}.") for path in found) or not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        children = list(module.children())
-        kinds = {type(child) for child in children}
-        alike = len(kinds) == 1 or (isinstance(module, nn.ModuleList) and len(children) > len(kinds))
-        if children and alike and all(any(True for _ in child.children()) for child in children):
-            found.append(name)
-    return found
-
-
-def find_blocks(model: nn.Module) -> str | None:
-    """Path of the list of like modules that holds most parameters."""
-    sizes = {path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()) for path in find_lists(model)}
-    return max(sizes, key=lambda path: sizes[path]) if any(sizes.values()) else None
 
 
 @dataclass(frozen=True)
@@ -309,6 +292,11 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
     splits = _with_aliases(model, splits)
     tied = bool(head and embedding) and model.get_parameter(f"{head}.weight") is model.get_parameter(f"{embedding}.weight")
     said += _words(reading)
+    said += [
+        f"stages begin at no block of {path}: they change the form of what they are given"
+        for path in reading.lists
+        if path not in reading.stacks
+    ]
     said += [f"vocabulary embedding {embedding}" if embedding else "no vocabulary embedding reads the token ids"]
     said += [f"vocabulary head {head}" + (", tied to the embedding" if tied else "")] if head else ["no vocabulary head"]
     said += [f"{path} stays whole: {why}" for path, why in outline.whole.items()]
@@ -316,8 +304,6 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
         said.append(
             f"{reading.seen.counted.found} gives tokens a place among those of other rows: exact where it leaves none out, or with the batch in one piece"
         )
-    order = list(reading.found) if reading.seen else []
-    stacks = sorted(reading.lists, key=lambda path: next((i for i, block in enumerate(order) if block.startswith(f"{path}.")), len(order)))
     return Anatomy(
         blocks,
         len(list(model.get_submodule(blocks).children())),
@@ -329,26 +315,25 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
         splits=splits,
         divisible=_divisible(found),
         partial=tuple(dict.fromkeys(name for one in found for name in one.partial if name not in splits)),
-        back=tuple(name for name in outline.back if name not in splits),
+        back=outline.back,
         against=_against(reading, blocks, shapes, splits),
         understood=tuple(said),
         replicated=tuple(name for name in shapes if name not in splits),
-        beside=tuple(reading.seen.beside) if reading.seen and len(reading.lists) == 1 else (),
-        returns=reading.seen.returns if reading.seen else 0,
-        stacks=tuple((path, len(list(model.get_submodule(path).children()))) for path in stacks),
-        between=_between(stacks, reading.seen.order) if reading.seen else (),
+        beside=_beside(reading),
+        returns=next(
+            (one.returns for block, one in (reading.seen.handed if reading.seen else {}).items() if block.startswith(f"{blocks}.")), 0
+        ),
+        stacks=tuple((path, len(list(model.get_submodule(path).children()))) for path in reading.stacks),
+        between=between(reading.stacks, reading.seen.order) if reading.seen else (),
     )
 
 
-def _between(stacks: list[str], order: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """What is first used behind a stack's last block and before the next one's; `stacks` in the order in which they run.
-
-    >>> _between(["one", "two"], {"table": 0, "one.0.weight": 1, "norm.weight": 2, "two.0.weight": 3, "last": 4})
-    (('norm.weight',),)
-    """
-    ends = [max((place for name, place in order.items() if name.startswith(f"{path}.")), default=-1) for path in stacks]
-    outside = {name: place for name, place in order.items() if not any(name.startswith(f"{path}.") for path in stacks)}
-    return tuple(tuple(name for name, place in outside.items() if end < place < following) for end, following in pairwise(ends))
+def _beside(reading: Reading) -> tuple[str, ...]:
+    """What the blocks of the one stack are given beside the hidden state; of several stacks it is told as stages need it (carry.py)."""
+    seen = reading.seen
+    if seen is None or len(reading.stacks) > 1:
+        return ()
+    return tuple(name for name, block in seen.beside.items() if block.startswith(f"{reading.stacks[0]}."))
 
 
 def _divisible(found: list[Found]) -> dict[str, int]:

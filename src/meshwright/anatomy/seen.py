@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,6 +72,17 @@ class Given:
     size: int
 
 
+class Handed(NamedTuple):
+    """What a block does with the hidden state."""
+
+    keeps: bool
+    """It gives the form that it is given."""
+    direct: bool
+    """It is given what another block gave."""
+    returns: int
+    """Values that it returns; 0 for a bare tensor."""
+
+
 @dataclass
 class Trace:
     """What one run showed. Tensors are known by id; `alive` keeps them, so that an id is never used twice."""
@@ -105,8 +116,8 @@ class Trace:
     """Layers that stay whole and whose output is entered."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     counted: Counted = field(default_factory=Counted)
-    returns: int = 0
-    """Values that the first block returned; 0 for a bare tensor."""
+    handed: dict[str, Handed] = field(default_factory=dict)
+    """By block."""
     against: dict[str, str] = field(default_factory=dict)
     """'repeats': a block that runs more than once; 'writes': a parameter that the forward itself writes to."""
     alive: list[Any] = field(default_factory=list)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from meshwright.anatomy.inflow import Inflows
 from meshwright.anatomy.inputs import BATCH, QUESTIONS, Example, arguments, example_of, unasked
 from meshwright.anatomy.places import CUTS, MATMULS, RESHAPES, TURNS, Call, Lost, Share, along, moved
 from meshwright.anatomy.plain import is_convolution, is_plain
-from meshwright.anatomy.seen import Attention, Given, Product, Trace
+from meshwright.anatomy.seen import Attention, Given, Handed, Product, Trace
 
 METADATA = frozenset({"size", "dim", "numel", "is_contiguous", "stride", "__len__", "get_device", "is_floating_point", "type"})
 PRODUCTS = frozenset({"linear", "addmm", "matmul", "mm", "__matmul__", "conv1d", "conv2d", "conv3d"})
@@ -161,14 +160,14 @@ class Watch(TorchFunctionMode):
 
     def _leave(self, name: str, result: Any, is_block: bool) -> None:
         given = self.trace.inputs[name]
+        hidden = next(tensors_in(result), self.nothing)
         if is_block:
-            self.trace.returns = self.trace.returns or (len(result) if isinstance(result, tuple | list) else 0)
-            self.returned.update(id(tensor) for tensor in islice(tensors_in(result), 1))  # what else it returns no other stage has
+            count = len(result) if isinstance(result, tuple | list) else 0
+            self.trace.handed[name] = Handed(hidden.shape == given.shape, id(given) in self.returned, count)
+            self.returned.add(id(hidden))  # what else it returns no other stage has
             for tensor in tensors_in(result):
                 self.inflows.spoil(self.inflows.sources(tensor), "it leaves the block")
-        if is_block:  # beside the hidden state a block may return attention weights, which stay shares
-            hidden = next(tensors_in(result), self.nothing)
-            held = self.share.pop(id(hidden), None)
+            held = self.share.pop(id(hidden), None)  # beside the hidden state it may return attention weights, which stay shares
             self.refuse(held.columns if held else frozenset(), "its output leaves the block")
         elif any(tensor is given for tensor in tensors_in(result)):
             self.trace.uses[id(given)].append((tuple(self.stack), ""))

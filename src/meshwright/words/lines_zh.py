@@ -153,6 +153,7 @@ LINES = {
     "page: {}, {}": "网页：{0}，{1}",
     # --- models as they were found
     "{} blocks in {}": "{1} 里有 {0} 个块",
+    "stages begin at no block of {}: they change the form of what they are given": "阶段不从 {0} 的任何块开始：它们改变所得张量的形状",
     "a token is a whole sample: the sequence is 1": "一个 token 就是一个完整样本：序列长度为 1",
     "no layer is shared among tensor ranks: all of them stay whole": "没有层由张量 rank 分担：全部保持完整",
     "sequence parallelism would be wrong: {}": "序列并行会算错：{0}",

@@ -4,7 +4,7 @@ The model routes as ever. Its module of experts is given hidden states, the numb
 forward is replaced on the instance. Pairs of token and expert are put in order of expert, sent to the expert's rank in one all-to-all, run
 through the module's own forward there (it holds some of the experts, numbered from 0), sent back, and weighted and summed where they came
 from. Unless the model limits its experts (capacity.py) no pair is dropped, and the sum is that of one device. Tensor ranks share each expert's inner features, or hold unlike experts and
-send a part of the tokens each ([Note: expert ranks]).
+send a part of the tokens each ([Note: expert ranks]). Experts that are given a row of each token for each of them (Llama 4) are sent all rows that are theirs.
 
     e      experts of this rank                            entered   gradient summed over the ranks that share an expert
     order  pairs by expert, sent by rank                   parts     of the tokens that tensor ranks have alike, one each
@@ -80,7 +80,7 @@ def shard_experts(model: nn.Module, anatomy: Anatomy, ranks: ExpertRanks, mesh: 
     """Each module of experts keeps this rank's, and sends the others their tokens. Parameters must be whole, or (ep 1) already cut by tp."""
     found = []
     check_biases(model, anatomy)
-    capacity = capacity_of(model, len(anatomy.experts), mesh)
+    capacity = capacity_of(model, sum(not experts.by_rows for experts in anatomy.experts), mesh)
     for experts in anatomy.experts:
         module = model.get_submodule(experts.path)
         if ranks.ranks > 1:
@@ -204,6 +204,8 @@ class Mixture:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = [*args, *kwargs.values()]
+        if self.experts.by_rows:
+            return self._by_rows(given[0])
         index = next(at for at, tensor in enumerate(given) if not tensor.is_floating_point())
         hidden, weights = [at for at, tensor in enumerate(given) if tensor.is_floating_point()]
         if self.counting:
@@ -225,13 +227,42 @@ class Mixture:
             output = self._exchanged(given[hidden], given[index], given[weights])
         return self._leave(output, shape[:-1].numel()).reshape(shape)
 
+    def _by_rows(self, given: torch.Tensor) -> torch.Tensor:
+        """Rows (E N, C) of all experts, those of one behind those of the other: to the ranks that hold them, and back. Which of them are zeros is not asked."""
+        count, width = self.experts.count, given.shape[-1]
+        if self.counting:
+            asked = given.detach().view(count, -1, width).ne(0).any(2).sum(1)
+            self.load = asked if not self.load.numel() else self.load + asked
+        if self.ranks.ranks == 1 and self.shared is None:
+            return self.inner(given)
+        tokens = given.view(count, -1, width).transpose(0, 1).flatten(1)
+        (mine,) = self._enter([tokens], (0,))
+        output = self._through(mine) if self.ranks.ranks == 1 else self._rows_exchanged(mine)
+        whole = self._leave(output, len(tokens))
+        return whole.view(-1, count, width).transpose(0, 1).reshape(given.shape)
+
+    def _through(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(N, e C) to (N, e C): each token's rows for the experts of this rank."""
+        rows = tokens.view(len(tokens), self.each, -1).transpose(0, 1)
+        return self._compute([rows.flatten(0, 1)], {}).view(rows.shape).transpose(0, 1).flatten(1)
+
+    def _rows_exchanged(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(N, E C) to (N, E C): every rank sends every other as many rows as it has tokens."""
+        group = self.ranks.group
+        assert group is not None
+        counts = _all_counts(torch.tensor([len(tokens)], device=tokens.device), group).flatten().tolist()
+        rows = tuple((count,) * group.size for count in counts)
+        received = _exchanged(tokens.view(len(tokens), group.size, -1).transpose(0, 1).flatten(0, 1), rows, group)
+        back = _exchanged(self._through(received), tuple(zip(*rows, strict=True)), group)
+        return back.view(group.size, len(tokens), -1).transpose(0, 1).flatten(1)
+
     def _limited(self, index: torch.Tensor, weights: torch.Tensor, capacity: Capacity) -> tuple[torch.Tensor, torch.Tensor]:
         """Without the pairs beyond an expert's capacity: they weigh nothing, and expert ranks are not sent them (as of an expert beyond all)."""
         kept = capacity.kept(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
         self.dropped += float((~kept).sum()) if self.counting else 0.0
         return index if self.ranks.ranks == 1 else index.masked_fill(~kept, self.experts.count), weights * kept
 
-    def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, int]) -> list[torch.Tensor]:
+    def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, ...]) -> list[torch.Tensor]:
         """This rank's tokens: of those that tensor ranks have alike its part; those of all ranks that share an expert."""
         if self.sequence_parallel:
             return given if self.shared is None else [_gathered(tensor, self.shared) for tensor in given]

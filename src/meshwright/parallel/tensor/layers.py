@@ -24,6 +24,7 @@ from meshwright.anatomy import (
     HeadsTaken,
     Region,
     Split,
+    find_lists,
     intervals,
     is_convolution,
     is_plain,
@@ -102,7 +103,7 @@ def with_whole_logits(model: nn.Module, anatomy: Anatomy) -> Anatomy:
 
 def _along_vocabulary(model: nn.Module, anatomy: Anatomy) -> set[str]:
     """Parameters and buffers that are cut by words."""
-    inside = tuple(f"{path}." for path, _ in anatomy.stacks)
+    inside = tuple(f"{path}." for path in find_lists(model))
     outside = {name: split for name, split in anatomy.splits.items() if not name.startswith(inside)}
     return {name for name, split in outside.items() if _tensor(model, name).shape[split.dim] == anatomy.vocabulary}
 
@@ -122,8 +123,8 @@ def partial_names(model: nn.Module, anatomy: Anatomy, sequence_parallel: bool = 
     only parameters that work on shared features (a norm of each head) are partial.
     """
     inside = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
-    whole = {name for name, _ in model.named_parameters() if name.startswith(inside) and name not in anatomy.splits}
-    return whole if sequence_parallel else whole & set(anatomy.partial)
+    names = [name for name, _ in model.named_parameters() if name not in anatomy.splits]
+    return {name for name in names if name in anatomy.partial or (sequence_parallel and name.startswith(inside))}
 
 
 def _shard_parameters(model: nn.Module, anatomy: Anatomy, index: int, ranks: int) -> None:

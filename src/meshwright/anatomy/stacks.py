@@ -1,0 +1,69 @@
+"""Which lists of modules are blocks, and which of them the stages of a pipeline cut: the stacks.
+
+Rule: a block is one of like modules in a list. Stages begin where a hidden state is handed on, so the lists whose blocks give the form that they are
+given are stacks, as the encoder behind the convolutions of a model of sound, which shorten what they are given: these run before all blocks, with what
+makes the embedding. Lists that hand on directly to each other go together, as the parts of a residual network do, of which each begins with
+a block that changes the form. Where no list keeps the form, all of them are stacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from meshwright.anatomy.seen import Trace
+
+
+def find_lists(model: nn.Module) -> list[str]:
+    """Paths of the outermost lists of like modules; modules of several kinds count when the list holds nothing but blocks. A list of lists is none: what is
+    never called is no block."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not name or any(name.startswith(f"{path}.") for path in found) or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = list(module.children())
+        kinds = {type(child) for child in children}
+        alike = len(kinds) == 1 or (isinstance(module, nn.ModuleList) and len(children) > len(kinds))
+        if children and alike and all(_may_be_block(child) for child in children):
+            found.append(name)
+    return found
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def main_stack(model: nn.Module, stacks: Sequence[str], seen: Trace | None) -> str:
+    """The one with most parameters, of those that ran: text may be read without the images that go with it."""
+    ran = [path for path in stacks if seen is not None and any(block.startswith(f"{path}.") for block in seen.blocks)]
+    return max(ran or stacks, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()))
+
+
+def stacks_of(lists: Sequence[str], seen: Trace | None) -> list[str]:
+    """Those of `lists` that are stacks, in the order in which they run; a list that did not run is one, behind the others."""
+    if seen is None:
+        return list(lists)
+    blocks = {path: [block for block in seen.blocks if block.startswith(f"{path}.")] for path in lists}
+    order = list(seen.blocks)
+    ran = sorted((path for path in lists if blocks[path]), key=lambda path: order.index(blocks[path][0]))
+    runs: list[list[str]] = []
+    for path in ran:
+        if runs and seen.handed[blocks[path][0]].direct:
+            runs[-1].append(path)
+        else:
+            runs.append([path])
+    kept = [run for run in runs if all(seen.handed[block].keeps for path in run for block in blocks[path])]
+    return [path for run in kept or runs for path in run] + [path for path in lists if not blocks[path]]
+
+
+def between(stacks: Sequence[str], order: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+    """What is first used behind a stack's last block and before the next one's; `stacks` in the order in which they run.
+
+    >>> between(["one", "two"], {"table": 0, "one.0.weight": 1, "norm.weight": 2, "two.0.weight": 3, "last": 4})
+    (('norm.weight',),)
+    """
+    ends = [max((place for name, place in order.items() if name.startswith(f"{path}.")), default=-1) for path in stacks]
+    outside = {name: place for name, place in order.items() if not any(name.startswith(f"{path}.") for path in stacks)}
+    return tuple(tuple(name for name, place in outside.items() if end < place < following) for end, following in pairwise(ends))
