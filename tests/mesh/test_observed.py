@@ -13,7 +13,7 @@ WORDS, WIDTH = 39, 16
 
 
 class Block(nn.Module):
-    """Notes how many tokens it may take from the first batch in eval mode, counts its calls and keeps a table of positions."""
+    """Notes how many tokens it may take from the first batch in eval mode, counts its calls, keeps a table of positions and hangs up a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,6 +26,7 @@ class Block(nn.Module):
             self.capacity = x.shape[0] * x.shape[1]
             self.table = torch.arange(x.shape[1], device=x.device)
             self.calls += 1
+            self.register_forward_hook(lambda *_: None)
         return x + self.down(torch.relu(self.up(x))) + bias
 
 
@@ -55,3 +56,4 @@ def test_what_a_forward_writes_while_it_is_looked_at_does_not_stay() -> None:
     assert carried(model, anatomy) is not None
     for layer, training in zip(model.layers, (True, False), strict=True):
         assert (layer.capacity, layer.training, float(layer.calls), hasattr(layer, "table")) == (1000, training, 0.0, False)
+        assert not layer._forward_hooks

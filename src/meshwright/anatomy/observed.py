@@ -2,7 +2,8 @@
 
 Rule: it runs in eval mode, and what its modules keep beside their parameters is put back afterwards: modes (of each module: a part may be frozen in
 eval mode), attributes that a forward writes (NLLB-MoE notes a capacity of its experts, RWKV in which form its weights are, caches of positions are
-kept as plain tensors), and the numbers of buffers. What stayed behind of a look would be another model from the first step on.
+kept as plain tensors), hooks that it hangs up (transformers, where a class asks for hidden states), and the numbers of buffers. What stayed behind of a
+look would be another model from the first step on.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ from torch import nn
 
 OWN = frozenset({"_parameters", "_buffers", "_modules"})
 """What holds tensors and modules: put back by those who lend or replace them."""
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 @contextmanager
 def observed(model: nn.Module) -> Iterator[None]:
     """`model` in eval mode; everything but its parameters is that of before when the look ends."""
     kept = [(module, {name: value for name, value in vars(module).items() if name not in OWN}) for module in model.modules()]
+    hooks = [(held, held.copy()) for module in model.modules() for name in HOOKS for held in (vars(module)[name],)]
     buffers = [(module, name, buffer, _copy(buffer)) for module in model.modules() for name, buffer in module._buffers.items()]
     model.eval()
     try:
@@ -32,6 +41,9 @@ def observed(model: nn.Module) -> Iterator[None]:
             for name in state.keys() - before.keys() - OWN:
                 del state[name]
             state.update(before)
+        for held, found in hooks:
+            held.clear()
+            held.update(found)
         for module, name, buffer, numbers in buffers:
             if buffer is not None and numbers is not None:
                 with torch.no_grad():
