@@ -21,7 +21,7 @@ def place() -> Path | None:
     return ROOT if "memory" in kinds and os.access(ROOT, os.W_OK) else None
 
 
-def run(script: str, limit: int, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+def run(script: str, limit: int, timeout: float = 900.0) -> subprocess.CompletedProcess[str]:
     """`script` in a Python of its own, of whose memory (page cache included) there are `limit` bytes; no limit at 0."""
     found = place() if limit else None
     folder = None if found is None else found / f"meshwright-{os.getpid()}-{time.monotonic_ns()}"

@@ -59,7 +59,7 @@ class Pool:
         self._folder = tempfile.mkdtemp(prefix="meshwright-ranks-")
         self._calls = 0
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 1200.0) -> list[Any]:
         """`function(*args)` on `world` ranks: their results in order of rank."""
         self._grow(world)
         os.makedirs(self._folder, exist_ok=True)
@@ -86,7 +86,7 @@ class Pool:
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
-                    self._workers[rank][0].join(1)
+                    self._workers[rank][0].join(60)
                     answers[rank] = (False, f"died (exit code {self._workers[rank][0].exitcode})")
                 if not answers[rank][0]:
                     end = min(end, time.monotonic() + GRACE)

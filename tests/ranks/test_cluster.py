@@ -147,7 +147,7 @@ def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(
     (tmp_path / "job.yaml").write_text(JOB)
     command = [sys.executable, "-m", "meshwright.cli.main", *launcher, "train", "job.yaml", "--folder", "runs/tried", "--trials", "3"]
     environment = {**os.environ, "MESHWRIGHT_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     tried = {match[1]: float(match[2]) for match in re.finditer(r"^trial  (\S+): ([0-9.]+) ms a step", done.stderr, re.MULTILINE)}
     assert 2 <= len(tried) <= 3

@@ -140,7 +140,7 @@ def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> 
     time.sleep(1.0)
     ranks[1].kill()
     try:
-        _, said = ranks[0].communicate(timeout=120)
+        _, said = ranks[0].communicate(timeout=900)
     finally:
         ranks[0].kill()
         ranks[1].communicate()

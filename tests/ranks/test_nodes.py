@@ -84,8 +84,8 @@ class Nodes:
 
     def end(self) -> tuple[int, str, int]:
         """Exit code and words of the first node, exit code of the last one that was started."""
-        _, err = self.processes[0].communicate(timeout=240)
-        codes = [process.wait(60) for process in self.processes]
+        _, err = self.processes[0].communicate(timeout=900)
+        codes = [process.wait(900) for process in self.processes]
         self.held.close()
         return codes[0], err, codes[-1]
 

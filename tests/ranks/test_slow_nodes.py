@@ -39,7 +39,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     made = Fleet(logs, ("slowed",), "127.0.0.1", 0, "secret", 2)
     node = subprocess.Popen([sys.executable, "-c", NODE, str(made.port)], cwd=HERE)
     try:
-        end, ready = time.monotonic() + 120.0, False
+        end, ready = time.monotonic() + 900.0, False
         while not ready or len(made.slots) < 4:
             ready = any(event["event"] == "ready" for event in made.events(0.1)) or ready
             assert time.monotonic() < end
@@ -47,7 +47,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     finally:
         made.end(0, "")
         made.dissolve()
-        assert node.wait(60) == 0
+        assert node.wait(900) == 0
         with warnings.catch_warnings():  # threads that lend copies end with the process of a run, and their sockets with them
             warnings.simplefilter("ignore", ResourceWarning)
             del made

@@ -53,7 +53,7 @@ def start(place: Path, run: str, *more: str, launcher: tuple[str, ...] = (sys.ex
 
 def train(place: Path, run: str, *more: str) -> tuple[int, str, str]:
     process = start(place, run, *more)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=900)
     return process.returncode, out, err
 
 
@@ -123,7 +123,7 @@ def test_an_interrupted_run_saves_the_step_it_is_at_and_ends_in_the_same_bytes(p
     process = start(place, run)
     wait_for_step(place, run, 6, process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=900)
     assert process.returncode == 75, err
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("meshwright: stopped by SIGINT: everything is saved")
@@ -194,7 +194,7 @@ def kill_rank(place: Path, run: str, process: subprocess.Popen) -> None:
 def test_a_killed_rank_is_replaced_and_the_run_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
     process = start(place, "healed")
     kill_rank(place, "healed", process)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     assert re.search(r"rank 1 killed by SIGKILL.*: ranks start again\n(.*\n)?recovered in .* from its copies in memory: no step lost", err)
     assert losses(place, "healed") == losses(place, "whole")
@@ -205,7 +205,7 @@ def test_a_killed_rank_is_replaced_and_the_run_ends_in_the_same_bytes(place: Pat
 def test_without_retries_a_killed_rank_ends_the_run_with_few_lines_that_name_it(place: Path) -> None:
     process = start(place, "rank-killed", "--set", "run.retries=0")
     kill_rank(place, "rank-killed", process)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=900)
     assert process.returncode == 1
     report = err[err.index("meshwright: ") :].splitlines()
     assert len(report) <= 12
@@ -232,7 +232,7 @@ def test_two_agents_of_torchrun_train_to_the_same_losses(place: Path, whole: tup
     with reserved() as port:
         agents = [start(place, "torchrun", launcher=agent(node)) for node in range(2)]
         try:
-            said = [process.communicate(timeout=180)[1] for process in agents]
+            said = [process.communicate(timeout=900)[1] for process in agents]
         finally:
             for process in agents:
                 process.kill()
