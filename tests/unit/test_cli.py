@@ -269,3 +269,12 @@ def test_a_narrow_terminal_gets_lines_that_fit_it(capsys: pytest.CaptureFixture[
     for language in ("en", "zh"):
         code, out, _ = called(capsys, "plan", *SMALL, "--top", "3", "--lang", language)
         assert code == 0 and 60 < max(map(columns_of, out.splitlines())) <= 80
+
+
+def test_a_ctrl_c_is_one_line_and_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(folder: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.report.run.read_run", interrupted)
+    assert main(["report", "anything"]) == 75
+    assert capsys.readouterr().err == "meshwright: interrupted; the same command goes on\n"

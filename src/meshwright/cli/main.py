@@ -49,7 +49,7 @@ def application(tokens: Sequence[str]) -> App:
         from rich.console import Console
 
         console = Console(width=min(Console().width, HELP_WIDTH) if sys.stdout.isatty() else HELP_WIDTH)
-    app = App(name="meshwright", help=HELP, help_format="plaintext", version=__version__, console=console)
+    app = App("meshwright", help=HELP, help_format="plaintext", version=__version__, console=console, suppress_keyboard_interrupt=False)
     asked = [name for name, _ in COMMANDS if [name] == list(tokens[:1])]
     for name, line in COMMANDS:
         if name in asked:

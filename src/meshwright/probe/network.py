@@ -41,8 +41,14 @@ MOST, FEWEST, BUDGET = 24, 3, 0.06
 LONG, MOSTLY = 0.1, 3.0
 """Seconds of a collective from which on no larger one is tried, where it takes MOSTLY times what the smallest does: its bytes are what it waits for."""
 
+FAR = 0.01
+"""Seconds of the smallest collective from which on the next size takes as long: what it waits for is the way."""
+
 PAUSE, TURNS, ROUNDS = 0.008, 16, 5
-"""Seconds that a rank computes between two meetings, how many follow one another, and how often these are timed, with and without."""
+"""Seconds that a rank computes between two meetings, how many follow one another at most, and how often these are timed, with and without."""
+
+AWHILE, FEW = 0.25, 4
+"""Seconds that so many turns may take, and how many there are at least."""
 
 
 @dataclass
@@ -127,28 +133,29 @@ class Network:
     def meetings(self) -> list[Timing]:
         """[Note: meetings]; devices that are not cores need no core to meet."""
         found: list[tuple[int, int, int]] = []
-        ways: list[Callable[[], None]] = [lambda: None]
+        ways: list[tuple[Callable[[], None], int]] = [(lambda: None, TURNS)]
         for members, stride in self._sets() if self.mesh.device.type == "cpu" else ():
             if not self.room:
                 break
             ranks, groups = len(members[0]), [self.group(each) for each in members]
             mine = next((group for group in groups if group is not None), None)
             found.append((ranks, stride, -(-SIZES[0] // 4 // ranks) * ranks))
-            ways.append(self._collective("reduce_scatter", found[-1][2], ranks, mine))
+            meet = self._collective("reduce_scatter", found[-1][2], ranks, mine)
+            ways.append((meet, min(max(int(AWHILE / self._computing(meet, 2)), FEW), TURNS)))
         if not found:
             return []
-        rounds = [[self._computing(meet) for meet in ways] for _ in range(ROUNDS)]
+        rounds = [[self._computing(*way) for way in ways] for _ in range(ROUNDS)]
         alone, *meeting = (sorted(each)[ROUNDS // 4] for each in zip(*rounds, strict=True))
         return [
             Timing(kind="reduce_scatter", ranks=ranks, stride=stride, size=4.0 * numel, seconds=max(seconds - alone, 0.0))
             for (ranks, stride, numel), seconds in zip(found, meeting, strict=True)
         ]
 
-    def _computing(self, meet: Callable[[], None]) -> float:
-        """Seconds in which the slowest rank computes for a while and meets others."""
+    def _computing(self, meet: Callable[[], None], turns: int = TURNS) -> float:
+        """Seconds in which the slowest rank computes for a while and meets others, once of so many times."""
         matrix, world, flag = torch.ones(128, 128), self.mesh.world, torch.zeros(1, dtype=torch.float64)
         all_reduce(flag, world).wait()
-        for turn in range(-1, TURNS):
+        for turn in range(-1, turns):
             if turn == 0:
                 began = time.perf_counter()  # after one turn all are no more rested than in the middle of a step
             worked = time.thread_time()
@@ -156,11 +163,13 @@ class Network:
                 torch.mm(matrix, matrix)
             meet()
         all_reduce(flag.fill_(time.perf_counter() - began), world, largest=True).wait()
-        return float(flag) / TURNS
+        return float(flag) / turns
 
     def _sizes(self, kind: str, group: Group | None, ranks: int, stride: int) -> list[Timing]:
         found: list[Timing] = []
         for size in SIZES:
+            if size == SIZES[1] and found[0].seconds > FAR:
+                continue
             numel = -(-size // 4 // ranks) * ranks
             seconds = self._time(self._collective(kind, numel, ranks, group), group)
             found.append(Timing(kind=kind, ranks=ranks, stride=stride, size=4.0 * numel, seconds=seconds))
@@ -197,8 +206,8 @@ class Network:
         """Seconds of `action`, of the slowest rank: the lower quartile of several. All ranks call it; those outside of the group wait. All meet to agree
         on how many there are; between two of them those of the group alone do, for a meeting of all may take longer than what is timed."""
         self._once(action, group)
-        first = self._slowest([self._once(action, group)])
-        more = min(max(int(BUDGET / max(*first, 1e-9)), FEWEST), MOST) - 1
+        first = self._slowest([self._once(action, group) for _ in range(2)])
+        more = min(max(int(BUDGET / max(min(first), 1e-9)), FEWEST), MOST) - len(first)
         spent = first + self._slowest([self._once(action, group) for _ in range(more)])
         return sorted(spent)[len(spent) // 4]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from meshwright.base.lines import Message
 from meshwright.base.units import show_bytes, show_count, show_seconds
@@ -83,7 +84,9 @@ class Screen:
         elif self.first:
             self.note(f"goes on from the checkpoint of step {self.first}")
         if self.console.is_terminal and not self.quiet and self.first < self.steps:
-            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+            whole = Column(no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}"))  # a narrow screen cuts what stands behind
+            step = TextColumn(self.words("step {task.completed}/{task.total}"), table_column=whole)
+            columns = (step, BarColumn(), TextColumn("{task.description}"))
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._task = self._progress.add_task("", total=self.steps, completed=self.first)
             self._progress.start()
