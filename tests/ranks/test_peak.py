@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.models.registry import build
-from meshwright.parallel.update.step import FEW
+from meshwright.parallel.zero.master import WINDOW
 from meshwright.train.memory import watching
 from meshwright.train.trainer import parallelize
 
@@ -122,23 +122,24 @@ def test_the_first_update_does_not_hold_all_states_twice(ranks: Any) -> None:
     assert held < most < 1.35 * held
 
 
-def made_apart() -> tuple[int, int]:
-    """Runs whose states lie by themselves, at most, when the optimizer returns in the first update; and all runs."""
+def made_apart(precision: str) -> tuple[int, int]:
+    """Elements whose states lie by themselves, at most, when the optimizer returns in the first update; and all."""
     ids, found = torch.arange(16).view(1, 16), []
-    trainer = parallelize(build({**MODELS["llama"], "hidden": 512, "ffn": 1376}), torch.optim.AdamW, "dp1")
+    trainer = parallelize(build({**MODELS["llama"], "hidden": 512, "ffn": 1376}), torch.optim.AdamW, "dp1", precision=precision)
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        averages = [state["exp_avg"] for state in optimizer.state.values()]
-        found.append(sum(each.untyped_storage().nbytes() == each.nbytes for each in averages))
+        averages = [state["exp_avg"] for state in optimizer.state.values() if "exp_avg" in state]
+        found.append(sum(each.numel() for each in averages if each.untyped_storage().nbytes() == each.nbytes))
 
     trainer.optimizer.register_step_post_hook(look)
     trainer.step({"input_ids": ids, "labels": ids})
-    return max(found), len(trainer.optimizer.state)
+    return max(found), sum(run.numel() for run in trainer.optimizer.state)
 
 
-def test_states_are_laid_together_a_few_runs_at_a_time(ranks: Any) -> None:
-    apart, runs = ranks.run(1, made_apart)[0]
-    assert 0 < apart <= FEW < runs / 4
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_states_are_laid_together_a_few_runs_at_a_time(ranks: Any, precision: str) -> None:
+    apart, elements = ranks.run(1, made_apart, precision)[0]
+    assert 0 < apart <= WINDOW < elements / 8
 
 
 if __name__ == "__main__":

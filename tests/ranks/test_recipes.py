@@ -11,6 +11,7 @@ from equality import anatomy_of, make_batch, make_model, measured
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.tensor.products import Float8, check_device, check_plan
+from meshwright.parallel.update.door import Rule, check_rule
 from meshwright.parallel.update.rounding import Places, bits, key_of, round_into, rounded
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import Recipe, recipe
@@ -157,3 +158,44 @@ def test_contradictory_recipes_are_refused_in_one_line() -> None:
     ):
         with pytest.raises(InputError, match=line):
             recipe(*given)
+
+
+class Slowing(torch.optim.Optimizer):
+    """Goes down by lr / n in step n, which it counts for a group and not for each parameter."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given, {"lr": 0.5, "count": 0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data -= group["lr"] / group["count"]
+
+
+def counted(plan: str, precision: str, folder: str) -> tuple[list[int], float]:
+    """The counts of an optimizer's groups after two steps, and by how much an element of its weights is another than it should be, at most."""
+    trainer = parallelize(make_model("llama"), Slowing, plan, precision=precision, anatomy=anatomy_of("llama"), offload_to=folder)
+    masters = [unit.master for unit in trainer.engine.zero.trained]
+    before = [torch.cat(master.parts).clone() for master in masters]
+    for step in range(2):
+        trainer.step(make_batch("llama", step))
+    pairs = zip(before, [torch.cat(master.parts) for master in masters], strict=True)
+    far = max(float((first - 0.75 - last).abs().max()) for first, last in pairs)
+    trainer.close()
+    return [group["count"] for group in trainer.optimizer.param_groups], far
+
+
+@pytest.mark.parametrize("given", [("dp1", "bf16"), ("dp1.off-optimizer-files", "fp32")], ids=str)
+def test_an_update_that_goes_a_few_runs_at_a_time_is_one_step_of_what_an_optimizer_counts(
+    ranks: Any, tmp_path: Path, given: tuple[str, str]
+) -> None:
+    counts, far = ranks.run(1, counted, *given, str(tmp_path))[0]
+    assert counts == [2] and far < 1e-6
+
+
+@pytest.mark.parametrize("chosen", [recipe("bf16-pure"), recipe("fp32", state="8bit")], ids=str)
+def test_states_of_fewer_bytes_are_refused_where_an_optimizer_has_none_of_an_element_for_each_weight(chosen: Recipe) -> None:
+    with pytest.raises(InputError, match="use AdamW, or another precision"):
+        check_rule("cpu", Rule(True, False), chosen, parse_plan("dp1"))

@@ -103,7 +103,8 @@ FETCHED = 2
 """Layers of weights or of activations that stay on the device while the rest waits on the host: the one that runs and the next one."""
 
 WINDOW = 1 << 19
-"""Elements of the states that pass by memory at a time where they wait in files: the runtime's own (parallel/offload/away.py)."""
+"""Elements that a host updates at a time where gradients, weights or states are kept in another type, or states elsewhere: the runtime's own
+(parallel/zero/master.py)."""
 
 SLOTS = 4
 """Windows of them that are in memory: the runtime's own."""

@@ -24,7 +24,7 @@ from meshwright.cost.compute import local_share
 from meshwright.cost.context import on_the_way
 from meshwright.cost.held import Fullest, Held, stack
 from meshwright.cost.offload import away, windows
-from meshwright.cost.optimizer import gathered, kept_on_the_way, passing, state_bytes
+from meshwright.cost.optimizer import by_windows, gathered, kept_on_the_way, passing, state_bytes
 from meshwright.cost.setting import BLOCK, HEAD, Entry, Setting
 from meshwright.spec.model import Layer
 from meshwright.spec.plan import Recompute
@@ -160,8 +160,9 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = shard_of(box, states)
     gone = where.optimizer + where.optimizer_files + where.parameters_files * (not setting.recipe.master)
-    at_once = np.minimum(largest, constants.WINDOW) if setting.on_host else largest * (1.0 - box.offload_share)
-    master = np.where(gone > 0, at_once, largest) * (passing(setting) + gathered(setting) * ((shards > 1) | (box.tp > 1)))
+    some = np.minimum(largest, constants.WINDOW) if setting.on_host else largest * (1.0 - box.offload_share)
+    at_once = some if by_windows(setting) else np.where(gone > 0, some, largest)
+    master = at_once * passing(setting) + largest * gathered(setting) * ((shards > 1) | (box.tp > 1))
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     stays = largest * kept_on_the_way(setting) * ((shards > 1) | (box.tp > 1)) + lent * wide * size
     return Moving(at_head * size + stays, elsewhere * size + stays, at_end + stays)

@@ -2,8 +2,8 @@
 
     states     beside each weight as many as the rule has, in the type that the recipe says or a byte and a share of a scale (8 bits);
                rules whose states have other shapes (Muon's matrices, Adafactor's factors): their mean over the model
-    passing    a unit's gradient in the type that the update computes in, where it is kept in another; states as well, and weights,
-               where those are kept in fewer bytes
+    passing    a gradient in the type that the update computes in, where it is kept in another; states as well, and weights, where those are
+               kept in fewer bytes: of a window on a host, of a unit on an accelerator, or where whole tensors are updated
     products   Muon: five rounds of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n, m <= n, on one of the ranks that share it
 
 Whole tensors lie with one rank each (parallel/update/whole.py), so that the fullest rank holds somewhat more than the mean.
@@ -47,12 +47,17 @@ def state_bytes(setting: Setting) -> float:
 
 
 def passing(setting: Setting) -> float:
-    """Bytes beside one weight of the unit that is being updated."""
+    """Bytes beside one weight of what is being updated."""
     recipe, rule = setting.recipe, setting.job.workload.optimizer
     lower = recipe.size < COMPUTED
     gradient = COMPUTED if lower != (recipe.reduced > 0) else 0  # low, and not held in float32; or float32 with gradients held low
     widened = rule.states * COMPUTED if recipe.rounds or rule.state else 0
     return gradient + widened + (COMPUTED if recipe.rounds else 0)
+
+
+def by_windows(setting: Setting) -> bool:
+    """Whether an update goes a few runs at a time where not all of it is kept in its type."""
+    return setting.on_host and not whole(setting)
 
 
 def gathered(setting: Setting) -> float:

@@ -29,7 +29,7 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, rows_of
 from meshwright.parallel.offload.away import away_of
 from meshwright.parallel.tensor.products import check_device
-from meshwright.parallel.update.door import MakeOptimizer, check_away, fuse, rule_of
+from meshwright.parallel.update.door import MakeOptimizer, check_rule, fuse, rule_of
 from meshwright.parallel.update.places import give_places
 from meshwright.parallel.zero.local import Outer
 from meshwright.spec.plan import Plan, parse_plan
@@ -89,7 +89,7 @@ def parallelize(
     mesh = make_mesh(plan)
     mesh = replace(mesh, away=away_of(plan, mesh.device, beside.get("offload_to")))
     check_device(chosen, mesh.device)
-    check_away(mesh.device.type, rule, chosen, plan)
+    check_rule(mesh.device.type, rule, chosen, plan)
     known = Known(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
     engine = parallelize_model(model, mesh, chosen, rule, **known)
     give_places(engine, seed)

@@ -21,14 +21,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from meshwright.parallel.offload.scratch import Scratch, aligned, paged
-from meshwright.parallel.zero.master import RUN
+from meshwright.parallel.zero.master import RUN, WINDOW
 from meshwright.spec.plan import FILES, OPTIMIZER, PARAMETERS, Offload, Plan
 
 if TYPE_CHECKING:
     from meshwright.parallel.zero.flat import FlatUnit
-
-WINDOW = 4 * RUN
-"""Elements of a window: 2 MiB of each kind of float32 state."""
 
 SLOTS = 4
 """Windows in memory: one that is updated, one that is stored, two that are fetched."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -11,6 +10,7 @@ from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.windows import AwayMaster, AwayWindow
+from meshwright.parallel.update.few import few_of
 from meshwright.parallel.zero.flat import FlatUnit
 
 SOME = 16
@@ -20,11 +20,14 @@ SOME = 16
 def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Optimizer, scale: float) -> None:
     """Gradients times `scale` through the optimizer; when this returns all weights are updated, while the last states may still be written."""
     windows = _windows(units)
-    with _alone(optimizer) as only:
+    with few_of(optimizer) as few:
 
         def update(window: AwayWindow) -> None:
             window.give(scale)
-            only(window)
+            if not few(window.runs):
+                raise InputError(
+                    "off-optimizer: the optimizer was not given all parameters that are trained; give it all, or freeze the others"
+                )
             optimizer.step()
             if window.take_back(optimizer) and window.number % SOME == 0:
                 give_back()
@@ -51,34 +54,3 @@ def _windows(units: Sequence[FlatUnit]) -> list[AwayWindow]:
             window.gradients = unit.own_gradients[window.start : window.stop]
             windows.append(window)
     return windows
-
-
-class _Only:
-    """Leaves in the groups of an optimizer the runs of one window alone: else each of its steps would look at all runs of the model."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.groups = optimizer.param_groups
-        self.all = [group["params"] for group in self.groups]
-        self.group_of = {id(run): at for at, runs in enumerate(self.all) for run in runs}
-
-    def __call__(self, window: AwayWindow) -> None:
-        chosen: list[list[torch.nn.Parameter]] = [[] for _ in self.groups]
-        for run in window.runs:
-            at = self.group_of.get(id(run))
-            if at is None:
-                raise InputError(
-                    "off-optimizer: the optimizer was not given all parameters that are trained; give it all, or freeze the others"
-                )
-            chosen[at].append(run)
-        for group, runs in zip(self.groups, chosen, strict=True):
-            group["params"] = runs
-
-
-@contextmanager
-def _alone(optimizer: torch.optim.Optimizer) -> Iterator[_Only]:
-    only = _Only(optimizer)
-    try:
-        yield only
-    finally:
-        for group, runs in zip(only.groups, only.all, strict=True):
-            group["params"] = runs

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.offload.away import WINDOW, Away
+from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.scratch import paged
 from meshwright.parallel.offload.shards import FileShard
-from meshwright.parallel.zero.master import Master, Run, is_elementwise, runs_of
+from meshwright.parallel.zero.master import WINDOW, Master, Run, is_elementwise, runs_of
 
 MASTER, GRADIENT, WEIGHTS = "master", "gradient", "weights"
 

@@ -76,8 +76,13 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
             group["fused"] = True
 
 
-def check_away(device: str, rule: Rule, recipe: Recipe, plan: Plan) -> None:
-    """States that wait elsewhere are of an element for each weight, in the type of the update."""
+def check_rule(device: str, rule: Rule, recipe: Recipe, plan: Plan) -> None:
+    """States in fewer bytes, or elsewhere, are of an element for each weight; elsewhere in the type of the update."""
+    if rule != ELEMENTWISE and (recipe.rounds or recipe.eight):
+        raise InputError(
+            f"precision {recipe.name}: states of {8 if recipe.eight else 16} bits are of an element for each weight, which an optimizer of whole "
+            "tensors (Muon, Adafactor) has not: use AdamW, or another precision"
+        )
     kept = [str(what) for what in plan.offload if what is not Offload.activations]
     if device != "cpu" and not recipe.master and kept and all(what.startswith("parameters") for what in kept):
         raise InputError(

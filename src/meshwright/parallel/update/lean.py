@@ -1,8 +1,8 @@
 """Weights and states of a flat unit in fewer bytes than their update is computed in.
 
 Between two steps they are kept so: `bf16` (rounded stochastically, [Note: random bits of an element]) or, states alone, `8bit` (a byte an
-element and a scale for each BLOCK of them, by torchao's dynamic map). For its update, one unit at a time, all of it is float32: the
-optimizer is any of torch's and never sees another type. What it leaves is kept again.
+element and a scale for each BLOCK of them, by torchao's dynamic map). For its update a few runs at a time are float32: the optimizer is any
+of torch's and never sees another type. What it leaves is kept again.
 
 Blocks of 8-bit states are as long as flat buffers align ([Note: flat layout]), so that no block lies on two ranks: ZeRO and pipelines keep the
 same numbers as one device. Tensor ranks cut matrices across their rows, so that other elements share a scale there: alike within its rounding.
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.update.rounding import TILE, Places, round_into
-from meshwright.parallel.zero.master import Master
+from meshwright.parallel.update.rounding import TILE, Places, round_into, within
+from meshwright.parallel.zero.master import Master, Window, is_elementwise
 from meshwright.spec.workload import BLOCK_OF_STATES as BLOCK
 
 LEAST = 1e-30
@@ -35,35 +35,34 @@ class Eight:
 
     A flat float32 tensor in 8 bits an element. `signed` False: none of its elements is negative."""
 
-    def __init__(self, values: torch.Tensor, signed: bool) -> None:
-        """`values` is flat, of a multiple of BLOCK elements."""
+    def __init__(self, numel: int, device: torch.device, signed: bool) -> None:
+        """Of `numel` elements, a multiple of BLOCK."""
         self.library = library()
-        self.map = torch.tensor(self.library.create_dynamic_map(signed=signed), dtype=torch.float32, device=values.device)
-        self.codes = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
-        self.scales = torch.empty(values.numel() // BLOCK, device=values.device)
-        self.keep(values)
+        self.map = torch.tensor(self.library.create_dynamic_map(signed=signed), dtype=torch.float32, device=device)
+        self.codes = torch.empty(numel, dtype=torch.uint8, device=device)
+        self.scales = torch.empty(numel // BLOCK, device=device)
 
-    def _tiles(self) -> Iterator[tuple[slice, slice]]:
-        """Elements and their scales, as many at a time as stay in the cache."""
+    def _tiles(self, taken: slice) -> Iterator[tuple[slice, slice, slice]]:
+        """Elements, their places among those `taken`, and their scales; as many at a time as stay in the cache."""
         longest = TILE if self.codes.device.type == "cpu" else max(self.codes.numel(), BLOCK)
-        for first in range(0, self.codes.numel(), longest):
-            last = min(first + longest, self.codes.numel())
-            yield slice(first, last), slice(first // BLOCK, last // BLOCK)
+        for first in range(taken.start, taken.stop, longest):
+            last = min(first + longest, taken.stop)
+            yield slice(first, last), slice(first - taken.start, last - taken.start), slice(first // BLOCK, last // BLOCK)
 
-    def keep(self, values: torch.Tensor) -> None:
-        """Become `values`."""
-        for taken, blocks in self._tiles():
-            rows = values[taken].view(-1, BLOCK)
+    def keep(self, values: torch.Tensor, taken: slice) -> None:
+        """The elements `taken`, whole blocks, become `values`."""
+        for here, among, blocks in self._tiles(taken):
+            rows = values[among].view(-1, BLOCK)
             scales = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
             scales = torch.where(scales.abs() < LEAST, 1.0, scales)
-            self.codes[taken] = self.library.quantize_8bit_with_qmap((rows / scales).view(-1), self.map)
+            self.codes[here] = self.library.quantize_8bit_with_qmap((rows / scales).view(-1), self.map)
             self.scales[blocks] = scales.view(-1)
 
-    def values(self) -> torch.Tensor:
+    def values(self, taken: slice) -> torch.Tensor:
         """In float32."""
-        out = torch.empty(self.codes.numel(), device=self.codes.device)
-        for taken, blocks in self._tiles():
-            out[taken] = self.library.dequant_with_qmap(self.codes[taken], self.map, self.scales[blocks])
+        out = torch.empty(taken.stop - taken.start, device=self.codes.device)
+        for here, among, blocks in self._tiles(taken):
+            out[among] = self.library.dequant_with_qmap(self.codes[here], self.map, self.scales[blocks])
         return out
 
     def bytes(self) -> int:
@@ -87,65 +86,67 @@ class Lean(Master):
 
     def __init__(self, flat: torch.Tensor, vectors: Sequence[tuple[int, int]], rounds: bool) -> None:
         super().__init__(flat, vectors)
+        self.computed = torch.float64 if flat.dtype == torch.float64 else torch.float32
         self.rounds = rounds
         self.places: Sequence[Places] = ()
         self.seed = self._step = 0
+        self._all = slice(0, flat.numel())
         self._eight: dict[str, Eight] = {}
         self._shown: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
-        self._wide: torch.Tensor | None = None
 
     # --- one update -----------------------------------------------------------------------------------------------------------
 
-    def widen(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def widen(self, optimizer: torch.optim.Optimizer, step: int, window: Window) -> None:
         """Weights and states in float32, for the step that follows. Roundings after it go by the number of the step."""
-        self._step = step
+        self._step, runs = step, self.runs[window.runs]
         self._shown = weakref.WeakValueDictionary()
         if self.rounds:
-            self._wide = self.flat.to(torch.float32)
-            for run, part in zip(self.runs, self._split(self._wide), strict=True):
+            for run, part in zip(runs, self._split(self.flat[window.elements].to(torch.float32), window.runs), strict=True):
                 run.data = part
-        for key, whole in self._whole().items():
-            wide = whole.to(torch.float32)
-            for run, part in zip(self.runs, self._split(wide), strict=True):
+        if window.elements.stop > self._kept:
+            return
+        for key, wide in self._values(window.elements).items():
+            for run, part in zip(runs, self._split(wide.to(torch.float32), window.runs), strict=True):
                 optimizer.state[run][key] = part
 
-    def narrow(self, optimizer: torch.optim.Optimizer) -> None:
+    def narrow(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
         """Keep what the step left."""
-        for key in [key for key, value in optimizer.state.get(self.runs[0], {}).items() if self._is_state(value)]:
-            wide = torch.cat([optimizer.state[run].pop(key) for run in self.runs])
+        runs, places = self.runs[window.runs], tuple(within(self.places, window.elements))
+        for key in [key for key, value in optimizer.state.get(runs[0], {}).items() if is_elementwise(value, runs[0])]:
+            wide = torch.cat([optimizer.state[run].pop(key) for run in runs])
             if not self.rounds:
-                self._keep_eight(key, wide)
-            else:
-                kept = self._states.setdefault(key, torch.empty_like(self.flat))
-                round_into(kept, wide, self.places, self.seed, self._step, key)
-        if self._wide is not None:
-            round_into(self.flat, self._wide, self.places, self.seed, self._step, "weight")
-            self._wide = None
-            for run, part in zip(self.runs, self._split(self.flat), strict=True):
+                self._keep_eight(key, wide, window.elements)
+                continue
+            if key not in self._states:
+                self._states[key] = torch.empty_like(self.flat)
+            round_into(self._states[key][window.elements], wide, places, self.seed, self._step, key)
+        if self.rounds:
+            kept = self.flat[window.elements]
+            round_into(kept, torch.cat([run.data for run in runs]), places, self.seed, self._step, "weight")
+            for run, part in zip(runs, self._split(kept, window.runs), strict=True):
                 run.data = part
+        self._kept = max(self._kept, window.elements.stop)
 
-    def _is_state(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == self.runs[0].shape
+    def _keep_eight(self, key: str, wide: torch.Tensor, taken: slice) -> None:
+        if key not in self._eight:
+            self._eight[key] = Eight(self.flat.numel(), self.flat.device, signed=not key.endswith("_sq"))
+        self._eight[key].keep(wide, taken)
 
-    def _keep_eight(self, key: str, wide: torch.Tensor) -> None:
-        if key in self._eight:
-            self._eight[key].keep(wide)
-        else:
-            self._eight[key] = Eight(wide, signed=not key.endswith("_sq"))
-
-    def _whole(self) -> dict[str, torch.Tensor]:
-        return self._states if self.rounds else {key: kept.values() for key, kept in self._eight.items()}
+    def _values(self, taken: slice) -> dict[str, torch.Tensor]:
+        if self.rounds:
+            return {key: kept[taken] for key, kept in self._states.items()}
+        return {key: kept.values(taken) for key, kept in self._eight.items()}
 
     # --- states ---------------------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        self.narrow(optimizer)
+        """Every window keeps its own."""
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """As they are kept; of 8-bit states their values, which `loaded` keeps as long as somebody holds them."""
         if self.rounds or self._states:
             return self._states
-        values = self._whole()
+        values = self._values(self._all)
         self._shown = weakref.WeakValueDictionary(values)
         return values
 
@@ -159,12 +160,13 @@ class Lean(Master):
         for run in self.runs:
             for key in kinds:
                 optimizer.state[run].pop(key, None)
+        self._kept = self.flat.numel() if kinds else 0
 
     def loaded(self) -> None:
         """Values that were written into what `states` gave are kept."""
         if not self.rounds:
             for key, values in (*self._states.items(), *self._shown.items()):
-                self._keep_eight(key, values)
+                self._keep_eight(key, values, self._all)
             self._states, self._shown = {}, weakref.WeakValueDictionary()
 
     def state_bytes(self) -> int:

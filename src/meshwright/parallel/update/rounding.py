@@ -13,7 +13,7 @@ Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015; Zami
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,6 +80,14 @@ def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     raw = values.view(torch.int32)
     up = (raw + random).bitwise_and_(-65536).view(torch.float32)
     return torch.where(values.isfinite(), up, values).to(torch.bfloat16)
+
+
+def within(places: Sequence[Places], taken: slice) -> Iterator[Places]:
+    """What the elements `taken` have of them, counted from there."""
+    for place in places:
+        first, last = max(place.at, taken.start), min(place.at + place.length, taken.stop)
+        if first < last:
+            yield place._replace(at=first - taken.start, start=place.start + first - place.at, length=last - first)
 
 
 def round_into(out: torch.Tensor, values: torch.Tensor, places: Sequence[Places], *key: object) -> None:

@@ -1,10 +1,10 @@
-"""The update of this rank's flat units, one after the other where what is kept is not what is computed in.
+"""The update of this rank's flat units: all at once, or a few runs at a time where what is kept is not what is computed in.
 
 torch's optimizers pass over parameters without a gradient: so units whose gradients or weights exist in the type of the update for a moment
-only are given to the optimizer one at a time, and all others at once.
+only are given to the optimizer window by window (master.py), and all others at once.
 
 [Note: first update] An optimizer makes its states when it first updates a run, each by itself, and they are then laid together: all of them at
-once would be held twice. So the first update of torch's own optimizers, which count steps for each run, goes a few runs at a time.
+once would be held twice. So the first update of torch's own optimizers, which count steps for each run, goes by windows, whatever is kept.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from meshwright.parallel.exchange.heap import give_back
+from meshwright.parallel.update.few import Few, few_of
 from meshwright.parallel.update.lean import Lean
 from meshwright.parallel.zero.flat import FlatUnit
-
-FEW, PARTS = 8, 32
-"""Runs whose states are made before they are laid together: at least so many, and of a long unit one of so many parts, since an optimizer looks at
-all its runs in every step."""
+from meshwright.parallel.zero.master import Master
 
 
 def is_alone(unit: FlatUnit) -> bool:
-    """Whether `unit` is updated by itself."""
+    """Whether `unit` is not updated together with others."""
     return unit.master.tensors is not None or isinstance(unit.master, Lean) or unit.own_gradients.dtype != unit.master.flat.dtype
 
 
@@ -33,15 +31,20 @@ def update(units: Iterable[FlatUnit], optimizer: torch.optim.Optimizer, scale: f
     alone: list[FlatUnit] = []
     for unit in units:
         (alone if is_alone(unit) else together).append(unit)
-    if first and not optimizer.state and type(optimizer).__module__.startswith("torch.optim."):
-        for unit in together:
-            _first(unit, optimizer, scale)
-            give_back()
-    else:
-        _together(together, optimizer, scale)
-    for unit in alone:
-        _one(unit, optimizer, scale, step)
-        unit.write_back()
+    makes = first and not optimizer.state
+    with few_of(optimizer) as few:
+        if makes and type(optimizer).__module__.startswith("torch.optim."):
+            alone = together + alone
+        else:
+            _together(together, optimizer, scale)
+        for unit in alone:
+            if unit.master.tensors is not None:
+                _whole(unit, optimizer, few, scale)
+            else:
+                _by_windows(unit, optimizer, few, scale, step)
+            unit.write_back()
+            if makes:
+                give_back()
 
 
 def _together(units: Sequence[FlatUnit], optimizer: torch.optim.Optimizer, scale: float) -> None:
@@ -57,29 +60,25 @@ def _together(units: Sequence[FlatUnit], optimizer: torch.optim.Optimizer, scale
         unit.write_back()
 
 
-def _first(unit: FlatUnit, optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """See [Note: first update]."""
-    if scale != 1.0:
-        unit.own_gradients.mul_(scale)
-    runs, size = unit.master.runs, max(FEW, -(-len(unit.master.runs) // PARTS))
-    for some in (slice(start, start + size) for start in range(0, len(runs), size)):
-        unit.master.give(unit.own_gradients, some)
-        optimizer.step()
-        unit.master.take_back()
-        unit.master.lay(optimizer, some)
-    unit.write_back()
+def _whole(unit: FlatUnit, optimizer: torch.optim.Optimizer, few: Few, scale: float) -> None:
+    tensors = unit.master.tensors
+    assert tensors is not None
+    few(tensors.parameters)
+    tensors.update(optimizer, unit.master.flat, _wide(unit.own_gradients, unit.master, scale))
 
 
-def _one(unit: FlatUnit, optimizer: torch.optim.Optimizer, scale: float, step: int) -> None:
+def _by_windows(unit: FlatUnit, optimizer: torch.optim.Optimizer, few: Few, scale: float, step: int) -> None:
     master = unit.master
-    kind = torch.float64 if master.flat.dtype == torch.float64 else torch.float32
-    gradients = unit.own_gradients.to(kind).mul_(scale)
-    if unit.master.tensors is not None:
-        unit.master.tensors.update(optimizer, master.flat, gradients)
-        return
-    if isinstance(master, Lean):
-        master.widen(optimizer, step)
-    master.give(gradients)
-    optimizer.step()
-    master.take_back()
-    master.adopt(optimizer)
+    for window in master.few_at_a_time():
+        master.widen(optimizer, step, window)
+        master.give(_wide(unit.own_gradients[window.elements], master, scale), window.runs)
+        few(master.runs[window.runs])
+        optimizer.step()
+        master.take_back(window.runs)
+        master.narrow(optimizer, window)
+
+
+def _wide(gradients: torch.Tensor, master: Master, scale: float) -> torch.Tensor:
+    """Times `scale`, in the type of the update; in place where they have it."""
+    wide = gradients.to(master.computed)
+    return wide.mul_(scale) if scale != 1.0 else wide

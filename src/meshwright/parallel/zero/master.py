@@ -9,7 +9,7 @@ here, the optimizer holds views of them: what a checkpoint writes does not know 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 RUN = 1 << 17
 """Elements that an optimizer updates at a time on a CPU."""
+
+WINDOW = 4 * RUN
+"""Elements that are updated between two looks at what an update needs besides: 2 MiB of each kind of float32 state."""
 
 
 class Run(nn.Parameter):
@@ -30,6 +33,13 @@ class Run(nn.Parameter):
         made = super().__new__(cls, data)
         made.is_matrix = is_matrix
         return made
+
+
+class Window(NamedTuple):
+    """A few runs, and which elements of the whole they are."""
+
+    runs: slice
+    elements: slice
 
 
 def runs_of(flat: torch.Tensor, vectors: Sequence[tuple[int, int]]) -> list[Run]:
@@ -48,6 +58,10 @@ class Master:
     def __init__(self, flat: torch.Tensor, vectors: Sequence[tuple[int, int]] = ()) -> None:
         self._flat, self.runs = flat, runs_of(flat, vectors)
         self._states: dict[str, torch.Tensor] = {}
+        self.computed = flat.dtype
+        """The type of an update."""
+        self._kept = 0
+        """Elements whose states an update has laid here."""
 
     @property
     def flat(self) -> torch.Tensor:
@@ -62,8 +76,9 @@ class Master:
         """`states` where they lie, in the same parts."""
         return {key: [whole] for key, whole in self.states(optimizer).items()}
 
-    def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return flat.split([run.numel() for run in self.runs])
+    def _split(self, flat: torch.Tensor, some: slice = slice(None)) -> tuple[torch.Tensor, ...]:
+        """What `some` runs have of `flat`, which is theirs."""
+        return flat.split([run.numel() for run in self.runs[some]])
 
     def loaded(self) -> None:
         """After `states` were written from outside."""
@@ -78,13 +93,34 @@ class Master:
     # --- gradients ------------------------------------------------------------------------------------------------------------
 
     def give(self, gradient: torch.Tensor, some: slice = slice(None)) -> None:
-        """The optimizer's next step uses `gradient`, of `some` runs."""
-        for run, part in zip(self.runs[some], self._split(gradient)[some], strict=True):
+        """The optimizer's next step uses `gradient`, which is that of `some` runs."""
+        for run, part in zip(self.runs[some], self._split(gradient, some), strict=True):
             run.grad = part
 
-    def take_back(self) -> None:
-        for run in self.runs:
+    def take_back(self, some: slice = slice(None)) -> None:
+        for run in self.runs[some]:
             run.grad = None
+
+    # --- a few runs at a time ---------------------------------------------------------------------------------------------------
+
+    def few_at_a_time(self) -> Iterator[Window]:
+        """All runs, some at a time; an accelerator updates them at once."""
+        longest = WINDOW if self.flat.device.type == "cpu" else max(self.flat.numel(), 1)
+        first = start = end = 0
+        for at, run in enumerate(self.runs, 1):
+            end += run.numel()
+            if end % longest == 0 or at == len(self.runs):
+                yield Window(slice(first, at), slice(start, end))
+                first, start = at, end
+
+    def widen(self, optimizer: torch.optim.Optimizer, step: int, window: Window) -> None:
+        """Before the optimizer updates the window in step number `step`."""
+
+    def narrow(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+        """After it: states that it has made are laid together."""
+        if window.elements.stop > self._kept:
+            self.lay(optimizer, window.runs)
+            self._kept = window.elements.stop
 
     # --- states ---------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,48 @@
+"""A few runs through an optimizer at a time, as if each such step were the only one of its update.
+
+Units whose gradients or weights are in the type of the update for a moment only, and states that are made in a first update or wait elsewhere,
+pass by so: what an update needs besides is then a window's, however large a unit is. Numbers of a group, such as a count of steps that an
+optimizer does not keep for each of its parameters, are for every step of an update what they were before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+
+
+class Few:
+    """Leaves in the groups of an optimizer some parameters alone: else each of its steps would look at all runs of the model."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.groups = optimizer.param_groups
+        self.all = [group["params"] for group in self.groups]
+        self.numbers = [{name: value for name, value in group.items() if isinstance(value, int | float)} for group in self.groups]
+
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        return {id(run): at for at, runs in enumerate(self.all) for run in runs}
+
+    def __call__(self, runs: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether all of `runs` are the optimizer's."""
+        chosen: list[list[torch.nn.Parameter]] = [[] for _ in self.groups]
+        for run in runs:
+            if (at := self._group_of.get(id(run))) is not None:
+                chosen[at].append(run)
+        for group, some, numbers in zip(self.groups, chosen, self.numbers, strict=True):
+            group.update(numbers, params=some)
+        return sum(map(len, chosen)) == len(runs)
+
+
+@contextmanager
+def few_of(optimizer: torch.optim.Optimizer) -> Iterator[Few]:
+    """Until the first call the optimizer has all of its parameters, and so it has when this ends."""
+    few = Few(optimizer)
+    try:
+        yield few
+    finally:
+        for group, runs in zip(few.groups, few.all, strict=True):
+            group["params"] = runs
