@@ -21,6 +21,7 @@ from meshwright.intake.architecture import model_spec
 from meshwright.intake.huggingface import config_sizes
 from meshwright.intake.models import read_model
 from meshwright.intake.sizes import Sizes
+from meshwright.models.convnet import ConvNet, ConvNetConfig
 from meshwright.models.registry import build
 from meshwright.probe import describe
 from meshwright.spec.model import Layer, ModelSpec
@@ -240,3 +241,22 @@ def test_what_cannot_be_found_is_one_line_with_a_way_out(make: Any, message: str
     with pytest.raises(InputError, match=message) as caught:
         describe(make, name="mine:build")
     assert "\n" not in str(caught.value)
+
+
+class Pairs(nn.Module):
+    """A contrast: every row beside every other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.dummy_inputs = {"images": torch.zeros(3, 8), "texts": torch.zeros(3, 8), "labels": torch.zeros(3)}
+
+    def forward(self, images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        return self.first(images) @ self.second(texts).t()
+
+
+def test_rows_that_see_each_other_are_found() -> None:
+    normed = ConvNet(ConvNetConfig(layers=2, hidden=8, classes=4, batch_norm=True))
+    assert describe(normed, batch={"images": torch.zeros(1, 3, 8, 8)}).against_division == "norm is a norm with statistics of the batch"
+    assert describe(Pairs).against_division == "what it returns grows with the square of the rows"
+    assert describe(Own).against_division == ""

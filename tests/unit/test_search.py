@@ -194,6 +194,16 @@ def test_a_prime_batch_leaves_the_replicas_that_divide_it() -> None:
     assert any(rejection.reason == "batch does not divide" and rejection.count > 0 for rejection in answer.rejected)
 
 
+def test_a_batch_whose_rows_see_each_other_passes_whole() -> None:
+    job = small_job(on=cluster(1, 4), batch=8)
+    job = job.but(model=job.model.but(against_division="norm is a norm with statistics of the batch"))
+    answer = search(job, top=100)
+    assert answer.plans and {(entry.plan.dp, entry.plan.micro_batch) for entry in answer.plans} == {(1, 8)}
+    refused = next(rejection for rejection in answer.rejected if rejection.reason == "rows of a batch see each other")
+    assert refused.count > 0 and "norm is a norm with statistics of the batch; use dp1.mb8" in refused.example
+    assert "rows of a batch see each other" in {fault.reason for fault in faults(job, Plan(pp=4, micro_batch=2))}
+
+
 def test_pins_fix_what_they_name() -> None:
     job = small_job(on=cluster(1, 8), batch=16, pins={"tp": 2, "zero": 2, "recompute": "layer", "micro_batch": 2, "dp": 4})
     for entry in search(job, top=50).plans:

@@ -14,6 +14,7 @@ from torch import nn
 from meshwright.anatomy import Anatomy, layers, read
 from meshwright.anatomy.inputs import UNSEEN, Example, example_of
 from meshwright.anatomy.readers import Reads, readers
+from meshwright.anatomy.rows import over_batch
 from meshwright.base.errors import InputError
 from meshwright.parallel.compiled import check_compiler, compile_blocks
 from meshwright.parallel.context.setup import context_of, set_context
@@ -51,7 +52,7 @@ from meshwright.parallel.tensor.chance import drops
 from meshwright.parallel.tensor.chunked import chunk_loss
 from meshwright.parallel.tensor.layers import partial_names, shard_model, with_whole_logits
 from meshwright.parallel.tensor.products import check_plan, use_products
-from meshwright.parallel.tensor.statistics import check_passes, over_batch
+from meshwright.parallel.tensor.statistics import check_passes
 from meshwright.parallel.update.door import ELEMENTWISE, Rule
 from meshwright.parallel.update.whole import Needs, give_whole
 from meshwright.parallel.zero.local import outer_of

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy, layers, read
+from meshwright.anatomy.rows import over_batch
 from meshwright.base.errors import InputError
 from meshwright.probe.inputs import inputs_of
 from meshwright.probe.trace import COMPUTE, EMBEDDING, HEAD, Run, rank_of, trace
@@ -113,8 +114,9 @@ def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, ru
         divisible={what: size for what, size in anatomy.divisible.items() if what != "kv_heads" or size != heads},
         tensor_parallel=bool(anatomy.regions or anatomy.experts),
         against_sequence=anatomy.against_sequence,
+        against_division=(together := _together(model, few, many)),
         vocabulary=anatomy.vocabulary,
-        notes=(*anatomy.understood, *_remarks(anatomy, tokens)),
+        notes=(*anatomy.understood, *_remarks(anatomy, tokens, together)),
     )
 
 
@@ -167,7 +169,15 @@ def _alike(first: Layer, second: Layer) -> bool:
     return first.but(repeat=1, transient=0.0) == second.but(transient=0.0)
 
 
-def _remarks(anatomy: Anatomy, tokens: int) -> list[str]:
+def _together(model: nn.Module, few: Run, many: Run) -> str:
+    """Why a batch must pass whole, as far as it is seen without numbers; the first step of a run asks with them (parallel/divided.py)."""
+    if path := over_batch(model):
+        return f"{path} is a norm with statistics of the batch"
+    pairs = many.logits * few.rows**2 == few.logits * many.rows**2  # of a contrast
+    return "what it returns grows with the square of the rows" if pairs else ""
+
+
+def _remarks(anatomy: Anatomy, tokens: int, together: str) -> list[str]:
     """What a reader of the account must know."""
     said = []
     if tokens == 1:
@@ -176,4 +186,6 @@ def _remarks(anatomy: Anatomy, tokens: int) -> list[str]:
         said.append("no layer is shared among tensor ranks: all of them stay whole")
     if anatomy.against_sequence:
         said.append(f"sequence parallelism would be wrong: {anatomy.against_sequence}")
+    if together:
+        said.append(f"a batch must not be divided: {together}")
     return said

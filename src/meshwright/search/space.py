@@ -39,6 +39,7 @@ from meshwright.spec.rules import (
     batch_faults,
     compile_faults,
     context_faults,
+    division_faults,
     expert_faults,
     offload_faults,
     sequence_faults,
@@ -250,7 +251,7 @@ class Space:
         dp, batch, recompute = data // cp, job.workload.batch, self._whole()
         contexts = self._contexts(cp, layout.tp)
         parallel = self._choices("sequence_parallel", [False, True] if layout.tp > 1 else [False])
-        sizes = [self.pins["micro_batch"]] if "micro_batch" in self.pins else divisors(batch)
+        sizes = [self.pins["micro_batch"]] if "micro_batch" in self.pins else [batch] if job.model.against_division else divisors(batch)
         axes = self._axes(layout, data)
         whole = len(recompute) * len(orders)
         third, apart = (sum(table) for table in zip(*((shard.zero == 3, not shard.lone) for shard in shards), strict=True))
@@ -359,6 +360,7 @@ def first_fault(job: Job, plan: Plan) -> Fault | None:
         compile_faults(plan),
         stage_faults(plan, max(model.blocks, 1)),
         sequence_faults(plan, job.workload.sequence),
+        division_faults(plan, job.workload.batch, model.against_division),
     )
     return next(chain.from_iterable(rules), None)
 

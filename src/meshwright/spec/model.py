@@ -108,6 +108,7 @@ class ModelSpec(Noun):
     divisible: dict[str, int] = Field(default_factory=dict, description="sizes that tp must divide: heads, kv_heads, ffn")
     tensor_parallel: bool = Field(default=True, description="False when no rule shards its layers (a convolutional network)")
     against_sequence: str = Field(default="", description="why sequence parallelism would be wrong; empty where it is right")
+    against_division: str = Field(default="", description="why a batch must pass whole; empty where its rows do not see each other")
     vocabulary: int = Field(default=0, ge=0)
     notes: tuple[str, ...] = Field(default=(), description="what was found of a traced model, and what was not understood")
 

@@ -143,6 +143,12 @@ def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
         )
 
 
+def division_faults(plan: Plan, batch: int, against: str) -> Iterator[Fault]:
+    """Rows of a batch that see each other pass together. `against` is why they do, empty where they do not."""
+    if against and (plan.dp > 1 or plan.micro_batch < batch):
+        yield Fault("rows of a batch see each other", f"a batch must not be divided: {against}; use dp1.mb{batch}")
+
+
 def exact_faults(plan: Plan, exact: int) -> Iterator[Fault]:
     """Exact sums are of micro-batches of one size, which the workload names."""
     if exact and plan.micro_batch_sizes:
@@ -219,6 +225,7 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     yield from compile_faults(plan)
     yield from stage_faults(plan, job.model.blocks)
     yield from sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence)
+    yield from division_faults(plan, job.workload.batch, job.model.against_division)
     yield from batch_faults(plan, job.workload.batch)
     yield from exact_faults(plan, job.workload.exact)
     yield from local_faults(plan, job.workload.local)

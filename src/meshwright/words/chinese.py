@@ -99,6 +99,7 @@ TEXTS = {
     "reason.slower for certain": "必然更慢",
     "reason.does not fit": "放不下",
     "reason.batch does not divide": "批量除不尽",
+    "reason.rows of a batch see each other": "批量的各行互相看得见",
     "reason.interleaving does not divide": "交错级除不尽",
     "reason.more stages than blocks": "级数多于块数",
     "reason.tp does not divide heads": "tp 除不尽注意力头",

@@ -99,6 +99,7 @@ TEXTS = {
     "reason.slower for certain": "slower for certain",
     "reason.does not fit": "does not fit",
     "reason.batch does not divide": "batch does not divide",
+    "reason.rows of a batch see each other": "rows of a batch see each other",
     "reason.interleaving does not divide": "interleaving does not divide",
     "reason.more stages than blocks": "more stages than blocks",
     "reason.tp does not divide heads": "tp does not divide heads",

@@ -7,20 +7,8 @@ no sum of gradients mends. Tensor ranks divide channels, whose statistics are th
 
 from __future__ import annotations
 
-from torch import nn
-
 from meshwright.base.errors import InputError
 from meshwright.spec.plan import Plan
-
-
-def over_batch(model: nn.Module) -> str:
-    """Path of the first module with statistics over the batch; '' where there is none."""
-    return next((path for path, module in model.named_modules() if _keeps(module)), "")
-
-
-def _keeps(module: nn.Module) -> bool:
-    kept = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
-    return kept or isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def check_passes(path: str, plan: Plan, passes: int) -> None:
