@@ -314,3 +314,15 @@ def test_a_layer_whose_weight_is_read_without_a_call_stays_whole() -> None:
     found = anatomy.read(OddModel(lambda: Scaled(called=False)))
     assert not found.regions
     assert "up stay whole: up is read without being called" in found.understood
+
+
+class Asking(OddModel):
+    """Asks questions of its token ids that are answered by yes or no."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        assert not (31 in ids and torch.equal(ids, ids + 1))
+        return super().forward(ids)
+
+
+def test_questions_about_values_are_answered_where_there_are_none() -> None:
+    assert [region.rows for region in anatomy.read(Asking(Odd)).regions] == [(f"parts.{number}.down",) for number in range(3)]

@@ -156,3 +156,40 @@ def test_what_blocks_hand_to_one_another_beside_the_hidden_state_goes_along_from
         losses.append(loss.item())
     for found in ranks.run(2, chained, plan):
         assert found == pytest.approx(losses, rel=1e-10)
+
+
+class Apart(torch.autograd.Function):
+    """Blocks inside a function with a backward of its own, as reversible layers are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layers: nn.ModuleList) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class Reversing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return Apart.apply(self.table(input_ids), self.layers)
+
+
+def reversed_under(plan: str) -> str:
+    try:
+        parallelize(Reversing(), adamw, plan, loss=lambda output, batch: output.mean())
+    except InputError as error:
+        return str(error)
+    return "parallelized"
+
+
+def test_blocks_that_run_in_a_backward_of_the_models_own_are_cut_by_no_stage(ranks: Any) -> None:
+    for said in ranks.run(2, reversed_under, "pp2"):
+        assert said.startswith("plan pp2: layers.0 runs where torch records no gradient")

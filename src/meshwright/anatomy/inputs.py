@@ -25,7 +25,9 @@ from meshwright.anatomy.observed import observed
 BATCH, LENGTH, SIDE = 2, 7, 32
 FRAMES = 4 * LENGTH
 """Of sound, which models shorten on their way."""
-QUESTIONS = frozenset({"__bool__", "item", "__int__", "__index__", "__float__"})
+ASKED = frozenset({"__bool__", "__contains__", "equal", "allclose", "is_nonzero"})
+"""Questions that are answered by yes or no."""
+QUESTIONS = ASKED | {"item", "__int__", "__index__", "__float__"}
 IMAGES = ("pixel_values", "images", "image")
 WORDS = ("input_ids", "decoder_input_ids")
 KNOWN = (*WORDS, *IMAGES, "input_features", "input_values", "past_values")
@@ -47,7 +49,7 @@ def unasked(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> 
     try:
         return function(*args, **kwargs)
     except RuntimeError:
-        return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        return False if name in ASKED or args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
 
 
 class Unasked(TorchFunctionMode):

@@ -358,7 +358,8 @@ def _words(reading: Reading) -> list[str]:
 def _against(reading: Reading, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, Split]) -> dict[str, str]:
     found = {"sequence": _against_sequence(reading, blocks, shapes, splits)}
     if reading.seen:
-        found |= {"rows": reading.seen.counted.found, "gathering": reading.seen.against.get("writes", "")}
+        said = reading.seen.against
+        found |= {"rows": reading.seen.counted.found, "gathering": said.get("writes", ""), "stages": said.get("apart", "")}
     return {what: why for what, why in found.items() if why}
 
 

@@ -119,8 +119,16 @@ class Trace:
     handed: dict[str, Handed] = field(default_factory=dict)
     """By block."""
     against: dict[str, str] = field(default_factory=dict)
-    """'repeats': a block that runs more than once; 'writes': a parameter that the forward itself writes to."""
+    """'repeats': a block that runs more than once; 'writes': a parameter that the forward itself writes to; 'apart': a block that runs where no gradient is
+    recorded, as in a backward of the model's own."""
     alive: list[Any] = field(default_factory=list)
+
+    def begin(self, block: str, again: bool) -> None:
+        """A block begins; `again`: not for the first time."""
+        for what, found in (("repeats", again), ("apart", not torch.is_grad_enabled())):
+            if found:
+                self.against.setdefault(what, block)
+        self.blocks.setdefault(block)
 
     def follow(self, call: Call, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str], stack: list[str]) -> None:
         """One operation, inside the modules of `stack`."""

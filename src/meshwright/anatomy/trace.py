@@ -123,8 +123,7 @@ class Watch(TorchFunctionMode):
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if depth == 1:
                 self.again += name in self.trace.blocks
-                self.trace.against |= {"repeats": name} if self.again and "repeats" not in self.trace.against else {}
-                self.trace.blocks.setdefault(name)
+                self.trace.begin(name, bool(self.again))
             self.stack.append(name)
             if not self.again:
                 self._enter(name, module, args, kwargs, depth == 1)
