@@ -136,6 +136,28 @@ def test_a_killed_emulator_leaves_no_process_and_the_next_one_removes_its_quotas
     assert not list(Path("/sys/fs/cgroup").glob(f"**/meshwright-{process.pid}-*"))
 
 
+HEARERS = """
+import os
+from meshwright.emulate.run import emulated, run
+from meshwright.emulate.scale import Scaled
+with emulated(Scaled((0.5, 0.5), (0, 1), (1e6, 1e6), 1.0)) as cluster:
+    saves = "trap 'sleep 1; ip -o link show eth0; exit' INT; echo ready; while :; do sleep 0.05; done"
+    run(cluster, ["bash", "-c", saves], os.environ)
+"""
+
+
+def test_a_ctrl_c_leaves_the_ranks_of_an_emulated_cluster_the_network_that_they_save_over() -> None:
+    """A terminal sends it to the whole group: to whoever holds the networks, too."""
+    if not permitted():
+        return
+    with subprocess.Popen([sys.executable, "-c", HEARERS], stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout.read().count("eth0") == 2
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize(
     "launcher", [(), ("emulate", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable, "-m", "meshwright.cli.main")], ids=["own", "other"]
 )

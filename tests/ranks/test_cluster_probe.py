@@ -146,7 +146,7 @@ def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> 
         ranks[1].communicate()
     lines = [line for line in said.splitlines() if line.strip() and "socket.cpp" not in line]
     assert ranks[0].returncode == 1 and not (tmp_path / "found.json").exists()
-    assert len(lines) == 1 and "lost another rank while all measured" in lines[0]
+    assert len(lines) == 2 and lines[0].startswith("measuring 2 ranks") and "lost another rank while all measured" in lines[1]
 
 
 def _connected(pid: int, port: int) -> bool:

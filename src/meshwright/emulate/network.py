@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from meshwright.base.errors import InputError
+from meshwright.base.signals import REQUESTS
 from meshwright.emulate.relay import relay, tap
 
 CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1
@@ -103,6 +104,8 @@ class Wires:
         pid = os.fork()
         if pid == 0:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            for number in REQUESTS:
+                signal.signal(number, signal.SIG_IGN)  # a Ctrl-C reaches it too: the ranks need their network to save
             try:
                 made = begin()
                 os.write(tell, b"well")
