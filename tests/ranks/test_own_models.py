@@ -193,3 +193,42 @@ def reversed_under(plan: str) -> str:
 def test_blocks_that_run_in_a_backward_of_the_models_own_are_cut_by_no_stage(ranks: Any) -> None:
     for said in ranks.run(2, reversed_under, "pp2"):
         assert said.startswith("plan pp2: layers.0 runs where torch records no gradient")
+
+
+class InPlace(nn.Module):
+    """Its activation overwrites what the layer before gave, of four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def in_place(plan: str) -> list[float]:
+    given = {"x": torch.randn(4, 3, 5, 4, generator=torch.Generator().manual_seed(1)).double()}
+    mean = lambda output, batch: output.square().flatten(1).sum(1).mean()
+    if plan:
+        trainer = parallelize(InPlace().double(), adamw, plan, precision="fp64", loss=mean, example=given)
+        return [trainer.step(given).loss for _ in range(2)]
+    model, losses = InPlace().double(), []
+    optimizer = adamw(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = mean(model(**given), given)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("plan", ["tp2", "pp2.zb1"])
+def test_what_a_layer_gives_may_be_written_to_in_place(ranks: Any, plan: str) -> None:
+    for losses in ranks.run(2, in_place, plan):
+        assert losses == pytest.approx(in_place(""), rel=1e-10)

@@ -114,7 +114,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leave: PutOff, linear: bool) -> torch.Tensor:
         ctx.leave, ctx.linear = leave, linear
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight if linear else weight.t(), bias)
+        return F.linear(x, weight if linear else weight.t(), bias).data  # as in tensor/columns.py
 
     @staticmethod
     @once_differentiable

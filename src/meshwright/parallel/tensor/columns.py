@@ -179,7 +179,9 @@ class _Column(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.crossing, ctx.linear, ctx.shape, ctx.leave = crossing, linear, x.shape, leave
         ctx.save_for_backward(crossing.kept(), weight)
-        return F.linear(x, weight if linear else weight.t(), bias)
+        return F.linear(
+            x, weight if linear else weight.t(), bias
+        ).data  # no view for autograd, which some products are: what follows may scale it in place
 
     @staticmethod
     @once_differentiable
