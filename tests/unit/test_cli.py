@@ -15,11 +15,13 @@ import pytest
 from meshwright.cli import main as command_line
 from meshwright.cli.doctor import Mend, text
 from meshwright.cli.main import COMMANDS, application, main
-from meshwright.cli.preparation import short_of_room
+from meshwright.cli.preparation import apart, short_of_room
+from meshwright.intake.job import read_job, resolve
 from meshwright.intake.plans import read_plan
 from meshwright.report.text import columns_of
 from meshwright.spec.estimate import Estimate, Memory, Time
 from meshwright.spec.plan import parse_plan
+from meshwright.words.lines import translated
 
 ROOT = Path(__file__).parents[2]
 LARGE = ["--model", "llama-65b", "--cluster", "8x8:a100-40gb", "--batch", "512", "--seq", "2048"]
@@ -278,3 +280,18 @@ def test_a_ctrl_c_is_one_line_and_its_own_exit_code(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("meshwright.report.run.read_run", interrupted)
     assert main(["report", "anything"]) == 75
     assert capsys.readouterr().err == "meshwright: interrupted; the same command goes on\n"
+
+
+def test_a_cluster_that_this_machine_is_not_is_said_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.intake.local.cuda_cards", tuple)
+    for cluster, words in (
+        ("local:2", []),
+        ("1x2:a100-80gb", ["has a100-80gb, this machine has cores"]),
+        ("2x2:cpu@1Gb", ["has 2 nodes, and all of its ranks start on this one"]),
+    ):
+        question = resolve(
+            read_job(None, (), {"model.name": "llama-tiny", "cluster.name": cluster, "workload.batch": 8, "workload.sequence": 64})
+        )
+        lines = apart(question)
+        assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True))
+        assert all("machine" not in translated(line, "zh") and "ranks" not in translated(line, "zh") for line in lines)

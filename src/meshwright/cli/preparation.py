@@ -215,6 +215,24 @@ def short_of_room(plan: Plan, estimate: Estimate, folder: Path, free: float) -> 
     )
 
 
+def apart(question: Job) -> list[str]:
+    """What the cluster of a job says and this machine, which is to start all of its ranks, does not; told before they start."""
+    from meshwright.intake.local import cuda_cards
+
+    cluster, found = question.cluster, []
+    nodes, devices = sum(group.nodes for group in cluster.groups), dict.fromkeys(group.device.name for group in cluster.groups)
+    if nodes > 1:
+        found.append(
+            f"cluster {cluster.name!r} has {nodes} nodes, and all of its ranks start on this one: `meshwright launch` writes what starts them on each"
+        )
+    if all(name.lower().startswith("cpu") for name in devices) == bool(cuda_cards()):
+        here = "CUDA devices" if cuda_cards() else "cores"
+        found.append(
+            f"cluster {cluster.name!r} has {' and '.join(devices)}, this machine has {here}: what is predicted is not what its ranks will take"
+        )
+    return found
+
+
 def write_run(folder: Path, launch: Launch, choice: Choice) -> str:
     """The nouns of a run into its folder, each whole or not at all; what a person is to be told of it. Raises InputError when the folder is another job's.
     More steps than it was begun with are the same job: what they change is told, and written down."""

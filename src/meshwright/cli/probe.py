@@ -93,6 +93,8 @@ def _check_ranks(known: Cluster) -> None:
 def _here(known: Cluster) -> Measurement:
     """Ranks of this machine, each a child of this process."""
     from meshwright.base.codec import build
+    from meshwright.base.errors import MeshwrightError
+    from meshwright.elastic.failure import RankFailed
     from meshwright.elastic.supervisor import Supervisor, Work
     from meshwright.spec.measurement import Measurement
 
@@ -100,7 +102,12 @@ def _here(known: Cluster) -> Measurement:
     note(f"measuring {known.devices} rank{'s' if known.devices > 1 else ''} of this machine")
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
         work = Work(f"{TARGET}:probe", known.devices, {}, Path(folder), (TARGET,))
-        Supervisor(work, lambda rank, message: said.append(message), note).run()
+        try:
+            Supervisor(work, lambda rank, message: said.append(message), note).run()
+        except RankFailed as error:  # its log goes with the folder
+            raise MeshwrightError(
+                f"{str(error).splitlines()[0]}; nothing is saved: start the probe again on the devices that are left"
+            ) from None
     return build(Measurement, next(message["measurement"] for message in said if message["kind"] == "measured"))
 
 

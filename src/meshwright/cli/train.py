@@ -186,7 +186,7 @@ def _prepared(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, 
     from shutil import disk_usage
 
     from meshwright.base.errors import InputError
-    from meshwright.cli.preparation import choose, folder_of, launch_of, read_file, short_of_room, source_of, write_run
+    from meshwright.cli.preparation import apart, choose, folder_of, launch_of, read_file, short_of_room, source_of, write_run
     from meshwright.train.lease import Lease
     from meshwright.words.say import say
 
@@ -203,7 +203,8 @@ def _prepared(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, 
         longer = write_run(folder, launch, choice)
         away = Path(launch.run.offload_to or folder)
         room = short_of_room(choice.plan, choice.estimate, away, disk_usage(away).free) if choice.estimate and away.is_dir() else ""
-        for line in filter(None, [*(say(line, wanted.language) for line in choice.why), longer, room]):
+        other = apart(choice.question) if choice.question is not None and world is None else []
+        for line in filter(None, [*(say(line, wanted.language) for line in choice.why), *other, longer, room]):
             screen.note(line)
         yield launch, folder, choice
 

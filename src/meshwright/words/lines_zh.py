@@ -199,6 +199,10 @@ LINES = {
     # --- a run that is watched
     "starting {} ranks": "启动 {0} 个 rank",
     "starting 1 rank": "启动 1 个 rank",
+    "cluster {} has {} nodes, and all of its ranks start on this one: `meshwright launch` writes what starts them on each": "集群 {0} 有 {1} 个节点，而它的所有 rank 都在本节点启动：`meshwright launch` 写出在每个节点上启动它们的文件",
+    "cluster {} has {}, this machine has {}: what is predicted is not what its ranks will take": "集群 {0} 是 {1}，而本机是 {2}：预测的不会是它的 rank 实际所用的",
+    "CUDA devices": "CUDA 设备",
+    "cores": "处理器核",
     "starting, {}: {}": "正在启动，{0}：{1}",
     "processes start and load torch": "进程启动并载入 torch",
     "rank {} builds the model and opens its data": "rank {0} 正在建模型、打开数据",
