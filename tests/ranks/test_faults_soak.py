@@ -45,11 +45,15 @@ HEAD = """# Faults in real runs
 Each row is one run of 80 steps (450 of row 33) with 20 faults (200) where chance says (rank, step, phase, up to 10 ms later), on ranks of this machine, compared with the same run undisturbed. Passed: the culprit is
 named, no step is run again, and losses, weights, optimizer and random states at the end are equal to the bit; of two that fall into one recovery one is named (19 of 20). In time: of what is frozen or hung, noticed within max(1 s, 5 steps) or max(2 s, 10 steps) of silence; of
 the others, the next new step within 1 s. Seconds: silence before a hang was noticed, and from the decision to the end of the next new step; the machine has two cores, its load while the row was measured and the
-median step stand beside them. A row measured at a load under 6 gives way only to another such. Written by `make soak` (tests/ranks/test_faults_soak.py).
+median step stand beside them. Of rows that depend on no kind of plan, passed means what tests/ranks/test_faults_soak_rows.py says of each; what has no meaning for a row is empty. A row measured at a load under 6 gives way only to another such. Written by `make soak` (tests/ranks/test_faults_soak.py and
+test_faults_soak_rows.py).
 
 | fault (row of the table) | plan | injected | passed | in time | steps lost | final state | silence, median | recovery, median | largest | step | load |
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """
+
+TIMES = {"silence": 2, "recovery": 2, "largest": 2, "step": 3}
+"""Columns in seconds, with their digits."""
 
 
 def several(world: int, count: int, seed: int) -> list[dict[str, Any]]:
@@ -114,14 +118,16 @@ def write(row: dict[str, Any], right: bool = True) -> None:
 
 
 def tabulate(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows measured before steps and load were written down have none."""
+    """What is 0 has no meaning for a row."""
     lines = []
     for each in rows:
-        step = f"{each['step']:.3f}" if each["step"] else ""
-        lines.append(
-            f"| {each['fault']} | {each['plan']} | {each['injected']} | {each['passed']} | {each['in_time']} | {each['lost']} | {each['state']} "
-            f"| {each['silence']:.2f} | {each['recovery']:.2f} | {each['largest']:.2f} | {step} | {each['load']:.0f} |"
-        )
+        seconds = [f"{each[name]:.{digits}f}" if each[name] else "" for name, digits in TIMES.items()]
+        cells = [
+            *(each[name] for name in ("fault", "plan", "injected", "passed", "in_time", "lost", "state")),
+            *seconds,
+            f"{each['load']:.0f}",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     RESULTS.with_suffix(".md").write_text(HEAD + "\n".join(lines) + "\n")
 
 
