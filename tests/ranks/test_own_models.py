@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -232,3 +233,26 @@ def in_place(plan: str) -> list[float]:
 def test_what_a_layer_gives_may_be_written_to_in_place(ranks: Any, plan: str) -> None:
     for losses in ranks.run(2, in_place, plan):
         assert losses == pytest.approx(in_place(""), rel=1e-10)
+
+
+def gathered_bytes(plan: str) -> tuple[int, int]:
+    """What this rank sends for the whole weights, and as many bytes as the weights have."""
+    trainer = parallelize(
+        InPlace().double(), adamw, plan, precision="fp64", loss=lambda output, batch: output.mean(), example={"x": torch.zeros(2, 3, 5, 4)}
+    )
+    sent, gather = [0], dist.gather_object
+
+    def noted(given: Any, *args: Any, **kwargs: Any) -> None:
+        sent[0] += sum(data.untyped_storage().nbytes() for _, data in given)
+        gather(given, *args, **kwargs)
+
+    dist.gather_object = noted
+    try:
+        trainer.full_state_dict()
+    finally:
+        dist.gather_object = gather
+    return sent[0], sum(8 * parameter.numel() for parameter in InPlace().parameters())
+
+
+def test_whole_weights_are_gathered_once_and_not_once_for_every_tensor_of_a_unit(ranks: Any) -> None:
+    assert all(sent <= whole for sent, whole in ranks.run(2, gathered_bytes, "dp2.z1"))

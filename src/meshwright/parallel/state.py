@@ -212,11 +212,14 @@ def gather_state(engine: Parallel) -> dict[str, torch.Tensor] | None:
 
 def gather_full(engine: Parallel, held: Iterable[Held]) -> dict[str, torch.Tensor] | None:
     """The full tensors on rank 0 (on the CPU), None elsewhere."""
-    mine = [(item.piece, item.data.detach().cpu()) for item in held if not item.piece.name.startswith(REPLICA)]
+    mine = ((item.piece, item.data.detach()) for item in held if not item.piece.name.startswith(REPLICA))
     if engine.mesh.world is None:
         return assemble(mine)
+    sent = [
+        (piece, data.to("cpu", copy=True)) for piece, data in mine
+    ]  # of a view pickle would send the whole unit, once for every tensor in it
     gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None
-    dist.gather_object(mine, gathered, dst=0)
+    dist.gather_object(sent, gathered, dst=0)
     if gathered is None:
         return None
     return assemble(item for part in gathered for item in part)
