@@ -2,7 +2,7 @@
 
 Ranks on cores share them, and other programs run beside: products are therefore timed by the seconds that the processor gave this rank
 (thread time), and `share` says how many of those it got in a second of the wall while all ranks were busy. On CUDA devices both are the wall.
-The best of several tries counts: nothing makes a device faster than it is.
+Of several tries the best counts, as nothing makes a device faster than it is; on cores the middle one, as a step too runs beside what else there is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -68,7 +69,7 @@ def products(device: torch.device) -> Iterator[Product]:
         for size in CARD_SIZES if device.type == "cuda" else CORE_SIZES:
             left = torch.ones(size, size, device=device, dtype=dtype)
             out = torch.empty_like(left)
-            seconds = best(lambda left=left, out=out: torch.mm(left, left, out=out), device)  # type: ignore[misc]
+            seconds = timed(lambda left=left, out=out: torch.mm(left, left, out=out), device)  # type: ignore[misc]
             yield Product(precision=name, size=size, rate=2.0 * size**3 / seconds)
             if 8.0 * seconds > SLOW:
                 break
@@ -87,7 +88,7 @@ def trained(device: torch.device) -> float:
         torch.mm(gradient, weight)
         torch.mm(gradient.t(), hidden)
 
-    return 6.0 * tokens * inputs * outputs / best(layer, device)
+    return 6.0 * tokens * inputs * outputs / timed(layer, device)
 
 
 def stream(device: torch.device) -> float:
@@ -101,7 +102,7 @@ def stream(device: torch.device) -> float:
         torch.nn.functional.silu(first)
         torch.softmax(first, -1)
 
-    return 7.0 * size / best(work, device)
+    return 7.0 * size / timed(work, device)
 
 
 def attention(device: torch.device) -> float:
@@ -110,7 +111,7 @@ def attention(device: torch.device) -> float:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     query = torch.ones(1, heads, sequence, width, device=device, dtype=dtype)
     work = lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query)
-    return 4.0 * heads * sequence**2 * width / best(work, device)
+    return 4.0 * heads * sequence**2 * width / timed(work, device)
 
 
 def launch() -> float:
@@ -137,7 +138,7 @@ def launch() -> float:
     def step() -> None:
         block(block(block(block(hidden)))).sum().backward()  # type: ignore[no-untyped-call]
 
-    return best(step, torch.device("cpu")) / (4 * 3 * OPERATIONS)
+    return timed(step, torch.device("cpu")) / (4 * 3 * OPERATIONS)
 
 
 def quota() -> float:
@@ -162,10 +163,10 @@ def to_host(device: torch.device) -> float:
     if device.type == "cuda":
         far = torch.empty(CARD_STREAM // 16, dtype=torch.uint8).pin_memory()
         near = torch.empty_like(far, device=device)
-        return far.numel() / best(lambda: near.copy_(far, non_blocking=True), device)
+        return far.numel() / timed(lambda: near.copy_(far, non_blocking=True), device)
     source = torch.ones(CORE_STREAM // 4)
     target = torch.empty_like(source)
-    return CORE_STREAM / best(lambda: target.copy_(source), device)
+    return CORE_STREAM / timed(lambda: target.copy_(source), device)
 
 
 def storage() -> float:
@@ -185,12 +186,12 @@ def storage() -> float:
         return 0.0
 
 
-def best(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of some bursts of `action`, of the device's own time."""
+def timed(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds of `action` in the fastest of some bursts, on cores in the middle one, of the device's own time."""
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
     action()
     settle(device)
-    fastest = float("inf")
+    found: list[float] = []
     for _ in range(TRIES):
         began, count = clock(), 0
         while True:
@@ -202,8 +203,8 @@ def best(action: Callable[[], object], device: torch.device) -> float:
                 settle(device)
                 passed = clock() - began
                 break
-        fastest = min(fastest, passed / count)
-    return fastest
+        found.append(passed / count)
+    return median(found) if device.type == "cpu" else min(found)
 
 
 def settle(device: torch.device) -> None:
