@@ -1,6 +1,7 @@
 """The parts around the step: agreement of ranks, measured memory, the sample, the screen, the lease, models from folders and modules."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -99,10 +100,12 @@ def test_records_are_a_line_a_step_and_a_lost_disk_is_said_once(tmp_path: Path) 
     lines = [StepRecord.model_validate(json.loads(line)) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert lines == [record(1), record(2, held_out_loss=3.0)]
     records.close()
-    full = Records.__new__(Records)
-    full.say, full._lost, full._writer, full._handle = said.append, False, None, -1
+    full = Records(tmp_path, False, said.append)
+    with open("/dev/full", "wb") as nowhere:
+        os.dup2(nowhere.fileno(), full._handle)
     full.write(record(3))
     full.write(record(4))
+    full.close()
     assert len(said) == 1 and said[0].startswith("records are lost from step 3 on: ")
 
 
