@@ -215,9 +215,7 @@ def gather_full(engine: Parallel, held: Iterable[Held]) -> dict[str, torch.Tenso
     mine = ((item.piece, item.data.detach()) for item in held if not item.piece.name.startswith(REPLICA))
     if engine.mesh.world is None:
         return assemble(mine)
-    sent = [
-        (piece, data.to("cpu", copy=True)) for piece, data in mine
-    ]  # of a view pickle would send the whole unit, once for every tensor in it
+    sent = [(piece, data.to("cpu", copy=True)) for piece, data in mine]  # of a view the whole unit would be sent, for every tensor in it
     gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None
     dist.gather_object(sent, gathered, dst=0)
     if gathered is None:

@@ -70,9 +70,9 @@ def compare_text(comparison: Comparison, language: str = "en") -> str:
     called = short if len(set(short)) == len(short) else [run.run for run in runs]
     rows: list[tuple[str, ...]] = [("", *called)]
 
-    def add(name: str, cells: Sequence[str]) -> None:
+    def add(head: str, cells: Sequence[str]) -> None:
         if any(cell != "-" for cell in cells):
-            rows.append((name, *cells))
+            rows.append((head, *cells))
 
     add(said("model"), [run.model or "-" for run in runs])
     add(said("plan"), [run.plan or "-" for run in runs])

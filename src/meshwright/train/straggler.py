@@ -207,12 +207,13 @@ class Watch:
         step = before + median(
             self._middle("waiting")[rank] for rank in range(self.plan.world) if self.grid.replica(rank) == replicas.index(max(replicas))
         )
-        chosen = [(step - before + after, plan)] if before - after >= GAIN * step and (plan := self._of(shared)) else []
-        first = self._rows(self.first)
-        if self._healthy and not self.slow and self.plan != self.first and end(first) <= (1.0 + RATIO) / 2.0 * before:
-            chosen.append((min(self._healthy, step), self.first))
-        promised, better = min(chosen, key=lambda each: each[0], default=(step, self.plan))
-        return (better, step / promised) if step - promised >= GAIN * step else None
+        promised = {self.plan: step}
+        if before - after >= GAIN * step and (adjusted := self._of(shared)) is not None:
+            promised[adjusted] = step - before + after
+        if self._healthy and not self.slow and self.plan != self.first and end(self._rows(self.first)) <= (1.0 + RATIO) / 2.0 * before:
+            promised[self.first] = min(self._healthy, promised.get(self.first, step))
+        plan = min(promised, key=promised.__getitem__)
+        return (plan, step / promised[plan]) if step - promised[plan] >= GAIN * step else None
 
     def _rows(self, plan: Plan) -> list[int]:
         """Sequences of each replica in a step."""

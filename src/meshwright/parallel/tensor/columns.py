@@ -179,9 +179,8 @@ class _Column(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.crossing, ctx.linear, ctx.shape, ctx.leave = crossing, linear, x.shape, leave
         ctx.save_for_backward(crossing.kept(), weight)
-        return F.linear(
-            x, weight if linear else weight.t(), bias
-        ).data  # no view for autograd, which some products are: what follows may scale it in place
+        # No view for autograd, which some products are: what follows may write to it in place.
+        return F.linear(x, weight if linear else weight.t(), bias).data
 
     @staticmethod
     @once_differentiable

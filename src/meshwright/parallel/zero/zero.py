@@ -211,7 +211,7 @@ class Zero:
 
     def came(self) -> torch.Tensor:
         """Of each of `unreached` whether a gradient has come to it on this rank: ranks sum it."""
-        here = {name for stage in self.stages.values() for name in stage.reached}
+        here = {name for stage in self.stages.values() for name in stage.reached} if self.unreached else set()
         return torch.tensor([name in here for name in self.unreached], dtype=torch.float64, device=self.mesh.device)
 
     def agree(self, came: Sequence[float]) -> None:
