@@ -16,7 +16,6 @@ from test_cluster import on_ranks, permitted
 
 from meshwright.cli.preparation import _over, _without_the_slow
 from meshwright.cost.calibration import calibrated
-from meshwright.cost.tiers import tiers
 from meshwright.emulate.run import emulated
 from meshwright.emulate.scale import Scaled
 from meshwright.intake.clusters import parse_cluster
@@ -28,6 +27,7 @@ from meshwright.probe.network import PAUSE, TURNS, Network
 from meshwright.search.rank import search
 from meshwright.spec.measurement import QUIET, Measured, Measurement, Pair, Product
 from meshwright.spec.plan import Plan
+from meshwright.spec.tiers import tiers
 from meshwright.words.say import say
 
 EIGHT = tuple(range(8))

@@ -13,7 +13,6 @@ from meshwright.cost.collectives import Fabric, fabric
 from meshwright.cost.compute import matrices
 from meshwright.cost.constants import HOST_PASS
 from meshwright.cost.step import estimate
-from meshwright.cost.tiers import tiers
 from meshwright.emulate.scale import scaled
 from meshwright.intake.clusters import parse_cluster, read_cluster
 from meshwright.intake.job import read_job, resolve
@@ -21,6 +20,7 @@ from meshwright.intake.measured import keep, kept_cluster
 from meshwright.spec.cluster import Cluster, Link
 from meshwright.spec.measurement import Measured, Measurement, Pair, Product, Timing
 from meshwright.spec.plan import Plan
+from meshwright.spec.tiers import tiers
 
 NEAR = Link(name="near", bandwidth=8e9, latency=60e-6, efficiency=1.0)
 FAR = Link(name="far", bandwidth=50e6, latency=300e-6, efficiency=1.0)

@@ -74,6 +74,20 @@ def test_slow_data_and_a_slow_link_are_told_from_a_slow_rank() -> None:
     assert "a link is slow" in found[0].words
 
 
+def test_when_a_link_is_slow_hosts_are_asked_which_one_and_only_then() -> None:
+    said: list[str] = []
+    asked = lambda: [((0, 2), "the link between the hosts of ranks 0 and 2 carries 1.00 MB/s")]
+    watch = Watch(parse_plan("dp4.z1"), 32, said.append, links=asked)
+    for link in (0.02, 0.2, 0.02):
+        for step in range(FIRST + WINDOW + 2 * STEADY):
+            watch.heed(Phases((0.08,) * 4, (0.0,) * 4, (link,) * 4), step, balance=False)
+    assert [line.split(": ", 1)[1] for line in said] == [
+        "every rank waits 10.0 times as long for the others as before: a link is slow",
+        "the link between the hosts of ranks 0 and 2 carries 1.00 MB/s",
+        "nobody holds the others up any more",
+    ]
+
+
 def test_shares_follow_the_speeds_and_go_back_when_the_rank_recovers() -> None:
     watch = Watch(parse_plan("dp4.z1"), 32)
     steps(watch, 20, 0, slow={3: 2.0})

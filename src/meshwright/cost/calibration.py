@@ -22,9 +22,9 @@ import numpy as np
 
 from meshwright.cost import constants
 from meshwright.cost.collectives import Fabric, exchange, group
-from meshwright.cost.tiers import tiers
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 from meshwright.spec.measurement import QUIET, Measured, Measurement, Timing
+from meshwright.spec.tiers import tiers
 
 ALIKE = 0.15
 """Part of their speed by which devices of one group may differ."""

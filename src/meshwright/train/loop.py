@@ -23,6 +23,7 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.data.sampler import batch_of
 from meshwright.parallel.compiled import first_step
 from meshwright.parallel.exchange.group import of_process
+from meshwright.probe.links import slow_links
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
 from meshwright.train.ledger import joined, line_of
@@ -159,7 +160,8 @@ class Loop:
         tell = lambda kind, **entries: self._say(kind, last=self.steps, **entries)
         engine, work, note = self.trainer.engine, self.launch.workload, lambda line: self._say("note", line=line)
         halves = not (work.exact or work.local or engine.balance or engine.statistics)
-        done, watch = began, Watch(self.launch.plan, work.batch, note, tell, halves)
+        asked = lambda: slow_links(self.trainer.mesh, lambda: self.pulse.at(Phase.evaluate))
+        done, watch = began, Watch(self.launch.plan, work.batch, note, tell, halves, asked)
         guard = self.recovery.guard
         while done < self.steps or guard.is_spike:
             done = self.recovery.go_back() if guard.is_spike else done
@@ -178,7 +180,7 @@ class Loop:
     def _stretch(self, began: int, launched: int) -> Iterator[tuple[StepRecord, Phases | None]]:
         """Steps from `began` on under one plan."""
         plan, rule = self.trainer.plan, self.launch.workload.optimizer
-        rows, apart = self.launch.workload.batch, self.trainer.engine.outer is not None
+        rows, every = self.launch.workload.batch, 0 if self.trainer.engine.outer is not None else self.launch.run.compare_every
         ranges = plan.ranges(rows, self.trainer.mesh.replica)
         with self.loader.prefetch(ranges, began, self.steps, device=self.device.type) as batches:
             for step, batch in enumerate(self._awaited(batches, began), began):
@@ -188,11 +190,10 @@ class Loop:
                 watched = watched and self.recovery.source != "memory"  # once a run: it takes time
                 with watching(self.trainer.engine.model) if watched else nullcontext() as watch:
                     record = self.trainer.step(Share(batch, self.loader.labels_per_step))
-                memory = {**record.memory, **measured(self.trainer, watch, self.folder)}
-                seconds = time.perf_counter() - start
-                number = batch_of(step, self.loader.left_out)
-                record = record.model_copy(update={"memory": memory, "data_seconds": batches.waited, "seconds": seconds, "batch": number})
-                if self.trainer.mesh.world is not None and not apart and self._due(step + 1, self.launch.run.compare_every):
+                memory, number = {**record.memory, **measured(self.trainer, watch, self.folder)}, batch_of(step, self.loader.left_out)
+                took = {"data_seconds": batches.waited, "seconds": time.perf_counter() - start}
+                record = record.model_copy(update={"memory": memory, "batch": number, **took})
+                if self.trainer.mesh.world is not None and every and self._due(step + 1, every):
                     self.pulse.at(Phase.compare)
                     for mended in compare(self.trainer):
                         self._say("divergence", line=mended.line, rank=mended.ranks[0], step=self.trainer.steps)
@@ -225,8 +226,7 @@ class Loop:
         return total / tokens
 
     def _check(self) -> None:
-        expected = self.launch.parameters
-        if expected and expected != self.parameters:
+        if (expected := self.launch.parameters) and expected != self.parameters:
             self._say("note", line=f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates are off")
         if self.launch.run.recount_every and (why := why_not(self.trainer)):
             self._say("note", line=f"run.recount_every: gradients are not computed twice: {why}")

@@ -2,7 +2,7 @@
 
     computing    the step without waiting for data and without waiting for other ranks: on a slow rank longer than on its peers
     data         waiting for the batch: its reader or its disk is slow; where all wait, that of all of them
-    communication   everyone waits longer for others than before, though nobody computes longer: a link is slow
+    communication   everyone waits longer for others than before, though nobody computes longer: a link is slow, and hosts measure which one
 
 Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middle of its peers, the ranks that hold the same stage, at least
 PART of the step more, and SPREADS times as much more as its steps, or its peers', differ among themselves (the median of their distances from
@@ -104,10 +104,12 @@ class Watch:
         say: Callable[[str], None] = lambda _: None,
         tell: Callable[..., None] = lambda *_, **__: None,
         halves: bool = True,
+        links: Callable[[], Sequence[tuple[tuple[int, ...], str]]] = tuple,
     ) -> None:
-        """`halves`: micro-batches may become smaller, which exact sums, a balance loss and compiled blocks do not allow."""
+        """`halves`: micro-batches may become smaller, which exact sums, a balance loss and compiled blocks do not allow. `links`: ranks and words of which
+        links are slow, measured by all ranks together."""
         self.batch, self.say, self.tell, self.slow = batch, say, tell, frozenset[tuple[int, Phase]]()
-        self.first, self.halves = plan, halves and not plan.compile
+        self.first, self.halves, self.links = plan, halves and not plan.compile, links
         self.grid = Grid(plan)
         self.follow(plan)
         self._seen = self._steady = self._since = 0
@@ -128,7 +130,11 @@ class Watch:
         found = self.hear(phases)
         self._compare(step)
         if found is not None:
-            for ranks, words in [((slow.rank,) if slow.rank >= 0 else (), slow.words) for slow in found] or [((), WELL)]:
+            said: list[tuple[tuple[int, ...], str]] = [((slow.rank,) if slow.rank >= 0 else (), slow.words) for slow in found] or [
+                ((), WELL)
+            ]
+            said += self.links() if any(slow.phase == Phase.communication for slow in found) else ()
+            for ranks, words in said:
                 self.say(f"step {step}: {words}")
                 self.tell("verdict", step=step, ranks=ranks, words=words)
         changed = bool(self.slow) or self.plan != self.first

@@ -27,8 +27,9 @@ class Tiers(NamedTuple):
     odd: tuple[str, ...]
 
 
-def tiers(pairs: Sequence[Pair], ranks: int) -> Tiers:
-    """
+def tiers(pairs: Sequence[Pair], ranks: int, odd: float = ODD) -> Tiers:
+    """`odd`: the part of the middle of its tier that an odd pair carries at most.
+
     >>> def pair(a, b, rate): return Pair(first=a, second=b, latency=1e-5, bandwidth=rate)
     >>> flat = [pair(a, b, 1e9 if a // 2 == b // 2 else 1e8) for a in range(4) for b in range(a + 1, 4)]
     >>> tiers(flat, 4)
@@ -39,7 +40,7 @@ def tiers(pairs: Sequence[Pair], ranks: int) -> Tiers:
     span = _span(pairs, ranks)
     near = [pair for pair in pairs if span and pair.first // span == pair.second // span]
     far = [pair for pair in pairs if not (span and pair.first // span == pair.second // span)]
-    return Tiers(span, (*_odd(near), *_odd(far)))
+    return Tiers(span, (*_odd(near, odd), *_odd(far, odd)))
 
 
 def _span(pairs: Sequence[Pair], ranks: int) -> int:
@@ -63,14 +64,14 @@ def _joined(pairs: Sequence[Pair], ranks: int) -> list[list[int]]:
     return [[rank for rank in range(ranks) if block[rank] == each] for each in sorted(set(block))]
 
 
-def _odd(pairs: Sequence[Pair]) -> list[str]:
+def _odd(pairs: Sequence[Pair], odd: float) -> list[str]:
     """Lines for the slow among pairs of one tier: for a rank, or for one pair."""
     from meshwright.base.units import show_rate
 
     if len(pairs) < 3:
         return []
     middle = sorted(pair.bandwidth for pair in pairs)[len(pairs) * 2 // 3]
-    slow = [pair for pair in pairs if pair.bandwidth < ODD * middle]
+    slow = [pair for pair in pairs if pair.bandwidth < odd * middle]
     said, named = [], set()
     for rank in sorted({rank for pair in slow for rank in (pair.first, pair.second)}):
         own = [pair for pair in pairs if rank in (pair.first, pair.second)]

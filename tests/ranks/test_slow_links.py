@@ -1,0 +1,59 @@
+"""Which link between hosts is slow, asked in the middle of a run: it is named, and every rank says the same."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hosts import hosts
+from pool import Pool
+
+import meshwright.probe.links as asked
+from meshwright.parallel.mesh import make_mesh
+from meshwright.probe.links import links, named
+from meshwright.spec.plan import Plan
+
+LATE = 0.2
+"""Seconds by which what goes over a slow link comes late."""
+
+
+def slow_between(each: int, slow: set[frozenset[int]]) -> tuple[list[str], int]:
+    """What is said where the links of `slow` are slow, ranks `each` to a host; and how often this rank gave a sign of life."""
+    swap, me, beats = asked._swap, dist.get_rank(), []
+
+    def late(sent: torch.Tensor, out: torch.Tensor, other: int) -> None:
+        if sent.numel() > asked.TRIES and frozenset((me, other)) in slow:
+            time.sleep(LATE)
+        swap(sent, out, other)
+
+    asked._swap = late
+    try:
+        with hosts(each):
+            mesh = make_mesh(Plan(dp_replicate=dist.get_world_size()))
+            found = links(mesh, lambda: beats.append(me))
+    finally:
+        asked._swap = swap
+    return [words for _, words in named(found, mesh.plan.world)], len(beats)
+
+
+@pytest.mark.parametrize(
+    ("world", "each", "slow", "words"),
+    [
+        (4, 1, [(2, 0), (2, 1), (2, 3)], "all links of rank 2 carry "),
+        (4, 1, [(1, 3)], "the link between ranks 1 and 3 carries "),
+        (4, 2, [(0, 2)], "the link between the hosts of ranks 0 and 2 carries "),
+    ],
+)
+def test_the_slow_link_between_hosts_is_named_alike_on_all_ranks(
+    ranks: Pool, world: int, each: int, slow: list[tuple[int, int]], words: str
+) -> None:
+    found = ranks.run(world, slow_between, each, {frozenset(pair) for pair in slow})
+    for rank, (said, beats) in enumerate(found):
+        assert len(said) == 1 and said[0].startswith(words) and said == found[0][0]
+        assert beats == (world // each - 1 if rank % each == 0 else 0)
+
+
+def test_ranks_of_one_host_have_no_links_to_ask_for(ranks: Pool) -> None:
+    assert ranks.run(2, slow_between, 2, set()) == [([], 0), ([], 0)]
