@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 from hosts import hosts
 from pool import Pool
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.compression import CODES
+from meshwright.parallel.exchange.group import of_process
 from meshwright.parallel.exchange.lanes import slice_of
 from meshwright.parallel.exchange.lowrank import LowRank, matrices
+from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Objective
 from meshwright.spec.compression import Compression
 from meshwright.spec.plan import parse_plan
@@ -192,3 +195,24 @@ def test_compression_that_cannot_be_is_refused_in_one_line() -> None:
     for changes in ({"precision": "fp16"}, {"exact": 2}):
         with pytest.raises((InputError, ValueError), match="leave compression out"):
             Workload(compression=Compression(kind="int8"), **changes)  # type: ignore[arg-type]
+
+
+def two_under_way() -> list[list[float]]:
+    """Two sums of one buffer, the second begun before the first is waited for: what is no matrix of each."""
+    with hosts(1):
+        mesh = make_mesh(parse_plan("dp2"))
+    assert mesh.world is not None
+    ways = [group for group in (of_process(dist.new_group([0, 1])) for _ in range(2)) if group is not None]
+    held = matrices([(0, (16, 16)), (256, (4,))], [(0, 260)], 2)
+    code = LowRank(held, 260, 2, torch.zeros(0, dtype=torch.float64))
+    sums = [torch.full((260,), 10.0**call * (1 + mesh.rank), dtype=torch.float64) for call in range(3)]
+    crossings = [code.all_reduce(each, ways[0], ways[1]) for each in sums[:2]]
+    for crossing in crossings:
+        crossing.wait()
+    code.all_reduce(sums[2], ways[0], ways[1]).wait()
+    return [each[256:].tolist() for each in sums]
+
+
+def test_a_sum_that_begins_while_another_of_its_buffer_is_on_its_way_sends_nothing_twice(ranks: Pool) -> None:
+    for found in ranks.run(2, two_under_way):
+        assert found == [[3.0 * 10**call] * 4 for call in range(3)]

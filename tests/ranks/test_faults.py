@@ -81,6 +81,16 @@ def test_a_bit_that_flips_in_one_of_several_copies_is_voted_out_and_mended(nurse
     assert state(tmp_path / "broken") == state(tmp_path / "whole") != {}
 
 
+def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+    """Nor at the end."""
+    train(
+        nursery,
+        launch(text, tmp_path / "run", "dp4.mb2", compare_every=0),
+        [{"rank": 2, "step": STEPS, "phase": "backward", "how": "flip"}],
+    )
+    assert not (tmp_path / "run" / "events.jsonl").exists() or events(tmp_path / "run") == []
+
+
 def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_right(nursery: Nursery, tmp_path: Path, text: Path) -> None:
     work = launch(text, tmp_path / "run", "dp2.mb4", compare_every=4)
     with pytest.raises(MeshwrightError, match="the states of ranks 0, 1 differ after step 8 and there is no majority"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from equality import anatomy_of, difference, loss_of, make_batch, make_model, make_optimizer
 from pool import Pool
+from safetensors.torch import save_file
 from torch import nn
 
 from meshwright.base.errors import InputError
@@ -19,6 +20,7 @@ from meshwright.spec.compression import Compression
 from meshwright.spec.local import Local
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import recipe
+from meshwright.train.start import without_memory
 from meshwright.train.trainer import Trainer, parallelize
 
 RULE = Local(replicas=2, steps=2, lr=0.7, momentum=0.9)
@@ -129,3 +131,19 @@ def refused(plan: str) -> str:
 def test_a_plan_of_other_replicas_is_refused_in_one_line(ranks: Pool) -> None:
     for said in ranks.run(2, refused, "dp2.z1"):
         assert "dp_replicate(1) is not workload.local.replicas(2)" in said and "\n" not in said
+
+
+def from_weights(folder: str) -> list[float]:
+    with without_memory():
+        model = make_model("llama")
+    asked = recipe("fp64").but(local=RULE)
+    trainer = parallelize(model, make_optimizer, "dp2", precision=asked, clip=CLIP, anatomy=anatomy_of("llama"))
+    trainer.load_weights(folder)
+    return [trainer.step(make_batch("llama", step)).loss for step in range(STEPS)]
+
+
+def test_replicas_that_start_from_weights_on_disk_meet_as_those_that_had_them(
+    ranks: Pool, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    save_file(make_model("llama").state_dict(), tmp_path / "model.safetensors")
+    assert ranks.run(2, from_weights, str(tmp_path))[0] == pytest.approx(expected["losses"], rel=1e-10)

@@ -122,6 +122,13 @@ def test_of_a_right_plan_no_module_differs(ranks: Pool, plan: str) -> None:
     assert ranks.run(2, locate_spoiled, question(plan), "")[0].startswith("no module differs")
 
 
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_rules_that_need_whole_tensors_are_compared_with_torchs_own(ranks: Pool, name: str) -> None:
+    given = question("tp2").but(optimizer=Optimizer(name=name, lr=1e-3))
+    found = compare(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
+    assert found.equal and found.weight < 1e-10
+
+
 def test_a_finding_survives_json(asked: Question, ours: dict[str, Any]) -> None:
     found = compare(asked, "fp64", ours)
     assert Finding.model_validate_json(found.model_dump_json()) == found

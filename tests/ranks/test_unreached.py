@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +91,31 @@ def test_adamw_leaves_idle_layers_bit_for_bit_alone(ranks: Any) -> None:
         _, weights = ranks.run(2, trained, plan, adamw)[0]
         idle = [name for name in before if ".idle." in name]
         assert len(idle) == 8 and all(torch.equal(weights[name], before[name]) for name in idle)
+
+
+def early_batches() -> list[dict[str, torch.Tensor]]:
+    """`late` runs in the first two steps alone."""
+    return [{name: value[:, :9] if step < 2 else value for name, value in make_batch("llama", step).items()} for step in range(4)]
+
+
+def stopped(plan: str, folder: str) -> tuple[Any, Any]:
+    """The weights of four steps, and of two and two with a checkpoint between."""
+    whole = parallelize(net(), sgd, plan, precision="fp64")
+    for batch in early_batches():
+        whole.step(batch)
+    first, second = (parallelize(net(), sgd, plan, precision="fp64") for _ in range(2))
+    for batch in early_batches()[:2]:
+        first.step(batch)
+    second.load(first.save(folder))
+    for batch in early_batches()[2:]:
+        second.step(batch)
+    return whole.full_state_dict(), second.full_state_dict()
+
+
+def test_what_a_loss_had_reached_before_a_checkpoint_counts_as_reached_behind_it(ranks: Any, tmp_path: Path) -> None:
+    """Decay goes on: a run that goes on is bit for bit one that never stopped."""
+    for plan in ("dp2.z1", "pp2.mb2"):
+        whole, again = ranks.run(2, stopped, plan, str(tmp_path / plan))[0]
+        assert whole.keys() == again.keys()
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+        assert not torch.equal(again["late.weight"], net().state_dict()["late.weight"])

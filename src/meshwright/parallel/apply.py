@@ -117,7 +117,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, rule: Rule =
     put_off_weights(model, cut, plan, stage_bounds(cut, mesh), flat)
     partial = partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set()
     zero = Zero(mesh, flat, partial, tied, tie_group(mesh) if anatomy.tied else None)
-    zero.unreached = trained
+    zero.unreached = zero.names = trained
     weights = {storage_of(unit.weights) for unit in zero.units}
     run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(plan, mesh.device, weights), carry=Carry(wants) if wants else None)
     gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table}, reads)

@@ -100,14 +100,17 @@ class Parallel:
         """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent over the network."""
         found = {name: group.measured() for name, group in self.mesh.groups.items()}
         kinds = {kind: [found[name] for name in names if name in found] for kind, names in KINDS.items()}
-        waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items() if meters}
+        kinds = {
+            kind: meters for kind, meters in kinds.items() if meters or kind == "data"
+        }  # a tie, which only some ranks have, is of that kind
+        waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items()}
         waited |= {"data": self.zero.exposed, "pipeline": self.pipeline.wire.exposed}
         waited |= {"offload": self.mesh.away.exposed} if self.mesh.away is not None else {}
         if self.context is not None:
             waited["context"] = self.context.waiting.seconds
         if self.mesh.device_mesh is None:
             return waited, {}
-        sent = {kind: sum(each.sent for each in meters) for kind, meters in kinds.items() if meters}
+        sent = {kind: sum(each.sent for each in meters) for kind, meters in kinds.items()}
         return waited, sent | ({"pipeline": self.pipeline.wire.sent} if self.mesh.plan.pp > 1 else {})
 
     def _open_ungated(self) -> None:

@@ -73,7 +73,14 @@ def pieces_of(trainer: Trainer) -> list[tuple[Piece, torch.Tensor]]:
 def state_of(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
     """What is no tensor."""
     scalars = state.optimizer_scalars(trainer.engine, trainer.optimizer)
-    return {"run": trainer.run_state.model_dump(), "optimizer": scalars, "extra": extra}
+    return {"run": trainer.run_state.model_dump(), "optimizer": scalars, "unreached": _unreached(trainer), "extra": extra}
+
+
+def _unreached(trainer: Trainer) -> str:
+    """Which of the trained parameters no loss has reached yet: a bit each, as a hexadecimal number."""
+    zero = trainer.engine.zero
+    left = set(zero.unreached)
+    return f"{int(''.join('01'[name in left] for name in zero.names), 2):x}" if left else "0"
 
 
 def random_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -112,6 +119,9 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
     engine.unfilled = frozenset()
     if isinstance(path, Kept) and manifest.plan_digest == trainer.plan.digest:
         engine.looked |= {"stages", "rows"}  # by the ranks that kept these copies, before their first step
+    bits = bin(int(saved["unreached"], 16))[2:].zfill(len(engine.zero.names)) if "unreached" in saved else ""
+    if len(bits) == len(engine.zero.names):
+        engine.zero.unreached = tuple(name for name, bit in zip(engine.zero.names, bits, strict=True) if bit == "1")
     run = build(RunState, saved["run"], str(path))
     trainer.steps, trainer.samples = run.step, run.samples
     trainer.scale.factor, trainer.scale.good_steps = run.loss_scale, run.good_steps

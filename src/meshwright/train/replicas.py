@@ -81,6 +81,7 @@ def compare(trainer: Trainer) -> list[Mended]:
     if mended:
         for unit in trainer.engine.zero.units:
             unit.write_back()
+            unit.share().wait()  # others hold what was gathered from a wrong one
     return mended
 
 

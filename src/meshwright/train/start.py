@@ -58,13 +58,16 @@ def fill(trainer: Trainer, path: Path | str) -> None:
     engine = trainer.engine
     weights = None if (Path(path) / MANIFEST).exists() else _checked(path, engine)
     engine.zero.settle()
-    held = (item for item in state.weight_pieces(engine, saving=False) if item.piece.name.removeprefix(PREFIX) in engine.unfilled)
+    pieces = map(state.of_first, state.weight_pieces(engine, saving=False))  # replicas that go their own ways all begin with the same
+    held = (item for item in pieces if item.piece.name.removeprefix(PREFIX) in engine.unfilled)
     named = ((item.piece._replace(name=item.piece.name.replace(ADAPTED, ".")), item.data) for item in held)
     with torch.no_grad():
         load_weights(path, named, weights)
         for unit in engine.zero.units:
             unit.write_back()
             unit.share().wait()
+        if engine.outer is not None:
+            engine.outer.begin_again()
     if weights is not None:
         _fill_buffers(engine, weights)
     engine.unfilled = frozenset()

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import read
+from meshwright.anatomy import layers, read
 from meshwright.anatomy.inputs import beyond, example_of, named
 from meshwright.anatomy.observed import observed
 from meshwright.anatomy.ruled import RULES
@@ -309,15 +309,7 @@ def alone(question: Question, precision: str) -> dict[str, Any]:
         drop_beyond(model, read(model).experts, SEQUENCE)
     if precision == "fp64":
         precise(model)
-    make = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(question.optimizer.name)
-    rule = question.optimizer
-    decays = {True: rule.weight_decay, False: rule.weight_decay if rule.decay == "all" else 0.0}
-    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is kind], "weight_decay": decays[kind]} for kind in decays]
-    if make is not None:
-        optimizer: torch.optim.Optimizer = make(groups, rule.lr, rule.betas, rule.eps, rule.weight_decay, foreach=False)
-    else:
-        momentum = rule.momentum if rule.name == "sgd-momentum" else 0.0
-        optimizer = torch.optim.SGD(groups, rule.lr, momentum, weight_decay=rule.weight_decay, foreach=False)
+    optimizer, rule = _plain_optimizer(model, question.optimizer), question.optimizer
 
     def backward(batch: Batch) -> tuple[float, int]:
         optimizer.zero_grad()
@@ -335,6 +327,22 @@ def alone(question: Question, precision: str) -> dict[str, Any]:
         optimizer.step()
     weights = {name: value.detach() for name, value in model.named_parameters()}
     return {"losses": [first, *losses], "labels": labels, "gradients": gradients, "weights": weights}
+
+
+def _plain_optimizer(model: nn.Module, rule: Optimizer) -> torch.optim.Optimizer:
+    """Torch's own, of whole parameters."""
+    if rule.name in ("muon", "adafactor"):
+        for layer, names in layers(model, read(model)):
+            for name in names:
+                model.get_parameter(name).in_block = layer.startswith("block.")  # type: ignore[attr-defined]
+        return optimizer_of(rule)(model.parameters())
+    decays = {True: rule.weight_decay, False: rule.weight_decay if rule.decay == "all" else 0.0}
+    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is kind], "weight_decay": decays[kind]} for kind in decays]
+    make = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(rule.name)
+    if make is not None:
+        return make(groups, rule.lr, rule.betas, rule.eps, rule.weight_decay, foreach=False)
+    momentum = rule.momentum if rule.name == "sgd-momentum" else 0.0
+    return torch.optim.SGD(groups, rule.lr, momentum, weight_decay=rule.weight_decay, foreach=False)
 
 
 def compare(question: Question, precision: str, ours: dict[str, Any]) -> Finding:

@@ -8,7 +8,8 @@ One power iteration a step; a host keeps back what its own part of P Q' does not
 of a slice) crosses as it is, with P. Sent for an all-reduce: 2 (h - 1) / h (rows + columns) x rank elements of each matrix.
 
 [Note: second message] Q waits for P of all hosts. Hosts come to it in unlike moments, so the second messages have a group of their own and a
-line in which they begin in order: the first messages' order, which is the same on every host.
+line in which they begin in order: the first messages' order, which is the same on every host. Where a sum of the same buffer is still on its way, its
+second message begins before more is added to what is kept back, which holds all of it until then.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class LowRank:
         drawn = torch.randn(sum(each.columns for each in held) * rank, generator=torch.Generator().manual_seed(numel), dtype=torch.float64)
         self.first = drawn.to(like.device, self.type)
         self.kept = torch.cat([torch.zeros(numel, dtype=self.type, device=like.device), self.first])
+        self.last: Crossing | None = None
 
     def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         return [vector[each.start : each.start + each.rows * each.columns].view(each.rows, each.columns) for each in self.held]
@@ -85,6 +87,10 @@ class Crossing:
 
     def __init__(self, code: LowRank, flat: torch.Tensor, wanted: slice, out: torch.Tensor, ways: tuple[Group, Group]) -> None:
         self.code, self.wanted, self.out, self.later = code, wanted, out, ways[1]
+        self.two: Pending | None = None
+        if code.last is not None:
+            code.last.reach_second()
+        code.last = self
         self.whole, self.factors = code.kept[: code.numel], code.kept[code.numel :]
         self.whole.add_(flat)
         self.rows, self.columns = [each.rows for each in code.held], [each.columns for each in code.held]
@@ -92,8 +98,12 @@ class Crossing:
         thin = [matrix @ factor for matrix, factor in zip(code.parts(self.whole), factors, strict=True)]
         self.said = torch.cat([*(each.view(-1) for each in thin), self.whole[code.plain]])
         self.one: Pending = all_reduce(self.said, ways[0])
-        self.two: Pending | None = None
         self.later.line.append(self)
+
+    def reach_second(self) -> Pending:
+        while self.two is None:
+            self.later.line.popleft().begin_second()
+        return self.two
 
     def begin_second(self) -> None:
         """P of all hosts is there."""
@@ -116,9 +126,7 @@ class Crossing:
         return self.two is not None and self.two.is_done
 
     def wait(self) -> None:
-        while self.two is None:
-            self.later.line.popleft().begin_second()
-        self.two.wait()
+        self.reach_second().wait()
         total = torch.empty(self.code.numel, dtype=self.said.dtype, device=self.said.device)
         total[self.code.plain] = self.said[sum(self.rows) * self.code.rank :]
         for matrix, left, right in zip(self.code.parts(total), self.left, self.code.factors(self.right, self.columns), strict=True):

@@ -82,8 +82,10 @@ class Zero:
                 self._partial.setdefault(unit.sharing.tensor_group, []).extend(runs)
         self._pending: deque[Pending] = deque()
         self.exposed = 0.0
+        self.names: tuple[str, ...] = ()
+        """All trained parameters of the model, in its order."""
         self.unreached: tuple[str, ...] = ()
-        """Parameters that no gradient has come to on any rank, as far as all ranks know: their weights stay, as torch leaves one without a gradient alone."""
+        """Of them those that no gradient has come to on any rank, as far as all ranks know: their weights stay, as torch leaves one without a gradient alone."""
         self._updated = False
         for stage in self.stages.values():
             for unit in stage.units:
