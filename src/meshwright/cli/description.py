@@ -1,7 +1,8 @@
 """Models that no closed formula covers, live code and Hugging Face folders of other families: run once without memory, as the planner sees them.
 
 Promise: torch is imported only where such a model is asked for. What a folder is found to be is kept in the user's cache under a digest of its
-configuration, of the sequence, and of the code and libraries that read it; live code is read each time, for nobody can tell when it changed.
+configuration, of the sequence, of the precision, and of the code and libraries that read it; live code is read each time, for nobody can tell when
+it changed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ READERS = ("anatomy", "probe")
 
 def described(file: JobFile) -> JobFile:
     """`file` with what its model is found to be, or with the reason why nothing was found, where no formula says it."""
+    from meshwright.intake.job import precision_of
     from meshwright.intake.models import needs_running
     from meshwright.spec.launch import ModelSource
 
@@ -38,40 +40,40 @@ def described(file: JobFile) -> JobFile:
     if file.model.sizes:
         first = next(iter(file.model.sizes))
         raise InputError(f"$.model.sizes: {first!r} cannot be changed in {name!r}, which has no sizes but what it builds; change it there")
-    sequence = file.workload.sequence
+    sequence, precision = file.workload.sequence, precision_of(file)
     folder = Path(name).expanduser().resolve()
     try:
         if folder.is_dir():
-            found = _kept(ModelSource(name=name, folder=str(folder), rules=rules), sequence)
+            found = _kept(ModelSource(name=name, folder=str(folder), rules=rules), sequence, precision)
         else:
-            found = _describe(ModelSource(name=name, module=name, rules=rules), sequence)
+            found = _describe(ModelSource(name=name, module=name, rules=rules), sequence, precision)
     except InputError as error:
         return file.but(described=str(error))
     return file.but(described=found)
 
 
-def _describe(source: ModelSource, sequence: int) -> ModelSpec:
+def _describe(source: ModelSource, sequence: int, precision: str) -> ModelSpec:
     from meshwright.probe import describe
     from meshwright.train.model import build_model
 
-    return describe(lambda: build_model(source, 0, weights=False), sequence, name=source.name)
+    return describe(lambda: build_model(source, 0, weights=False), sequence, name=source.name, precision=precision)
 
 
-def _kept(source: ModelSource, sequence: int) -> ModelSpec:
+def _kept(source: ModelSource, sequence: int, precision: str) -> ModelSpec:
     """The same from the cache, where it has been asked before."""
     from meshwright.base.codec import read
     from meshwright.data.cache import kept
     from meshwright.spec.model import ModelSpec
 
     def make(folder: Path) -> None:
-        (folder / SPEC).write_text(_describe(source, sequence).to_json(), encoding="utf-8")
+        (folder / SPEC).write_text(_describe(source, sequence, precision).to_json(), encoding="utf-8")
 
-    name = f"model-{_digest(Path(source.folder) / 'config.json', sequence, source.rules)}"
+    name = f"model-{_digest(Path(source.folder) / 'config.json', sequence, precision, source.rules)}"
     return read(ModelSpec, kept(name, make, lambda folder: (folder / SPEC).is_file()) / SPEC).but(name=source.name)
 
 
-def _digest(config: Path, sequence: int, rules: tuple[Rule, ...]) -> str:
-    digest = sha256(config.read_bytes() + f"{sequence}{rules or ''}".encode())
+def _digest(config: Path, sequence: int, precision: str, rules: tuple[Rule, ...]) -> str:
+    digest = sha256(config.read_bytes() + f"{sequence}{precision}{rules or ''}".encode())
     for library in ("torch", "transformers"):
         try:
             digest.update(version(library).encode())

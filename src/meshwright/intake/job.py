@@ -195,6 +195,12 @@ def fill(workload: Workload, model: ModelSpec, cluster: Cluster) -> Workload:
     return workload.but(**changes) if changes else workload
 
 
+def precision_of(file: JobFile) -> str:
+    """What the job computes in."""
+    said = "precision" in file.workload.model_fields_set
+    return file.workload.precision if said else usual_precision(cluster_from(file.cluster))
+
+
 def usual_precision(cluster: Cluster) -> str:
     """The precision in which the slowest device is fastest.
 

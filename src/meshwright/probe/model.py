@@ -18,9 +18,10 @@ from meshwright.anatomy import Anatomy, layers, read
 from meshwright.anatomy.rows import over_batch
 from meshwright.base.errors import InputError
 from meshwright.probe.inputs import inputs_of
-from meshwright.probe.trace import COMPUTE, EMBEDDING, HEAD, Run, rank_of, trace
+from meshwright.probe.trace import EMBEDDING, HEAD, Run, rank_of, trace
 from meshwright.probe.watch import Tally
 from meshwright.spec.model import Layer, ModelSpec, Parameter
+from meshwright.spec.precision import recipe
 
 ENOUGH, MOST = 4096, 64
 """Tokens of the smaller of the two batches, so that activations outweigh gradients of weights where a layer is fullest; rows at most."""
@@ -31,17 +32,22 @@ LOSS_PASSES times."""
 
 
 def describe(
-    model: nn.Module | Callable[[], nn.Module], sequence: int = 256, batch: Mapping[str, Any] | None = None, name: str = ""
+    model: nn.Module | Callable[[], nn.Module],
+    sequence: int = 256,
+    batch: Mapping[str, Any] | None = None,
+    name: str = "",
+    precision: str = "bf16",
 ) -> ModelSpec:
     """What the planner needs to know of `model`, or of what it builds when it is a function. Nothing is allocated or computed.
 
-    `batch` is an example of what the model is called with, where it does not say so itself. Raises InputError when it cannot be traced.
+    `batch` is an example of what the model is called with, where it does not say so itself; `precision` that of the job, which decides what is
+    copied to float32. Raises InputError when it cannot be traced.
     """
     module = model if isinstance(model, nn.Module) else build(model, name)
     name = name or type(module).__name__
     if next(module.parameters(), None) is None:
         raise InputError(f"model {name!r} has no parameters: nothing to plan")
-    tried = ""
+    compute, tried = getattr(torch, recipe(precision).compute), ""
     try:
         anatomy = read(module, example=batch)
         if anatomy.embedding and len(anatomy.stacks) > 1:  # blocks as the runtime cuts them
@@ -49,7 +55,7 @@ def describe(
         inputs = inputs_of(module, sequence, batch)
         tried = f" with {inputs}"
         rows = min(max(ENOUGH // inputs.tokens, 2), MOST)
-        runs = [trace(module, anatomy, inputs, each) for each in (rows, 2 * rows)]
+        runs = [trace(module, anatomy, inputs, compute, each) for each in (rows, 2 * rows)]
     except InputError:
         raise
     except Exception as error:
@@ -85,7 +91,7 @@ def _line(error: Exception) -> str:
 def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, runs: list[Run]) -> ModelSpec:
     """Two runs as layers in forward order."""
     few, many = runs
-    accounts = {place: _per_token(few.tallies[place], many.tallies[place], few.rows * tokens, tokens) for place in few.tallies}
+    accounts = {place: _per_token(few.tallies[place], many.tallies[place], few, tokens) for place in few.tallies}
     _add_loss(accounts, few, tokens)
     hidden = next((account["output"] for place, account in accounts.items() if place.startswith("block.")), float(few.width))
     held = _parameters(model, anatomy)
@@ -120,14 +126,14 @@ def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, ru
     )
 
 
-def _per_token(few: Tally, many: Tally, more: int, tokens: int) -> dict[str, float]:
-    """The fields of `Layer` from what `more` tokens add."""
-    added = {name: max((value - getattr(few, name)) / more, 0.0) for name, value in vars(many).items()}
+def _per_token(few: Tally, many: Tally, run: Run, tokens: int) -> dict[str, float]:
+    """The fields of `Layer` from what as many rows again as those of `run` add."""
+    added = {name: max((value - getattr(few, name)) / (run.rows * tokens), 0.0) for name, value in vars(many).items()}
     return {
         "flops": added["flops"],
         "attention_flops": added["attention"] / tokens,
-        "moved": added["moved"] / COMPUTE.itemsize,
-        "transient": added["transient"] / COMPUTE.itemsize,
+        "moved": added["moved"] / run.size,
+        "transient": added["transient"] / run.size,
         **{name: value for name, value in added.items() if name not in ("flops", "attention", "moved", "transient")},
     }
 

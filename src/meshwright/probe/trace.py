@@ -1,6 +1,7 @@
 """One training step of a model on tensors without memory, watched: every layer's tally of one batch.
 
-Parameters take the compute type, buffers keep theirs, as in the runtime; the model itself stays as it is (its tensors are stood in for).
+Parameters take the type that the job computes in, buffers keep theirs, as in the runtime: what norms and attention copy to float32 depends on it.
+The model itself stays as it is (its tensors are stood in for).
 """
 
 from __future__ import annotations
@@ -22,55 +23,56 @@ from meshwright.anatomy import Anatomy
 from meshwright.probe.inputs import Inputs
 from meshwright.probe.watch import Tally, Watch
 
-COMPUTE = torch.bfloat16
 FRONT, BETWEEN, BACK, EMBEDDING, HEAD = "front", "between", "back", "embedding", "head"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a step over `rows` rows showed: the layers' tallies in forward order, elements of the logits and their width, learned positions."""
+    """What a step over `rows` rows showed: bytes of an element, the layers' tallies in forward order, elements of the logits and their width, learned
+    positions."""
 
     rows: int
+    size: int
     tallies: dict[str, Tally]
     logits: int
     width: int
     positions: int
 
 
-def trace(model: nn.Module, anatomy: Anatomy, inputs: Inputs, rows: int) -> Run:
-    """One step over `rows` rows. Raises whatever the model raises on tensors without values.
+def trace(model: nn.Module, anatomy: Anatomy, inputs: Inputs, compute: torch.dtype, rows: int) -> Run:
+    """One step over `rows` rows in the type `compute`. Raises whatever the model raises on tensors without values.
 
     Hugging Face's models ask whether a batch is packed where they keep no cache, which needs values; with one they take the plain path. Some
     have no cache that suits training.
     """
     try:
-        return _trace(model, anatomy, inputs, rows, cache=True)
+        return _trace(model, anatomy, inputs, compute, rows, cache=True)
     except Exception:
         if getattr(getattr(model, "config", None), "use_cache", None) is None:
             raise
-    return _trace(model, anatomy, inputs, rows, cache=False)
+    return _trace(model, anatomy, inputs, compute, rows, cache=False)
 
 
-def _trace(model: nn.Module, anatomy: Anatomy, inputs: Inputs, rows: int, cache: bool) -> Run:
+def _trace(model: nn.Module, anatomy: Anatomy, inputs: Inputs, compute: torch.dtype, rows: int, cache: bool) -> Run:
     with quiet(), FakeTensorMode(allow_non_fake_inputs=True), as_in_training(model, cache):
-        twins = {id(tensor): twin(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
+        twins = {id(tensor): twin(tensor, compute) for tensor in itertools.chain(model.parameters(), model.buffers())}
         parameters = {name: twins[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
         state = parameters | {name: twins[id(tensor)] for name, tensor in model.named_buffers(remove_duplicate=False)}
-        watch = Watch(COMPUTE, anatomy.splits, FRONT, rows)
-        args, kwargs = inputs.make(rows, COMPUTE)
+        watch = Watch(compute, anatomy.splits, FRONT, rows)
+        args, kwargs = inputs.make(rows, compute)
         watch.own(parameters, (args, kwargs))
         with placed(model, anatomy, watch), watch.watching():
             outputs = differentiable(functional_call(model, state, args, kwargs))
             logits, width = outputs[0].numel(), outputs[0].shape[-1]
             order = [place for place, _ in sorted(watch.tallies.items(), key=lambda item: rank_of(item[0]))]
             watch.backward(outputs, order)
-    return Run(rows, {place: watch.tallies[place] for place in order}, logits, width, positions_of(model, anatomy, watch))
+    return Run(rows, compute.itemsize, {place: watch.tallies[place] for place in order}, logits, width, positions_of(model, anatomy, watch))
 
 
-def twin(tensor: torch.Tensor) -> torch.Tensor:
+def twin(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
     """A tensor without memory in the place of a parameter or a buffer."""
     is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-    made = torch.empty(tensor.shape, dtype=COMPUTE if is_weight else tensor.dtype, device="cpu")
+    made = torch.empty(tensor.shape, dtype=compute if is_weight else tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
 
 

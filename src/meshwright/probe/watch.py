@@ -2,8 +2,9 @@
 
 [Note: what is kept] A hook on saved tensors sees what autograd keeps. A storage counts once, for the layer that keeps it first; one that several
 blocks keep (rotary tables, a mask) counts for the layer that made it. Parameters do not count. Elements of the compute type are told from bytes
-of fixed types. The trace runs in bfloat16 on host tensors, where shapes, saved tensors and types are those of a device, with three exceptions
-that are set right here: dropout keeps a mask of one byte and attention drops inside its kernel, as on CUDA; statistics of norms take 4 bytes.
+of fixed types; what is cast to float32 is another storage only where the compute type is less. The trace runs in the job's compute type on host
+tensors, where shapes, saved tensors and types are those of a device, with three exceptions that are set right here: dropout keeps a mask of one
+byte and attention drops inside its kernel, as on CUDA; statistics of norms take 4 bytes.
 
 [Note: shares] What a column weight of the anatomy produces is a share of each tensor rank, and so is all that is computed from it, until a row
 weight sums it up: kept shares are divided by tp, everything else is not.
@@ -146,7 +147,7 @@ class Watch:
             first = next(iter(kept.places))
             blocks = sum(place.startswith("block.") for place in kept.places)
             tally = self.tallies[origin.place if blocks > 1 and origin.place else first]
-            is_element = kept.dtype == self.compute and not origin.is_statistic
+            is_element = kept.dtype == self.compute and not origin.is_statistic and not origin.is_core
             amount = kept.size / kept.dtype.itemsize * (1 if is_element else STATISTIC if origin.is_statistic else kept.dtype.itemsize)
             name = f"{'saved' if is_element else 'fixed'}_{'split' if origin.is_share else 'whole'}"
             setattr(tally, name, getattr(tally, name) + amount)
