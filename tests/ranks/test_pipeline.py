@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from equality import alone, anatomy_of, check, loss_of, make_batch, make_model, make_optimizer, train
+from equality import alone, anatomy_of, check, loss_of, make_batch, make_model, make_optimizer, train, train_between_hosts
+from everyone import between_hosts
 from test_families import run_pair
 
 from meshwright.schedules import orders
@@ -31,6 +32,21 @@ def listed(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> P
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
 def test_every_schedule_computes_what_one_device_computes(ranks: Any, model: str, plan: str) -> None:
     check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+
+
+APART = ["pp3.mb1", "pp2.gpipe.mb2", "pp2.interleaved2.mb2", "pp2.mb2.zbv", "pp2.mb1.dualpipev", "pp4.mb1.zb1"]
+
+
+@pytest.mark.parametrize("plan", APART)
+def test_messages_between_hosts_are_those_that_are_awaited_without_any_tag(ranks: Any, plan: str) -> None:
+    """As NCCL has it: whoever receives gets what was sent next, whatever it waits for. Receivers take messages in another order now and then."""
+    found = ranks.run(parse_plan(plan).world, train_between_hosts, "llama-tied", plan, "fp64", 2)
+    check(alone("llama-tied", "fp64", 2), found, "fp64")
+
+
+def test_lengths_that_change_between_hosts_are_those_of_one_device(ranks: Any) -> None:
+    """Forms come before messages of a new one, in the same line."""
+    assert ranks.run(2, lengths_between_hosts, "pp2.mb2.zbv")[0] == pytest.approx(lengths_alone(), rel=1e-10)
 
 
 def test_a_schedule_from_a_list_of_actions_computes_what_one_device_computes(ranks: Any) -> None:
@@ -60,6 +76,11 @@ def lengths(plan: str) -> list[float]:
     found.append(trainer.evaluate(Share(uneven(7))))
     trainer.close()
     return found
+
+
+def lengths_between_hosts(plan: str) -> list[float]:
+    with between_hosts():
+        return lengths(plan)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Plays a schedule's actions over real ranks. One stage is the schedule [F0 B0 F1 B1 ...] of one rank: the same code runs every plan.
 
 Messages (wire.py) carry hidden states, and what else a stage needs, forward and gradients back; where two stages in a row lie on one rank (the turn of a V) nothing is
-sent. Receives are posted one action ahead in the order in which the sender sends, so that a transfer runs while the action before it computes.
+sent. Receives are posted one action ahead, so that a transfer runs while the action before it computes.
 Where the schedule separates W, what it needs waits in the backlogs of the flat units (backlog.py): the graph is freed in B.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +17,18 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch
 from meshwright.parallel.pipeline.wire import Message, SharedWire, Wire, wire_of
 from meshwright.parallel.zero import exact
-from meshwright.schedules import orders
+from meshwright.schedules import messages, orders
 from meshwright.schedules.action import Action, Kind
 
 Tensors = tuple[torch.Tensor, ...]
 """What goes from a stage to the next: the hidden state, and beside it what else its blocks are given (carry.py)."""
+
+
+class Planned(NamedTuple):
+    """The actions of a rank, and by pipeline rank what comes from it, in the order of sending."""
+
+    order: Sequence[Action]
+    lines: Sequence[tuple[int, Sequence[Message]]]
 
 
 @dataclass
@@ -39,6 +46,7 @@ class Pipeline:
     wire: Wire | SharedWire = field(init=False)
     here: dict[tuple[Kind, int, int], Tensors] = field(default_factory=dict)
     """Messages of this rank to itself."""
+    _plans: dict[tuple[int, bool], Planned] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.wire = wire_of(self.mesh)
@@ -48,13 +56,15 @@ class Pipeline:
 
         Returns the sum of the losses of this rank's last-stage passes (float64 scalar, 0 on other ranks).
         """
-        order = self._forwards(len(batches)) if scale is None else self._order(len(batches))
+        order, lines = self._planned(len(batches), scale is None)
+        keys = [_shape_key(batch) for batch in batches]
+        self.wire.expect({source: [(part, keys[part.micro_batch]) for each in line for part in self._each(each)] for source, line in lines})
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         alive: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
         self.wire.exposed = self.wire.sent = 0.0
         for position, action in enumerate(order):
             for ahead in order[position + 1 : position + 2]:
-                self._post(ahead, batches)
+                self._post(ahead)
             if action.kind is Kind.F:
                 total += self._forward(action, batches, alive, scale)
             elif action.kind is Kind.B:
@@ -64,19 +74,26 @@ class Pipeline:
         self.wire.flush()
         return total
 
-    def _order(self, count: int) -> list[Action]:
-        """What this rank does with `count` micro-batches. A rank of its own needs no schedule, whatever the count."""
-        plan = self.mesh.plan
-        return orders(plan.schedule, plan.pp, plan.virtual_stages, count, plan.actions)[self.mesh.place.pp]
+    def _planned(self, count: int, forward_only: bool) -> Planned:
+        """What this rank does with `count` micro-batches, and what it is sent."""
+        if (count, forward_only) not in self._plans:
+            plan, me = self.mesh.plan, self.mesh.place.pp
+            every = self._forwards(count) if forward_only else orders(plan.schedule, plan.pp, plan.virtual_stages, count, plan.actions)
+            lines = [(source, list(map(_message, sent))) for (source, target), sent in messages(every).items() if target == me]
+            self._plans[count, forward_only] = Planned(every[me], lines)
+        return self._plans[count, forward_only]
 
-    def _forwards(self, count: int) -> list[Action]:
-        """Forward alone, of any number of micro-batches: in rounds of pp, stage after stage."""
+    def _forwards(self, count: int) -> list[list[Action]]:
+        """Forward alone, of any number of micro-batches, on each rank: in rounds of pp, stage after stage."""
         plan = self.mesh.plan
         return [
-            Action(Kind.F, stage, micro_batch)
-            for first in range(0, count, plan.pp)
-            for stage in plan.stages_of(self.mesh.place.pp)
-            for micro_batch in range(first, min(first + plan.pp, count))
+            [
+                Action(Kind.F, stage, micro_batch)
+                for first in range(0, count, plan.pp)
+                for stage in plan.stages_of(rank)
+                for micro_batch in range(first, min(first + plan.pp, count))
+            ]
+            for rank in range(plan.pp)
         ]
 
     # --- messages -------------------------------------------------------------------------------------------------------------
@@ -90,11 +107,11 @@ class Pipeline:
             return Message(Kind.B, action.stage, action.micro_batch), plan.rank_of(action.stage + 1)
         return None
 
-    def _post(self, action: Action, batches: Sequence[Batch]) -> None:
+    def _post(self, action: Action) -> None:
         source = self._source(action)
         if source is not None and source[1] != self.mesh.place.pp:
             for part in self._each(source[0]):
-                self.wire.post(part, source[1], _shape_key(batches[action.micro_batch]), wait_for_shape=False)
+                self.wire.post(part, source[1])
 
     def _each(self, message: Message) -> list[Message]:
         """One for each tensor: a gradient has as many as what was sent forward."""
@@ -109,17 +126,17 @@ class Pipeline:
         for part, tensor in zip(self._each(message), tensors, strict=True):
             self.wire.send(tensor, part, to, key)
 
-    def _receive(self, message: Message, source: int, key: Any) -> Tensors:
+    def _receive(self, message: Message, source: int) -> Tensors:
         if source == self.mesh.place.pp:
             return self.here.pop((message.kind, message.stage, message.micro_batch))
-        return tuple(self.wire.receive(part, source, key) for part in self._each(message))
+        return tuple(self.wire.receive(part, source) for part in self._each(message))
 
     # --- actions --------------------------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action, batches: Sequence[Batch], alive: dict[Any, Any], scale: float | None) -> torch.Tensor | float:
         stage, batch = action.stage, batches[action.micro_batch]
         key, source = _shape_key(batch), self._source(action)
-        received = self._receive(*source, key) if source is not None else ()
+        received = self._receive(*source) if source is not None else ()
         for tensor in received if scale is not None else ():
             tensor.requires_grad_()
         with torch.set_grad_enabled(scale is not None):
@@ -137,7 +154,7 @@ class Pipeline:
     def _backward(self, action: Action, batches: Sequence[Batch], alive: dict[Any, Any], scale: float | None) -> None:
         stage, key, source = action.stage, _shape_key(batches[action.micro_batch]), self._source(action)
         received, output = alive.pop((stage, action.micro_batch))
-        gradients: Sequence[torch.Tensor | None] = (None,) if source is None else self._receive(*source, key)
+        gradients: Sequence[torch.Tensor | None] = (None,) if source is None else self._receive(*source)
         output = (output[0] * scale,) if source is None else output
         made = [pair for pair in zip(output, gradients, strict=True) if pair[0].requires_grad]
         if made:  # a first stage may have nothing that is trained
@@ -148,6 +165,11 @@ class Pipeline:
             self._send(back, Message(Kind.B, stage - 1, action.micro_batch), key)
             del back
         self.backward_done(action)
+
+
+def _message(action: Action) -> Message:
+    """What another rank is sent of `action`: its output to the stage behind, the gradient of its input to the stage before."""
+    return Message(action.kind, action.stage + (1 if action.kind is Kind.F else -1), action.micro_batch)
 
 
 def _shape_key(batch: Batch) -> tuple[Any, ...]:

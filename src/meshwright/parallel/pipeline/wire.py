@@ -1,13 +1,18 @@
 """Messages between pipeline ranks: hidden states forward, their gradients back, each with its shape.
 
-`Wire` sends through process groups: the first message of a shape is preceded by its shape, receives are posted before they are needed.
-`SharedWire` serves pipeline ranks of one host: a message lies in the sender's memory until the receiver has copied it, its shape beside it.
+`Wire` sends through process groups: the first message of a shape is preceded by its shape, receives are posted before they are needed
+([Note: line]). `SharedWire` serves pipeline ranks of one host: a message lies in the sender's memory until the receiver has copied it, its shape beside it.
+
+[Note: line] NCCL knows no tags: what a rank sends another goes to the receives in the order in which these are posted, whatever they are posted for.
+A receiver takes messages in another order than they are sent now and then (it begins with two, or a gradient comes before a hidden state
+that it needs first), so receives are posted in the order of sending, which the schedule says, up to the one that is needed.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +28,11 @@ _HEADER = 8
 _MOST = 4096
 """Micro-batches of a step whose messages of several tensors have tags of their own."""
 
+Lines = dict[int, Iterable[tuple["Message", Any]]]
+"""What comes from each pipeline rank, in the order in which it is sent, with the key of its shape."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class Message:
     """A hidden state (F) that stage `stage` awaits from the stage before, or a gradient (B) from the stage after."""
 
@@ -47,7 +55,8 @@ class Wire:
     shapes: dict[tuple[Kind, int, int, Any], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     sent_shapes: set[tuple[Kind, int, int, Any]] = field(default_factory=set)
     sending: deque[tuple[dist.Work | None, torch.Tensor]] = field(default_factory=deque)
-    posted: dict[tuple[Kind, int, int, int], tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
+    posted: dict[Message, tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
+    lines: dict[int, deque[tuple[Message, Any]]] = field(default_factory=dict)
     exposed: float = 0.0
     sent: float = 0.0
     """Bytes, but for shapes."""
@@ -55,8 +64,9 @@ class Wire:
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self.mesh.channels.get((source, target))
 
-    def _tag(self, message: Message, header: bool) -> int:
-        return message.tag(self.mesh.plan.stages) * 2 + header
+    def expect(self, lines: Lines) -> None:
+        """All that will be received until the next call."""
+        self.lines = {source: deque(line) for source, line in lines.items()}
 
     def send(self, tensor: torch.Tensor, message: Message, to: int, key: Any) -> None:
         rank, group = self.mesh.pipeline_rank(to), self._group(self.mesh.place.pp, to)
@@ -67,32 +77,35 @@ class Wire:
             header = torch.zeros(_HEADER, dtype=torch.int64)
             header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
             header = header.to(tensor.device)
-            self.sending.append((dist.isend(header, rank, group=group, tag=self._tag(message, True)), header))
+            self.sending.append((dist.isend(header, rank, group=group), header))
         self.sent += tensor.numel() * tensor.element_size()
         while self.sending and _is_sent(self.sending[0][0]):
             self.sending.popleft()
-        self.sending.append((dist.isend(tensor, rank, group=group, tag=self._tag(message, False)), tensor))
+        self.sending.append((dist.isend(tensor, rank, group=group), tensor))
 
-    def post(self, message: Message, source: int, key: Any, *, wait_for_shape: bool) -> None:
-        """Start receiving; without `wait_for_shape` only when the shape is known."""
-        name = (message.kind, message.stage, message.micro_batch, message.part)
-        shape_key = (message.kind, message.stage, message.part, key)
-        if name in self.posted or (shape_key not in self.shapes and not wait_for_shape):
-            return
+    def post(self, message: Message, source: int, *, wait_for_shape: bool = False) -> None:
+        """Start receiving it and what is sent before it; without `wait_for_shape` as far as shapes are known."""
+        line = self.lines[source]
         rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.place.pp)
-        if shape_key not in self.shapes:
-            header = torch.zeros(_HEADER, dtype=torch.int64, device=self.mesh.device)
-            dist.recv(header, rank, group=group, tag=self._tag(message, True))
-            code, ndim, *sizes = header.tolist()
-            self.shapes[shape_key] = (torch.Size(sizes[:ndim]), _DTYPES[code])
-        shape, dtype = self.shapes[shape_key]
-        tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
-        self.posted[name] = (dist.irecv(tensor, rank, group=group, tag=self._tag(message, False)), tensor)
+        while message not in self.posted:
+            following, key = line[0]
+            shape_key = (following.kind, following.stage, following.part, key)
+            if shape_key not in self.shapes:
+                if not wait_for_shape:
+                    return
+                header = torch.zeros(_HEADER, dtype=torch.int64, device=self.mesh.device)
+                dist.recv(header, rank, group=group)
+                code, ndim, *sizes = header.tolist()
+                self.shapes[shape_key] = (torch.Size(sizes[:ndim]), _DTYPES[code])
+            shape, dtype = self.shapes[shape_key]
+            tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+            self.posted[following] = (dist.irecv(tensor, rank, group=group), tensor)
+            line.popleft()
 
-    def receive(self, message: Message, source: int, key: Any) -> torch.Tensor:
+    def receive(self, message: Message, source: int) -> torch.Tensor:
         began = time.perf_counter()
-        self.post(message, source, key, wait_for_shape=True)
-        work, tensor = self.posted.pop((message.kind, message.stage, message.micro_batch, message.part))
+        self.post(message, source, wait_for_shape=True)
+        work, tensor = self.posted.pop(message)
         if work is not None:
             work.wait()
         self.exposed += time.perf_counter() - began
@@ -148,10 +161,13 @@ class SharedWire:
             words[at + _SHAPE + dim] = size
         self.host.say(at + _POSTED, number)
 
-    def post(self, message: Message, source: int, key: Any, *, wait_for_shape: bool) -> None:
+    def expect(self, lines: Lines) -> None:
+        """Nothing to do: each message has its tag."""
+
+    def post(self, message: Message, source: int, *, wait_for_shape: bool = False) -> None:
         """Nothing to do: what is sent can be read."""
 
-    def receive(self, message: Message, source: int, key: Any) -> torch.Tensor:
+    def receive(self, message: Message, source: int) -> torch.Tensor:
         began = time.perf_counter()
         rank, tag = self.mesh.pipeline_rank(source), message.tag(self.mesh.plan.stages)
         way = self._way(message.kind, source, self.mesh.place.pp)
