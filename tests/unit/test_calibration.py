@@ -103,6 +103,15 @@ def test_blocks_of_hosts_behind_one_switch_are_a_tier() -> None:
     assert [group.link.span for group in found.cluster.groups] == [4]
 
 
+def test_ranks_that_take_turns_on_the_cores_of_one_host_have_the_mean_of_what_they_got() -> None:
+    """Three met on one core of two and the fourth had the other for itself: so they would not be again."""
+    got = (0.34, 0.33, 0.33, 1.0)
+    devices = tuple(rank(n, 0).but(share=share, own=0.5) for n, share in enumerate(got))
+    found = calibrated(Measurement(devices=devices), parse_cluster("1x4:cpu"))
+    assert [(group.nodes, group.devices) for group in found.cluster.groups] == [(1, 4)] and found.odd == ()
+    assert found.cluster.groups[0].device.peak["fp32"] == pytest.approx(50e9)
+
+
 def test_beside_other_programs_a_rank_counts_with_its_own_share_and_that_is_said() -> None:
     disturbed = Measurement(devices=(rank(0, 0).but(share=0.1, own=0.5), rank(1, 0).but(share=0.12, own=0.5)), busy=1.6)
     found = calibrated(disturbed, parse_cluster("1x2:cpu"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import exp, log, sqrt
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
@@ -58,8 +58,8 @@ class Node(NamedTuple):
 
 def calibrated(measured: Measurement, known: Cluster) -> Calibrated:
     """`known` with what was measured: its memory, prices and names stay where the number of devices is the same."""
-    odd = [*_contradicted(measured, known), *_disturbed(measured)]
-    devices = tuple(_settled(device, measured.busy) for device in measured.devices)
+    devices = _settled(measured)
+    odd = [*_contradicted(measured, known), *_disturbed(measured, devices)]
     nodes = [node for host in measured.hosts for node in _alike([devices[rank] for rank in host])]
     found = tiers(measured.pairs, len(devices))
     span = min(map(len, measured.hosts))
@@ -99,9 +99,15 @@ def _speed(device: Measured) -> float:
     return max(device.peak("fp32"), device.peak("bf16") if device.name != "cpu" else 0.0) * device.share
 
 
-def _settled(device: Measured, busy: float) -> Measured:
-    """Beside other programs a core's rank gets less than what is its own: the measurement is of them, and its own part counts."""
-    return device.but(share=device.own) if device.own and busy > QUIET else device
+def _settled(measured: Measurement) -> list[Measured]:
+    """Beside other programs a core's rank gets less than what is its own: the measurement is of them, and its own part counts. Ranks of one host that take
+    turns on its cores, each with the same part, have the mean of what they got: who met whom on which core was chance."""
+    if measured.busy > QUIET:
+        return [device.but(share=device.own or device.share) for device in measured.devices]
+    shares: dict[tuple[str, float], list[float]] = {}
+    for device in measured.devices:
+        shares.setdefault((device.host, device.own), []).append(device.share)
+    return [device.but(share=fmean(shares[device.host, device.own])) if 0 < device.own < 1 else device for device in measured.devices]
 
 
 def _contradicted(measured: Measurement, known: Cluster) -> Iterable[str]:
@@ -118,10 +124,10 @@ def _contradicted(measured: Measurement, known: Cluster) -> Iterable[str]:
         yield f"the description {known.name!r} says {said}, the ranks found {measured.devices[0].name}: its memory is not theirs"
 
 
-def _disturbed(measured: Measurement) -> Iterable[str]:
+def _disturbed(measured: Measurement, devices: Sequence[Measured]) -> Iterable[str]:
     if measured.busy > QUIET:
         yield f"other programs kept {measured.busy:.1f} processors busy meanwhile: links are measured slower than they are; measure again when it is quiet"
-    for device in measured.devices:
+    for device in devices:
         if measured.busy <= QUIET and device.own and device.share < SLOW * device.own:
             yield f"rank {device.rank} got {device.share:.0%} of a processor where {device.own:.0%} are its own".replace("%", " %")
 
