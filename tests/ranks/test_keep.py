@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from equality import difference, make_batch, make_model, make_optimizer
+from faulty import launch
 
 from meshwright.base.pulse import Pulse, opened
 from meshwright.spec.plan import parse_plan
-from meshwright.train.copies import Copies, newest
+from meshwright.train.copies import NO_ROOM, Copies, newest
 from meshwright.train.keep import ranks_of
+from meshwright.train.metrics import agree
+from meshwright.train.rank import Channel, Places
+from meshwright.train.recovery import Recovery
 from meshwright.train.trainer import Trainer, parallelize
 
 LAYOUTS = ["dp1", "dp4.z1", "dp4.z3", "tp2.sp.mb4", "dp2.tp2.z2.mb2", "dp2.pp2.z3", "pp2.interleaved2", "dp2.tp2.pp2.z1.mb2", "dp2x2.z2"]
@@ -88,3 +92,56 @@ def looked_at(folder: str, plans: list[str]) -> list[set[str]]:
 
 def test_ranks_that_go_on_from_memory_under_the_same_plan_do_not_ask_again_whether_it_runs(ranks: Any, tmp_path: Path) -> None:
     assert ranks.run(2, looked_at, str(tmp_path), ["pp2.mb2", "dp2.mb2"])[0] == [{"stages", "rows"}, set()]
+
+
+def recovery_of(trainer: Trainer, folder: str, sources: list[str], own: str = "") -> Recovery:
+    rank, world = trainer.mesh.rank, trainer.plan.world
+    channel = Channel(rank, world, lambda message: None, memory=Places(own=own, sources=tuple(sources)))
+    launched = launch(Path("unread"), Path(folder), trainer.plan.name)
+    return Recovery(launched, channel, trainer, Pulse(opened("", 1), 0), {"data": "same"})
+
+
+def later_on_disk(folder: str, later: int) -> tuple[int, str]:
+    """Where a run goes on, and from what: a copy of step 1 in memory, and where `later` says so a checkpoint of that step."""
+    before = start("llama", "dp2", "fp32")
+    before.step(make_batch("llama", 0))
+    paths = [f"{folder}/{rank}" for rank in range(2)]
+    Path(paths[before.mesh.rank]).touch()
+    Copies(paths[before.mesh.rank], before, Pulse(opened("", 1), 0), {"data": "same"}).begin({})
+    for step in range(1, later):
+        before.step(make_batch("llama", step))
+    if later:
+        before.save(f"{folder}/checkpoints", {"data": "same"})
+    ranks_of(before.mesh).share("")
+    recovery = recovery_of(start("llama", "dp2", "fp32"), folder, paths)
+    return recovery.resume(), recovery.source
+
+
+def test_a_run_goes_on_from_the_later_of_its_copies_in_memory_and_its_checkpoints(ranks: Any, tmp_path: Path) -> None:
+    """Copies of later steps may have found no room after a change of ranks."""
+    for later, expected in ((0, (1, "memory")), (1, (1, "memory")), (3, (3, "disk"))):
+        (folder := tmp_path / str(later)).mkdir()
+        assert ranks.run(2, later_on_disk, str(folder), later) == [expected] * 2
+
+
+def room_on_one(folder: str) -> list[str]:
+    """What each rank says of its copies, of which the last one's found no room: before and after the ranks agree, and in the next step."""
+    trainer = start("llama", "dp2", "fp32")
+    rank, said = trainer.mesh.rank, []
+    (own := Path(folder, str(rank))).touch()
+    recovery = recovery_of(trainer, folder, [], str(own))
+    assert recovery.copies is not None
+    if rank == 1:
+        recovery.copies._refusal = lambda layout: "no room here"  # type: ignore[method-assign]
+    for step in range(2):
+        record = trainer.step(make_batch("llama", step))
+        recovery.copy(record)
+        said.append(recovery.copies.refused)
+        _, flags, _, _ = agree(record.model_copy(update={"seconds": 1.0}), recovery.flags, trainer.mesh.world)
+        recovery.agreed(record, flags)
+    return [*said, recovery.copies.refused]
+
+
+def test_where_one_rank_has_no_room_for_copies_none_keeps_any(ranks: Any, tmp_path: Path) -> None:
+    """Else some would write a checkpoint beside training while others wait for all to write it together."""
+    assert ranks.run(2, room_on_one, str(tmp_path)) == [["", NO_ROOM, NO_ROOM], ["no room here"] * 3]

@@ -39,6 +39,21 @@ def memory_limit(root: Path = ROOT, own: Path = OWN) -> float:
     return least if least < 2**62 else float("inf")
 
 
+def memory_left(root: Path = ROOT, own: Path = OWN) -> float:
+    """Bytes until the first of the limits; what files have cached does not count, as it goes when memory is short."""
+    least = float("inf")
+    for folder in groups(root, own):
+        for limit, used, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            with contextlib.suppress(OSError, ValueError):
+                most, taken = float((folder / limit).read_text()), float((folder / used).read_text())
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                least = min(least, max(most - taken + float(counts.get(cached, 0)), 0.0))
+    return least
+
+
 def memory_kills(root: Path = ROOT, own: Path = OWN) -> int:
     """Processes of this group, not of those above, that the system has ended for want of memory."""
     folder = next(groups(root, own), None)

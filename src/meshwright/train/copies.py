@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from meshwright.base.limits import memory_left
 from meshwright.base.pulse import Pulse, Word
 from meshwright.base.slots import SLOTS
 from meshwright.base.units import show_bytes
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 SHARE = 0.5
-"""Of the memory that the machine has left, which the copies of all ranks may take."""
+"""Of the memory that the machine, or this run's part of it, has left, which the copies of all ranks may take."""
+
+NO_ROOM = "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last checkpoint"
 
 
 class Copies:
@@ -88,7 +91,7 @@ class Copies:
         if self._layout is None or places != self._places:
             self._places = places
             self._layout = lay_out(pieces_of(self.trainer), random_of(self.trainer), self.trainer.mesh.plan, self.trainer.mesh.rank)
-            self.refused = self._refusal(self._layout)
+            self.refused = NO_ROOM if self.refused == NO_ROOM else self._refusal(self._layout)
             if not self.refused:
                 self.memory.lay(self._layout, self._slots)
         return None if self.refused else self._layout
@@ -97,7 +100,8 @@ class Copies:
         if self.trainer.mesh.away is not None and self.trainer.mesh.away.scratch is not None:
             return "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the last checkpoint"
         mirrored = 2 if self._slots > SLOTS else 0  # of another node's ranks (elastic/mirror.py)
-        needs, free = self.memory.needs(layout, self._slots + mirrored) * self.trainer.plan.world, psutil.virtual_memory().available
+        needs = self.memory.needs(layout, self._slots + mirrored) * self.trainer.plan.world
+        free = min(psutil.virtual_memory().available, memory_left())
         if needs <= SHARE * free:
             return ""
         return (

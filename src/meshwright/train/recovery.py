@@ -1,11 +1,12 @@
 """What a run keeps so that nothing is lost, and what it goes on from: copies in memory, then checkpoints on disk, newest and verified first.
 
-The ladder: the newest step that all ranks have a good copy of in memory; the newest valid checkpoint of the run folder; the model's own
-weights. A run whose folder says that it had begun never starts anew in silence: the checkpoints would be damaged, which is an error.
+The ladder: the newest step that all ranks have a good copy of in memory, unless a checkpoint is of a later one; the newest valid checkpoint of the run
+folder; the model's own weights. A run whose folder says that it had begun never starts anew in silence: the checkpoints would be damaged, which is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from meshwright.base.pulse import Phase, Pulse, Word
 from meshwright.base.slots import SEVERAL, SLOTS
 from meshwright.checkpoint import disk
 from meshwright.checkpoint.folder import checkpoints, newest, newest_until, prune
-from meshwright.checkpoint.manifest import step_of
+from meshwright.checkpoint.manifest import Damaged, step_of
 from meshwright.checkpoint.memory import Kept
 from meshwright.checkpoint.save import SaveFailed
 from meshwright.data.sampler import batch_of
@@ -58,7 +59,7 @@ class Recovery:
     def resume(self) -> int:
         """The steps done. `source` says where they come from: memory, disk, or nowhere."""
         kept = copies.newest(self.channel.memory.sources, ranks_of(self.trainer.mesh))
-        if kept is not None:
+        if kept is not None and not self._is_passed(kept.step):
             self.source = "memory"
             self._fill(kept)
             self._forget()
@@ -75,6 +76,15 @@ class Recovery:
             self._refuse_history()
         self._forget()
         return self.trainer.steps
+
+    def _is_passed(self, step: int) -> bool:
+        """Whether the newest valid checkpoint is of a step behind this one: copies of later ones may have found no room. All ranks call it."""
+        passed = False
+        if self.channel.rank == 0 and any((step_of(path) or 0) > step for path in checkpoints(self.folder)):
+            with contextlib.suppress(Damaged):
+                found = newest(self.folder, say=self._note)
+                passed = found is not None and (step_of(found) or 0) > step
+        return ranks_of(self.trainer.mesh).share(str(passed))[0] == "True"
 
     def _forget(self) -> None:
         """Copies of steps that are to be run (again) are of another past than those to come."""
@@ -162,13 +172,19 @@ class Recovery:
             self.copies.finish()
 
     @property
-    def flags(self) -> tuple[float, float]:
-        """What the ranks must know of each other: whether a checkpoint is being written, and how long the last one took."""
-        return float(self.pulse.read(Word.busy)), self.pulse.read(Word.saved) / 1e6
+    def flags(self) -> tuple[float, float, float]:
+        """What the ranks must know of each other: whether a checkpoint is being written, how long the last one took, whether copies found no room."""
+        return (
+            float(self.pulse.read(Word.busy)),
+            self.pulse.read(Word.saved) / 1e6,
+            float(self.copies is not None and self.copies.refused != ""),
+        )
 
     def agreed(self, record: StepRecord, flags: Sequence[float]) -> None:
         """The largest flags of all ranks, with the record of the step that has ended."""
-        busy, self._save_seconds = flags
+        busy, self._save_seconds, refused = flags
+        if refused and self.copies is not None:  # what is saved, and how, is one decision of all ranks
+            self.copies.refused = self.copies.refused or copies.NO_ROOM
         self._since += record.seconds
         if self.copies is not None and self._busy and not busy:
             self.copies.memory.head.hold(0)
