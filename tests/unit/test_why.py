@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from meshwright.base.errors import InputError, MeshwrightError, NothingFits
 from meshwright.cli.main import main
 from meshwright.report.text import WIDTH, columns_of
 from meshwright.search.explain import explain
+from meshwright.search import rank
 from meshwright.search.near import NoPlanFits
 from meshwright.search.rank import search
 from meshwright.search.survey import TIGHT_GAIN
@@ -106,6 +109,23 @@ def test_every_rule_that_a_plan_breaks_is_named() -> None:
     assert len(found.faults) == 3 and "does not divide heads(4)" in found.faults[1] and "batch 7" in found.faults[2]
 
 
+@pytest.fixture(scope="module")
+def searched_once() -> Iterator[None]:
+    """The commands below ask the same of one large job, and the search takes longest: it answers once."""
+    answers: dict[str, Any] = {}
+
+    def answer(job: Job, *more: Any) -> Any:
+        key = f"{job.to_json()} {more}"
+        answers[key] = answers.get(key) or search(job, *more)
+        return answers[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "search", answer)
+        yield
+    assert len(answers) == 1
+
+
+@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize("asked", [["--why"], ["--why-not", "tp=8,pp=8"], ["--why-not", "dp64.z3"], ["--why-not", "dp3.z3"], []])
 def test_every_answer_fits_100_columns_in_both_languages(asked: list[str], language: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +133,7 @@ def test_every_answer_fits_100_columns_in_both_languages(asked: list[str], langu
     assert max(map(columns_of, capsys.readouterr().out.splitlines())) <= WIDTH
 
 
+@pytest.mark.usefixtures("searched_once")
 def test_differences_that_are_shown_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *LARGE, "--why-not", "dp64.z3"]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()[1:]
@@ -121,6 +142,7 @@ def test_differences_that_are_shown_add_up(capsys: pytest.CaptureFixture[str]) -
     assert [sum(column) for column in zip(*rows[:-1], strict=True)] == rows[-1]
 
 
+@pytest.mark.usefixtures("searched_once")
 def test_why_not_as_json_has_terms_that_sum_to_the_gap(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *LARGE, "--why-not", "tp=8,pp=8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
