@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from pool import Pool
-from test_cluster import on_ranks, permitted
+from test_cluster import need_networks, on_ranks
 
 from meshwright.cli.preparation import _over, _without_the_slow
 from meshwright.cost.calibration import calibrated
@@ -49,9 +49,9 @@ def looked(odd: int) -> tuple[str, ...]:
 @pytest.mark.soak
 @pytest.mark.parametrize("run", range(20))
 def test_an_odd_slow_link_among_eight_ranks_is_found_every_time(run: int) -> None:
-    if permitted():
-        (line,) = looked(run % 8)
-        assert line.startswith(f"all links of rank {run % 8} carry ")
+    need_networks()
+    (line,) = looked(run % 8)
+    assert line.startswith(f"all links of rank {run % 8} carry ")
 
 
 def probed(wire: float) -> Measurement:
@@ -67,8 +67,7 @@ def _measured() -> dict[str, object]:
 @pytest.mark.soak
 @pytest.mark.parametrize("run", range(20))
 def test_the_two_tiers_of_a_shaped_cluster_are_found_every_time(run: int) -> None:
-    if not permitted():
-        return
+    need_networks()
     found = probed(20e6)
     cluster = calibrated(found, parse_cluster("2x2:cpu@1Gb")).cluster
     assert [(group.nodes, group.devices) for group in cluster.groups] == [(2, 2)]
@@ -78,8 +77,7 @@ def test_the_two_tiers_of_a_shaped_cluster_are_found_every_time(run: int) -> Non
 
 @pytest.mark.soak
 def test_a_probe_repeats_itself_within_ten_percent() -> None:
-    if not permitted():
-        return
+    need_networks()
     first, again = probed(20e6), probed(20e6)
     for one, other in zip(first.devices, again.devices, strict=True):
         assert other.peak("fp32") == pytest.approx(one.peak("fp32"), rel=0.1)
@@ -101,8 +99,7 @@ def tiered() -> tuple[str, str]:
 
 
 def test_collectives_are_measured_the_way_the_runtime_takes() -> None:
-    if not permitted():
-        return
+    need_networks()
     with emulated(Scaled((0.45,) * 4, (0, 0, 1, 1), (4e6, 4e6), 1.0)) as cluster:
         assert set(on_ranks(cluster, tiered)) == {("Tiers", "Tiers")}
 

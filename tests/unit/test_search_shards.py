@@ -43,6 +43,7 @@ def test_every_rank_is_priced_with_its_part_and_the_step_with_the_largest(zero: 
 def test_shards_by_memory_fit_where_equal_ones_do_not_and_are_never_worse_than_what_else_there_is(small: float) -> None:
     job = tight_job(small=small)
     found = [plan for _, plan in shares.plans(job, 20) if plan.shard_weights]
+    assert found
     for plan in found:
         assert estimate(job, plan).verdict != Fits.no
         assert estimate(job, plan.but(shard_weights=())).verdict == Fits.no

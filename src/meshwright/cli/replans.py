@@ -5,6 +5,7 @@ Promise: data, batch and model stay those of the launch; the plan of all ranks i
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,5 +75,6 @@ class Replans:
         from meshwright.cost.step import estimate
 
         other = self.launch.but(plan=plan)
-        write_run(self.folder, other, Choice(question, plan, None if question is None else estimate(question, plan), []))
+        with contextlib.suppress(OSError):  # a full disk costs what the folder says of the plan, not the run
+            write_run(self.folder, other, Choice(question, plan, None if question is None else estimate(question, plan), []))
         return self.work_of(other)
