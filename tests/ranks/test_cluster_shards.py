@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from equality import alone, check, make_batch, make_model, make_optimizer, train, train_between_hosts
 from everyone import between_hosts
+from hosts import hosts
 
 from meshwright.base.errors import InputError
 from meshwright.spec.plan import parse_plan
@@ -48,6 +49,22 @@ def sent(plan: str) -> float:
 def test_unlike_shards_send_what_like_ones_send_and_records_say_it(ranks: Any) -> None:
     for like, unlike in zip(ranks.run(2, sent, "dp2.z1"), ranks.run(2, sent, "dp2.z1.shards1-3"), strict=True):
         assert like > 0 and unlike == pytest.approx(like, rel=0.02)  # of two ranks each sends its slice's rest, then its slice
+
+
+def gradients_at_once(plan: str) -> float:
+    """On every rank, two to a host: bytes of memory for others to read that eight micro-batches took, in whole gradients."""
+    with hosts(2):
+        trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64")
+    trainer.step(make_batch("llama", 0, 32))
+    units = trainer.engine.zero.units
+    slots = {id(group.lanes): group.lanes.slots for unit in units if (group := unit.group) is not None and group.lanes is not None}
+    held = sum(slot.segment.size for each in slots.values() for slot in each._all)
+    return held / sum(unit.gradients.numel() * unit.sharing.shards * unit.gradients.itemsize for unit in units)
+
+
+def test_whole_gradients_of_unlike_shards_go_after_each_micro_batch_between_hosts_too(ranks: Any) -> None:
+    for plan in ("dp4.z2.shards1-1-2-4", "dp4.z2"):
+        assert max(ranks.run(4, gradients_at_once, plan)) < 4.0
 
 
 def held(plan: str, folder: str, load: bool) -> tuple[int, float]:

@@ -17,8 +17,8 @@ from test_search import small_jobs
 from meshwright.base.errors import InputError, MeshwrightError, NothingFits
 from meshwright.cli.main import main
 from meshwright.report.text import WIDTH, columns_of
-from meshwright.search.explain import explain
 from meshwright.search import rank
+from meshwright.search.explain import explain
 from meshwright.search.near import NoPlanFits
 from meshwright.search.rank import search
 from meshwright.search.survey import TIGHT_GAIN

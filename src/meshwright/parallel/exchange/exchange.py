@@ -67,7 +67,7 @@ def reduce_scatter(
     `sizes`: elements of the slice of each rank, where they are unequal."""
     if group is None:
         return Pending(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
-    if _in_memory(group, sizes):
+    if in_memory(group, sizes):
         assert group.lanes is not None
         return Pending(None, group.lanes.reduce_scatter(full, out, across, sizes), group.meter)
     if across is not None:
@@ -84,7 +84,7 @@ def reduce_scatter(
     return Pending(work, lambda: _sum_into(out, received), group.meter)
 
 
-def _in_memory(group: Group, sizes: Sequence[int] | None) -> bool:
+def in_memory(group: Group, sizes: Sequence[int] | None) -> bool:
     """Whether slices go through lanes. Those of tiers are equal: unequal ones go through the process group of all ranks that tiers keep."""
     return group.lanes is not None and (sizes is None or group.process is None)
 
@@ -101,7 +101,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None, siz
     """`full` becomes the shards of all ranks of `group` in order; `shard` may be this rank's slice of `full`. `sizes` as above."""
     if group is None:
         return Pending(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
-    if _in_memory(group, sizes):
+    if in_memory(group, sizes):
         assert group.lanes is not None
         return Pending(None, group.lanes.all_gather(full, shard, sizes), group.meter)
     group.meter.sent += (group.size - 1) * shard.numel() * shard.element_size()

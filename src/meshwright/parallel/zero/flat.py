@@ -24,7 +24,7 @@ from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.compression import Vector, Ways, coded
-from meshwright.parallel.exchange.exchange import DONE, Pending, all_gather, all_reduce, reduce_scatter
+from meshwright.parallel.exchange.exchange import DONE, Pending, all_gather, all_reduce, in_memory, reduce_scatter
 from meshwright.parallel.exchange.group import Sharing, alone
 from meshwright.parallel.later import begun
 from meshwright.parallel.mesh import Mesh
@@ -194,9 +194,8 @@ class FlatUnit:
     def _full(self) -> torch.Tensor:
         """ZeRO 2 and 3: the buffer in which one backward pass gathers whole gradients, where ranks of this host can read it."""
         if self._full_gradient is None:
-            lanes = self.group.lanes if self.group is not None else None
-            if lanes is not None:
-                self._full_gradient = lanes.stage_slowly(self.unit.numel, self.gradients.dtype)
+            if self.group is not None and self.group.lanes is not None and in_memory(self.group, _sizes(self)):
+                self._full_gradient = self.group.lanes.stage_slowly(self.unit.numel, self.gradients.dtype)
             else:
                 self._full_gradient = torch.empty(self.unit.numel, dtype=self.gradients.dtype, device=self.mesh.device)
             for gap in self._gaps:
