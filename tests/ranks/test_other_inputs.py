@@ -168,3 +168,63 @@ def test_a_module_that_begins_with_a_linear_layer_needs_no_example(ranks: Any) -
     torch.manual_seed(0)
     model, batch = Vectors().double(), {"x": torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1)).double()}
     assert ranks.run(2, vectors, "tp2") == pytest.approx(alone(model, [batch]) * 2, rel=1e-10)
+
+
+class Fixed(nn.Module):
+    """Gives every block what comes of weights without a gradient: a table that is read without recording, or which places are empty in an embedding."""
+
+    shift_labels = False
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.words, self.places, self.masked = nn.Embedding(19, 16, padding_idx=0), nn.Embedding(8, 16), masked
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, 19)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        with torch.no_grad():
+            beside = self.places(torch.arange(input_ids.shape[1]))[None] * torch.ones_like(x)
+        for layer in self.layers:
+            x = layer(x, (x == 0).all(-1, keepdim=True) if self.masked else beside)
+        return self.head(x)
+
+
+def fixed(masked: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return Fixed(masked).double()
+
+
+def fixed_batch(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 19, (ROWS, 8), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def fixed_trained(plan: str, masked: bool) -> list[float] | str:
+    try:
+        trainer = parallelize(fixed(masked), sgd, plan, precision="fp64")
+        return [trainer.step(fixed_batch(step)).loss for step in range(3)]
+    except InputError as error:
+        return str(error)
+
+
+def fixed_loss(output: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["input_ids"].flatten())
+
+
+@pytest.mark.parametrize("plan", ["pp2.mb2", "dp2.z3", "pp4.mb2"])
+def test_what_comes_of_weights_without_a_gradient_is_sent_from_stage_to_stage(ranks: Any, plan: str) -> None:
+    model = fixed(False)
+    optimizer, expected = sgd(model.parameters()), []
+    for step in range(3):
+        optimizer.zero_grad()
+        value = fixed_loss(model(fixed_batch(step)["input_ids"]), fixed_batch(step))
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    for losses in ranks.run(4 if plan.startswith("pp4") else 2, fixed_trained, plan, False):
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_mask_that_comes_of_weights_of_another_stage_is_refused_and_not_guessed(ranks: Any) -> None:
+    for said in ranks.run(2, fixed_trained, "pp2.mb2", True):
+        assert said == "layers.0 is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"

@@ -29,9 +29,10 @@ from meshwright.anatomy.published import published_regions
 from meshwright.anatomy.regions import Found, guesses, regions_of_block
 from meshwright.anatomy.ruled import check, propose
 from meshwright.anatomy.seen import Trace
-from meshwright.anatomy.stacks import between, find_lists, main_stack, stacks_of
+from meshwright.anatomy.stacks import between, find_lists, main_stack, stacks_of, used
 from meshwright.anatomy.trace import trace
 
+FORM = "they change the form of what they are given"
 PASSES = 24
 """Runs at most: in each block each takes the first columns that must be as whole."""
 
@@ -147,7 +148,7 @@ def _run_outline(model: nn.Module, blocks: str, seen: Trace) -> Outline:
     embedding, head = pairs[0] if pairs else (next(iter(seen.vocabulary.embeddings), None), None)
     last = max((place for name, place in seen.order.items() if name.startswith(blocks + ".")), default=-1)
     back = tuple(name for name, place in seen.order.items() if place > last and not name.startswith(blocks + "."))
-    found = Outline(_owner(model, embedding, nn.Embedding) if embedding else None, _owner(model, head, nn.Linear) if head else None, back)
+    found = Outline(_table(model, embedding) if embedding else None, _owner(model, head, nn.Linear) if head else None, back)
     for path, weight in ((found.embedding, embedding), (found.head, head)):
         if path is None or weight is None:
             continue
@@ -188,6 +189,15 @@ def _owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str | None:
     return next(
         (path for path, module in model.named_modules() if isinstance(module, kind) and module._parameters.get("weight") is wanted), None
     )
+
+
+def _table(model: nn.Module, weight: str) -> str | None:
+    """Path of the layer that looks up rows of `weight`: an embedding, or what does its work in a forward of its own."""
+    wanted = model.get_parameter(weight)
+    own = (
+        path for path, module in model.named_modules() if module._parameters.get("weight") is wanted and not isinstance(module, nn.Linear)
+    )
+    return _owner(model, weight, nn.Embedding) or next(own, None)
 
 
 def _published(reading: Reading) -> None:
@@ -293,7 +303,7 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
     tied = bool(head and embedding) and model.get_parameter(f"{head}.weight") is model.get_parameter(f"{embedding}.weight")
     said += _words(reading)
     said += [
-        f"stages begin at no block of {path}: they change the form of what they are given"
+        f"stages begin at no block of {path}: {FORM if used(path, reading.seen) else f'none ran with {words(reading.example)}'}"
         for path in reading.lists
         if path not in reading.stacks
     ]

@@ -3,7 +3,8 @@
 Rule: a block is one of like modules in a list. Stages begin where a hidden state is handed on, so the lists whose blocks give the form that they are
 given are stacks, as the encoder behind the convolutions of a model of sound, which shorten what they are given: these run before all blocks, with what
 makes the embedding. Lists that hand on directly to each other go together, as the parts of a residual network do, of which each begins with
-a block that changes the form. Where no list keeps the form, all of them are stacks.
+a block that changes the form. Where no list keeps the form, all of them are stacks. A list of which nothing is read (the images of a model that is shown text
+alone) is none: it stands with what begins the model.
 """
 
 from __future__ import annotations
@@ -41,8 +42,14 @@ def main_stack(model: nn.Module, stacks: Sequence[str], seen: Trace | None) -> s
     return max(ran or stacks, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()))
 
 
+def used(path: str, seen: Trace | None) -> bool:
+    """Whether anything in the list at `path` was read: images are not, where a model that sees is shown text alone."""
+    return seen is None or any(name.startswith(f"{path}.") for name in seen.order)
+
+
 def stacks_of(lists: Sequence[str], seen: Trace | None) -> list[str]:
-    """Those of `lists` that are stacks, in the order in which they run; a list that did not run is one, behind the others."""
+    """Those of `lists` that are stacks, in the order in which they run; one whose blocks were not seen to run, though its weights
+    were read, is one, behind the others."""
     if seen is None:
         return list(lists)
     blocks = {path: [block for block in seen.blocks if block.startswith(f"{path}.")] for path in lists}
@@ -55,7 +62,8 @@ def stacks_of(lists: Sequence[str], seen: Trace | None) -> list[str]:
         else:
             runs.append([path])
     kept = [run for run in runs if all(seen.handed[block].keeps for path in run for block in blocks[path])]
-    return [path for run in kept or runs for path in run] + [path for path in lists if not blocks[path]]
+    beside = [path for path in lists if not blocks[path] and used(path, seen)]
+    return [path for run in kept or runs for path in run] + beside or list(lists)
 
 
 def between(stacks: Sequence[str], order: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.anatomy.experts import standing_in
 from meshwright.anatomy.inflow import Inflows
 from meshwright.anatomy.inputs import BATCH, QUESTIONS, Example, arguments, example_of, unasked
+from meshwright.anatomy.learnt import Learnt
 from meshwright.anatomy.places import CUTS, MATMULS, RESHAPES, TURNS, Call, Lost, Share, along, moved
 from meshwright.anatomy.plain import is_convolution, is_plain
 from meshwright.anatomy.seen import Attention, Given, Handed, Product, Trace
@@ -112,7 +113,7 @@ class Watch(TorchFunctionMode):
         self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(list)  # of an argument: the modules it was given to, and where
         self.returned: set[int] = set()  # what blocks gave
         self.again = 0  # how deep in a block that has run before
-        self.inflows, self.nothing = Inflows(), torch.empty(0)
+        self.inflows, self.nothing, self.learnt = Inflows(), torch.empty(0), Learnt(names)
         self.trace.alive.append(inputs)
 
     # --- modules --------------------------------------------------------------------------------------------------------------
@@ -146,8 +147,8 @@ class Watch(TorchFunctionMode):
         self.trace.inputs[name] = kwargs.get("hidden_states", next(tensors_in((args, kwargs)), self.nothing))
         self.trace.alive.append((args, kwargs))
         for key, value in [*enumerate(args), *kwargs.items()]:
-            known = {id(self.trace.inputs[name]), *self.returned}
-            if is_block and any(tensor.requires_grad and id(tensor) not in known for tensor in tensors_in(value)):
+            beside = [one for one in tensors_in(value) if is_block and id(one) not in {id(self.trace.inputs[name]), *self.returned}]
+            if any(tensor.requires_grad or tensor in self.learnt for tensor in beside):
                 names = [*inspect.signature(module.forward).parameters]
                 self.trace.beside.setdefault(names[key] if isinstance(key, int) and key < len(names) else str(key), name)
             if not isinstance(value, torch.Tensor):
@@ -190,6 +191,7 @@ class Watch(TorchFunctionMode):
         name = call.name
         given = list(tensors_in((call.args, call.kwargs)))
         self.trace.alive.extend(outputs)
+        self.learnt.follow(name, given, outputs)
         self.trace.follow(call, given, outputs, self.names, self.stack)
         weights = list(dict.fromkeys(weight for tensor in given for weight in self.made.get(id(tensor), ())))
         for weight in weights:

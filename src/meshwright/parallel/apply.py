@@ -151,11 +151,11 @@ def _account(table: list[Layer], shapes: dict[str, torch.Size]) -> None:
 
 def _reads(model: nn.Module, anatomy: Anatomy, table: list[Layer], plan: Plan, example: Example) -> Reads:
     """Where weights are read, for plans that have them in some places only. Raises InputError where they would be missing."""
-    check_shared(model, anatomy, table, plan)
     if plan.stages == 1 and plan.zero < 3:
         return {}
     blocks = [anatomy.block(index) for index in range(anatomy.count)] if anatomy.blocks is not None else []
     reads = readers(model, blocks, example)
+    check_shared(model, anatomy, table, plan, reads)
     check_read(anatomy, blocks, table, plan, reads)
     return reads
 
@@ -225,6 +225,10 @@ def _wants(model: nn.Module, anatomy: Anatomy, plan: Plan, example: Example) -> 
             layers_over(model, anatomy.numbered(), wants)
         if wants is not None and wants.turn and plan.stages > 1:
             raise InputError(f"blocks of several lists run by turns ({wants.turn} behind one of a later list): use pp1")
+        if wants is not None and wants.unsent and plan.stages > 1:
+            raise InputError(
+                f"{wants.unsent} is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"
+            )
         return wants
     except InputError as error:
         if plan.stages > 1:

@@ -115,25 +115,29 @@ def place_layers(named: list[tuple[str, list[str]]], anatomy: Anatomy, mesh: Mes
     return [Layer(name, tuple(parameters), stage_of(name)) for name, parameters in named]
 
 
-def check_shared(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer], plan: Plan) -> None:
+def check_shared(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer], plan: Plan, reads: Reads) -> None:
     """A parameter that has several names is kept equal on two stages only where it is the embedding's and the head's of a vocabulary.
 
-    Where a name was not seen to be used it counts as used where it was registered: behind the blocks means on the last stage.
+    A name is used where the module that holds it was seen to read, else where it was registered: behind the blocks means on the last stage.
     """
     if plan.stages == 1 or anatomy.blocks is None:
         return
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     stage_of = {name: layer.stage for layer in table for name in layer.parameters}
-    inside = [(f"{anatomy.block(index)}.", f"block.{index}") for index in range(anatomy.count)]
     of_block = {layer.name: layer.stage for layer in table}
-    behind = max((at for at, name in enumerate(names) if name.startswith(tuple(path for path, _ in inside))), default=-1)
+    kept_equal = next((layer.parameters for layer in table if layer.name == "embedding"), ())
+    blocks = [(f"{anatomy.block(index)}.", f"block.{index}") for index in range(anatomy.count)]
+    behind = max((at for at, name in enumerate(names) if name.startswith(tuple(path for path, _ in blocks))), default=-1)
     first: dict[int, str] = {}
     for at, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
         one = first.setdefault(id(parameter), name)
-        if one == name or one == f"{anatomy.embedding}.weight" or one not in stage_of:
+        if one == name or one in kept_equal or one not in stage_of:
             continue
-        block = next((layer for path, layer in inside if name.startswith(path)), None)
-        stage = of_block.get(block or "", (plan.stages - 1) * (at > behind))
+        block = next((layer for path, layer in blocks if name.startswith(path)), "")
+        owner = name.rpartition(".")[0]
+        begun = {reader.begun for held in reads.values() for reader in held if inside(reader.path, (owner,))}
+        is_last = begun == {len(blocks)} or (at > behind and begun != {0})
+        stage = of_block.get(block, (plan.stages - 1) * is_last)
         if stage != stage_of[one]:
             raise InputError(
                 f"plan {plan.name}: {name} is {one} itself, on stages {stage} and {stage_of[one]}; stages share only the embedding and head of "
@@ -142,18 +146,23 @@ def check_shared(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer], pla
 
 
 def check_read(anatomy: Anatomy, blocks: Sequence[str], table: Sequence[Layer], plan: Plan, reads: Reads) -> None:
-    """Raises InputError where what is read behind the last of `blocks` does not lie on the last stage."""
+    """Raises InputError where what is read behind the last of `blocks` does not lie on the last stage, or what is read before the first on another than the
+    first."""
     if plan.stages == 1:
         return
+    counted = any(one.begun == len(blocks) for held in reads.values() for one in held)  # else blocks are not called as modules
+    first = ((0, 0, "before the first block"),) if counted else ()
     for layer in table:
-        in_block = any(name.startswith(f"{path}.") for name in layer.parameters for path in blocks)
-        for name in layer.parameters if layer.stage != plan.stages - 1 and not in_block else ():
-            is_copied = anatomy.tied and name == f"{anatomy.embedding}.weight"  # the last stage holds it too, where its head reads it
-            around = (*blocks, anatomy.head) if is_copied and anatomy.head else blocks
-            astray = sorted(one.path for one in reads.get(name, ()) if one.begun == len(blocks) and not inside(one.path, around))
-            if astray:
+        if any(name.startswith(f"{path}.") for name in layer.parameters for path in blocks):
+            continue
+        is_copied = anatomy.tied and layer.name == "embedding"  # the last stage holds it too, where its head reads it
+        around = (*blocks, anatomy.head) if is_copied and anatomy.head else blocks
+        ends = (*first, (len(blocks), plan.stages - 1, "behind the last block"))
+        for name, (begun, stage, where) in itertools.product(layer.parameters, ends):
+            astray = sorted(one.path for one in reads.get(name, ()) if one.begun == begun and not inside(one.path, around))
+            if astray and layer.stage != stage:
                 raise InputError(
-                    f"plan {plan.name}: {name} is read past its module, in {astray[0] or 'the forward of the model'}, behind the last block, and "
+                    f"plan {plan.name}: {name} is read past its module, in {astray[0] or 'the forward of the model'}, {where}, and "
                     f"lies on stage {layer.stage}: use pp1, or let a linear layer that is tied to it read it"
                 )
 
@@ -164,7 +173,8 @@ def kept_paths(anatomy: Anatomy, wants: Wants | None) -> tuple[str, ...]:
 
 
 def drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: bool, dtype: torch.dtype, cuts: Sequence[str]) -> None:
-    """Replace every module none of whose parameters this rank holds by an `Absent`, but for those whose own code leads to the blocks `cuts`."""
+    """Replace every module none of whose parameters this rank holds by an `Absent`, but for lists, which are gone through, and those whose own code leads to
+    the blocks `cuts`."""
     kept_prefix = f"{anatomy.head}." if keep_head and anatomy.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     blocks = tuple(f"{path}." for path in anatomy.cuts) or ("\n",)
@@ -175,7 +185,8 @@ def drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: b
             inside = {names[id(parameter)] for parameter in child.parameters()}
             if not inside or (kept_prefix and f"{path}." == kept_prefix):
                 continue
-            leads = any(cut.startswith(f"{path}.") for cut in cuts)
+            is_gone_through = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            leads = is_gone_through or any(cut.startswith(f"{path}.") for cut in cuts)
             if inside & held or leads or (kept_prefix and kept_prefix.startswith(f"{path}.")):
                 visit(child, f"{path}.")
             else:

@@ -121,7 +121,11 @@ def places(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, nn.Module]]:
     found = [(f"block.{index}", block) for index, block in enumerate(blocks)]
     if anatomy.embedding:  # encoder and decoder may each have a module that holds it
         table = model.get_submodule(anatomy.embedding).weight
-        tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is table]
+        tables = [
+            module
+            for path, module in model.named_modules()
+            if path == anatomy.embedding or (isinstance(module, nn.Embedding) and module.weight is table)
+        ]
         found += [(EMBEDDING, module) for module in tables]
     return [*found, (HEAD, model.get_submodule(anatomy.head))] if anatomy.head else found
 

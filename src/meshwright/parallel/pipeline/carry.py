@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten
 from meshwright.anatomy import Anatomy
 from meshwright.anatomy.experts import standing_in
 from meshwright.anatomy.inputs import Example, Unasked, arguments, example_of
+from meshwright.anatomy.learnt import Learnt
 from meshwright.anatomy.observed import observed
 from meshwright.base.errors import InputError
 
@@ -44,6 +45,8 @@ class Wants:
     between: tuple[frozenset[str], ...]
     turn: str = ""
     """A block that runs behind one of a later stack: stacks that run by turns, as attentions and feed-forwards in lists of their own, are cut nowhere."""
+    unsent: str = ""
+    """A block that is given a mask, or numbers of things, that is made of parameters: messages have none of these."""
 
     def message(self, block: int) -> tuple[Key, ...]:
         """What a stage that begins with `block` is sent."""
@@ -113,9 +116,10 @@ def carried(model: nn.Module, anatomy: Anatomy, example: Example | None = None) 
         block = model.get_submodule(path)
         handles.append(block.register_forward_pre_hook(_note(calls, number), with_kwargs=True))
         handles.append(block.register_forward_hook(_count(returns, number)))
+    learnt = Learnt({id(state[name]): name for name, _ in model.named_parameters()})
     args, kwargs = arguments(example_of(model, example))
     try:
-        with observed(model), torch.enable_grad(), torch.device("meta"), Unasked(), standing_in(model):
+        with observed(model), torch.enable_grad(), torch.device("meta"), learnt, Unasked(), standing_in(model):
             output = functional_call(model, state, args, kwargs)
     except Exception as error:
         raise InputError(
@@ -128,8 +132,9 @@ def carried(model: nn.Module, anatomy: Anatomy, example: Example | None = None) 
         raise InputError(
             f"block {paths[min(set(range(len(paths))) - calls.keys())]} did not run with what the model seems to read: give an example of it, or use pp1"
         )
-    wants = _wants(model, anatomy, state, calls, returns, _idle(model, state, output))
-    return replace(wants, turn=next((paths[after] for before, after in pairwise(calls) if after < before), ""))
+    wants = _wants(model, anatomy, state, calls, returns, _idle(model, state, output), learnt)
+    unsent = (paths[at] for at, leaves in calls.items() for leaf in leaves if leaf in learnt and not leaf.is_floating_point())
+    return replace(wants, turn=next((paths[after] for before, after in pairwise(calls) if after < before), ""), unsent=next(unsent, ""))
 
 
 def _idle(model: nn.Module, state: Mapping[str, torch.Tensor], output: Any) -> set[str]:
@@ -147,12 +152,13 @@ def _wants(
     calls: Mapping[int, list[Any]],
     returns: Mapping[int, int],
     idle: set[str],
+    learnt: Learnt,
 ) -> Wants:
     ends = [0]
     for _, count in anatomy.stacks:
         ends.append(ends[-1] + count)
     stack_of = {name: at for at, (path, _) in enumerate(anatomy.stacks) for name in state if name.startswith(f"{path}.")}
-    needs = tuple(tuple(place for place, leaf in enumerate(calls[block]) if _is_made(leaf)) for block in range(ends[-1]))
+    needs = tuple(tuple(place for place, leaf in enumerate(calls[block]) if _is_made(leaf) or leaf in learnt) for block in range(ends[-1]))
     weights = {name: state[name] for name, _ in model.named_parameters() if state[name].requires_grad}
     early: set[Key] = set()
     front: set[str] = set(idle)
@@ -160,7 +166,7 @@ def _wants(
     for at, first in enumerate(ends[:-1]):
         behind: set[str] = set()
         for place in needs[first]:
-            used = _made_of(calls[first][place], weights)
+            used = _made_of(calls[first][place], weights) | learnt.made_of(calls[first][place])
             if any(stack_of.get(name, at) < at for name in used):
                 behind |= used
             else:
@@ -182,6 +188,8 @@ def _is_made(leaf: Any) -> bool:
 
 
 def _made_of(leaf: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> set[str]:
+    if not leaf.requires_grad:
+        return set()
     found = torch.autograd.grad(leaf, list(weights.values()), torch.empty_like(leaf), retain_graph=True, allow_unused=True)
     return {name for name, gradient in zip(weights, found, strict=True) if gradient is not None}
 

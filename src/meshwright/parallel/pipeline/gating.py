@@ -132,7 +132,7 @@ def _sharing_table(model: nn.Module, anatomy: Anatomy) -> list[str]:
     return [
         path
         for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and weight is not None and module.weight is weight
+        if weight is not None and (path == anatomy.embedding or (isinstance(module, nn.Embedding) and module.weight is weight))
     ]
 
 
