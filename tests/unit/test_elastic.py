@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from meshwright.base.errors import InputError, MeshwrightError
 from meshwright.base.pulse import WAITS, Phase, Pulse, Word
-from meshwright.cli.preparation import Choice, write_run
+from meshwright.cli.options import Shared
+from meshwright.cli.preparation import Choice, choose, write_run
 from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, culprit, failed_here, starved, verdict
 from meshwright.elastic.fleet import THINKING, _speak
 from meshwright.elastic.holdings import Holdings
@@ -23,6 +24,7 @@ from meshwright.spec.launch import Launch, difference, lengthened
 from meshwright.spec.plan import Plan, Schedule, parse_plan
 from meshwright.spec.reduced import MOST, reduced
 from meshwright.spec.rules import world_faults
+from meshwright.words.say import say
 
 LOST = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:36501"
 NCCL = "NCCL error: remote process exited or there was a network error, NCCL version 2.27\nncclRemoteError: ..."
@@ -137,6 +139,15 @@ def test_a_run_is_lengthened_with_a_word_and_an_event_but_neither_shortened_nor_
             begin(more)
     assert [event.kind for event in read_events(tmp_path / EVENTS)] == ["longer"]
     assert "goes on to step 9 instead of 5" in faults_text(read_events(tmp_path / EVENTS))
+
+
+def test_another_plan_than_the_run_was_trained_under_is_said(tmp_path: Path) -> None:
+    job = Shared(model="llama-tiny", cluster="1x2:cpu", plan="dp2.z1").job_file(None)
+    said = lambda: [say(line) for line in choose(job, None, tmp_path, {}, None).why]
+    (tmp_path / "plan.json").write_text(parse_plan("dp2.z1").to_json())
+    assert not any("instead of" in line for line in said())
+    (tmp_path / "plan.json").write_text(parse_plan("tp2").to_json())
+    assert said()[-1] == "  instead of plan tp2, under which the run was trained so far"
 
 
 degrees = st.integers(1, 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -106,7 +107,7 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
         first, *rest = explain(question, answer)
         why = [tell("choice.found", why=first), *(tell("choice.also", why=line) for line in rest)]
         why += _without_the_slow(question, estimate.time.step) if world is not None else []
-    return Choice(question, plan, estimate, [_asked(question), *why])
+    return Choice(question, plan, estimate, [_asked(question), *why, *_instead(folder, plan)])
 
 
 def _without_the_slow(question: Job, step: float) -> list[Sentence]:
@@ -145,6 +146,19 @@ def _before(folder: Path, question: Job) -> Plan | None:
     except InputError:
         return None
     return plan
+
+
+def _instead(folder: Path | None, plan: Plan) -> list[Sentence]:
+    """That the run folder was trained under another plan."""
+    from meshwright.base.codec import read
+    from meshwright.base.errors import InputError
+    from meshwright.spec.plan import Plan
+    from meshwright.words.say import tell
+
+    with contextlib.suppress(InputError, OSError):
+        before = read(Plan, folder / "plan.json") if folder is not None and (folder / "plan.json").is_file() else plan
+        return [tell("choice.instead", plan=before.name)] if before != plan else []
+    return []
 
 
 def _over(question: Job, world: int) -> Job:

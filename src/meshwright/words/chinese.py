@@ -71,6 +71,7 @@ TEXTS = {
     "choice.before": "沿用运行开始时的方案 {plan}：预计每步 {seconds:seconds}，最满的 rank 占 {size:bytes}",
     "choice.found": "方案 {why}",
     "choice.also": "  {why}",
+    "choice.instead": "  代替运行至今所用的方案 {plan}",
     "choice.without": "  不用集群的第 {groups} 组时 {plan} 每步 {seconds:seconds}：只在其他节点上启动 rank",
     "choice.unpriced": "方案 {plan} 没有估价，可用 --plan 换一个：{reason:line}",
     "estimate.plan": "方案    {plan}：一个 rank 可用 {limit:bytes}，{verdict}；最满的 rank 占用 {reserved:bytes}",

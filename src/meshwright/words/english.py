@@ -71,6 +71,7 @@ TEXTS = {
     "choice.before": "plan {plan}, as the run began: {seconds:seconds} a step and {size:bytes} on the fullest rank expected",
     "choice.found": "plan {why}",
     "choice.also": "  {why}",
+    "choice.instead": "  instead of plan {plan}, under which the run was trained so far",
     "choice.without": "  without group {groups} of the cluster {plan} would take {seconds:seconds} a step: start ranks on the other nodes alone",
     "choice.unpriced": "plan {plan} is not priced, another by --plan: {reason:line}",
     "estimate.plan": "plan     {plan}: {verdict} in the {limit:bytes} that a rank can take; {reserved:bytes} are reserved on the fullest rank",
