@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from apart import joined
 from faulty import warm_process
 from pool import Pool, warm
 from sweep import asked, run
@@ -46,3 +47,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """The warm process of all runs that fail (faulty.py)."""
     yield from warm_process(tmp_path_factory.mktemp("nursery"))
+
+
+@pytest.fixture
+def space() -> Iterator[str]:
+    """A network namespace behind a link (apart.py)."""
+    yield from joined()

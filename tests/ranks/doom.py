@@ -9,6 +9,7 @@ import ctypes
 import errno
 import gc
 import os
+import random
 import resource
 import signal
 import threading
@@ -24,6 +25,7 @@ import meshwright.train.recovery as recovery
 import meshwright.train.scribe as scribe
 from meshwright.base.pulse import Phase, Pulse, Word
 from meshwright.checkpoint import disk
+from meshwright.checkpoint import save as saving
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.sampler import batch_of
 from meshwright.parallel.exchange.exchange import all_reduce
@@ -87,6 +89,9 @@ def happen(how: str) -> None:
     if how == "mismatch":
         all_reduce(torch.ones(3), the_trainer().mesh.world).wait()
         return
+    if how.startswith("clock"):
+        turn(int(how.removeprefix("clock")))
+        return
     if how == "store":
         [store] = [child for child in psutil.Process(os.getppid()).children() if child.name() == "mesh-store"]
         store.kill()
@@ -97,6 +102,34 @@ def happen(how: str) -> None:
     if how == "lock":
         ctypes.PyDLL(None).sleep(1000)  # the interpreter's lock is held all the while
     os.kill(os.getpid(), signal.Signals[how])
+
+
+def turn(seconds: int) -> None:
+    """The clock of this process, as everything in it sees it (test_faults_soak_silent.py): the time of day only."""
+    before = time.time(), time.monotonic()
+    ctypes.c_long.in_dll(ctypes.CDLL(None), "clock_skew").value += seconds
+    assert abs(time.time() - before[0] - seconds) < 600.0 and time.monotonic() < before[1] + 600.0
+
+
+class Stale:
+    """In place of `saving.Item`: at some steps what one tensor of this rank was at the save before, as a cache with an error in it would give."""
+
+    def __init__(self, rank: int, steps: dict[str, int]) -> None:
+        """`steps`: the rank that does so in each of them."""
+        self.steps, self.item, self.before = (
+            [int(step) for step, hit in steps.items() if hit == rank],
+            saving.Item,
+            dict[str, torch.Tensor](),
+        )
+        self.chance = random.Random(rank)
+        self.chosen: tuple[int, str] = (0, "")
+
+    def __call__(self, key: str, dtype: str, shape: tuple[int, ...], size: int, tensor: Any) -> Any:
+        if STEP[0] in self.steps and self.chosen[0] != STEP[0]:
+            self.chosen = STEP[0], self.chance.choice([key for key in self.before if key.startswith(("model/", "optimizer/"))])
+        old = self.before.get(key)
+        self.before[key] = tensor().clone()
+        return self.item(key, dtype, shape, size, (lambda: old) if (STEP[0], key) == self.chosen else tensor)  # type: ignore[arg-type, return-value]
 
 
 def the_trainer() -> Trainer:
@@ -152,6 +185,8 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
         if payload["launch"]["plan"]["recompute"] != fault.get("spares")
     ]
     PAUSE[:] = [payload["pause"]] if payload["pause"] else []
+    if "stale" in payload:
+        saving.Item = Stale(channel.rank, payload["stale"])  # type: ignore[misc, assignment]
     loop.Pulse = Doomed  # type: ignore[misc]
     FlatUnit.take = take if any(fault["phase"] == "gradient" for fault in FAULTS) else TAKE  # type: ignore[method-assign]
     return loop.train(channel, payload["launch"])

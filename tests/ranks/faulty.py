@@ -31,9 +31,9 @@ ENVIRONMENT = {"PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}", "OMP_NUM_THREA
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64, "vocab": 258, "seq": 64, "kind": "llama"}
 
 
-def warm_process(folder: Path) -> Iterator[Nursery]:
-    """One for all runs of a session."""
-    with Nursery(folder / "log", ("doom",), ENVIRONMENT) as made:
+def warm_process(folder: Path, **more: str) -> Iterator[Nursery]:
+    """One for all runs of a session. `more`: of its environment."""
+    with Nursery(folder / "log", ("doom",), {**ENVIRONMENT, **more}) as made:
         while not made.events(1.0):
             assert not made.ended
         yield made

@@ -52,13 +52,13 @@ def same(folder: Path, whole: Path, steps: int = LONG) -> bool:
     return state(folder, steps) == state(whole, steps) != {} and losses(folder) == losses(whole)
 
 
-def settle(kind: str, plan: str, passed: int, folder: Path, equal: bool | None = None, **more: Any) -> None:
-    """Writes the row down. `equal`: whether the end is that of a run without faults; None: there is no such end. One of the twenty may fall into the recovery of another."""
+def settle(kind: str, plan: str, passed: int, folder: Path, equal: bool | None = None, costs: int = 0, **more: Any) -> None:
+    """Writes the row down. `equal`: whether the end is that of a run without faults; None: there is no such end. `costs`: steps that were run again where a row may lose some. One of the twenty may fall into the recovery of another."""
     step = median([record.seconds for record in read_run(folder).steps if record.seconds] or [0.0])
     nothing = {"in_time": "", "silence": 0.0, "recovery": 0.0, "largest": 0.0, "step": step, "load": os.getloadavg()[0]}
     found = {"injected": FAULTS, "passed": passed, "lost": 0, "state": "" if equal is None else "equal" if equal else "DIFFERENT"}
-    row = {"fault": kind, "plan": plan, **nothing, **found, **more}
-    right = equal is not False and passed >= FAULTS - 1 and not row["lost"]
+    row = {"fault": kind, "plan": plan, **nothing, **found, "lost": costs, **more}
+    right = equal is not False and passed >= FAULTS - 1 and row["lost"] <= costs
     write(row, right)
     assert right, f"{passed} of {FAULTS} passed, final state {row['state']}, {row['lost']} steps lost"
 

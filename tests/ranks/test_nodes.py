@@ -31,11 +31,13 @@ def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 
 class Nodes:
-    """Nodes of a job in `place`, on this machine's loopback. `endless`: they train until they are asked to stop."""
+    """Nodes of a job in `place`, on this machine's loopback. `endless`: they train until they are asked to stop; `steps`: in all, where the job says others."""
 
-    def __init__(self, place: Path, run: str, port: int | None = None, count: int = 2, endless: bool = False) -> None:
+    program: tuple[str, ...] = (sys.executable, "-m", "meshwright.cli.main")
+
+    def __init__(self, place: Path, run: str, port: int | None = None, count: int = 2, endless: bool = False, steps: int = 0) -> None:
         self.place, self.run, self.count, self.held = place, run, count, ExitStack()
-        self.steps = ["--steps", str(10**6)] if endless else []
+        self.steps = ["--steps", str(10**6 if endless else steps)] if endless or steps else []
         self.port = self.held.enter_context(reserved()) if port is None else port
         self.processes = [self.start(number) for number in range(count)]
 
@@ -45,7 +47,7 @@ class Nodes:
             "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), **more,
         }  # fmt: skip
         err = subprocess.DEVNULL if number else subprocess.PIPE
-        command = [*behind, sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{self.run}", *self.steps]
+        command = [*behind, *self.program, "train", "job.yaml", "--folder", f"runs/{self.run}", *self.steps]
         return subprocess.Popen(command, cwd=self.place, env=there, stdout=subprocess.DEVNULL, stderr=err, text=True)
 
     @property

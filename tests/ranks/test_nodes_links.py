@@ -1,22 +1,17 @@
 """Two nodes in network namespaces of their own, joined by a link that is taken down: for a while, and for good."""
 
-import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from apart import FIRST, SECOND, ip
 from test_nodes import JOB, Nodes
 from test_train_run import furnished
 
-FIRST, SECOND = "10.231.7.1", "10.231.7.2"
 PORT = 29471
 DOWN = (1.0, 5.0)
-
-
-def ip(*words: str) -> bool:
-    return subprocess.run(["ip", *words], check=False, capture_output=True).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +22,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 class Apart(Nodes):
     """The second node behind a link of its own."""
 
-    def __init__(self, place: Path, run: str, space: str) -> None:
+    def __init__(self, place: Path, run: str, space: str, **more: Any) -> None:
         self.space = space
-        super().__init__(place, run, PORT)
+        super().__init__(place, run, PORT, **more)
 
     def start(self, number: int, **more: str) -> subprocess.Popen:
         behind = ["ip", "netns", "exec", self.space] if number else []
@@ -37,24 +32,6 @@ class Apart(Nodes):
 
     def link(self, state: str) -> None:
         assert ip("link", "set", f"{self.space}a", state)
-
-
-@pytest.fixture
-def space() -> Iterator[str]:
-    name = f"mw{os.getpid() % 10000}"
-    if not ip("netns", "add", name):
-        pytest.skip("this needs the right to make network namespaces")
-    try:
-        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
-        ip("addr", "add", f"{FIRST}/24", "dev", f"{name}a")
-        ip("link", "set", f"{name}a", "up")
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "addr", "add", f"{SECOND}/24", "dev", f"{name}b")
-        assert ip("-n", name, "link", "set", f"{name}b", "up")
-        yield name
-    finally:
-        ip("link", "del", f"{name}a")
-        ip("netns", "del", name)
 
 
 @pytest.mark.soak
