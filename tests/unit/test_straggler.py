@@ -63,6 +63,23 @@ def test_a_slow_rank_is_named_within_twenty_steps_and_so_is_its_recovery(times: 
     assert steps(watch, 20, seed) == [[]]
 
 
+def unlike(times: float = 1.0) -> Phases:
+    """Two fast ranks with six sequences each and two slow ones with two, rank 0 so many times slower."""
+    busy = (0.30 * times, 0.30, 0.28, 0.28)
+    return Phases(busy, (0.0,) * 4, tuple(max(busy) - each + 0.02 for each in busy))
+
+
+def test_unlike_devices_are_not_slow_and_one_that_becomes_slow_is() -> None:
+    watch = Watch(parse_plan("dp4.z1.mb2.sh3-3-1-1"), 16)
+    assert watch.counts == [6, 6, 2, 2]
+    assert [watch.hear(unlike()) for _ in range(40)] == [None] * 40
+    (found,) = (verdict for _ in range(20) if (verdict := watch.hear(unlike(2.0))) is not None)
+    assert [(slow.rank, slow.phase, slow.words) for slow in found] == [(0, Phase.computing, "rank 0 computes 2.0 times as long as before")]
+    plan, times = watch.better() or (watch.plan, 1.0)
+    assert plan.shares[0] < plan.shares[1] and times > 1.1
+    assert list(filter(lambda verdict: verdict is not None, (watch.hear(unlike()) for _ in range(20)))) == [[]]
+
+
 def test_slow_data_and_a_slow_link_are_told_from_a_slow_rank() -> None:
     watch = Watch(parse_plan("dp4.z1"), 32)
     steps(watch, 30, 0)

@@ -8,7 +8,8 @@ Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middl
 PART of the step more, and SPREADS times as much more as its steps, or its peers', differ among themselves (the median of their distances from
 the median), in MOST of the steps by half of that ratio: where other programs take cores now from one rank and now from another, steps differ as
 much as ranks do and nothing is said. Computing counts by sequence, as peers may have unlike shares. A verdict falls when the same is found
-STEADY steps in a row, and again when all is well. All ranks see the same numbers and come to the same verdict, with no message of its own. A stage that
+STEADY steps in a row, and again when all is well. Where the plan has unlike shares its devices are unlike, and what each took in the first window stands for
+what it should take. All ranks see the same numbers and come to the same verdict, with no message of its own. A stage that
 one rank alone holds is compared with what it took before, as far as the other stages did not change alike.
 
 [Note: adjusted shares] Where replicas meet once a step, the shares follow the speeds at a step boundary: what changes is who reads which rows. The loss stays
@@ -116,6 +117,7 @@ class Watch:
         self._found = frozenset[tuple[int, Phase]]()
         self._usual: float | None = None
         self._before: list[float] = []
+        self._unlike = len(set(self.counts)) > 1
         self._healthy = 0.0
 
     def follow(self, plan: Plan) -> None:
@@ -255,17 +257,27 @@ class Watch:
 
     def _often(self, phase: Phase, rank: int, peers: Sequence[int]) -> bool:
         """Whether `rank` takes longer than its peers in most steps."""
-        counts = self.counts if phase == Phase.computing else [1] * self.plan.world
+        units = (
+            [count * usual for count, usual in zip(self.counts, self._usually(), strict=True)]
+            if phase == Phase.computing
+            else [1.0] * self.plan.world
+        )
         half = (1.0 + RATIO) / 2.0
-        steps = [[seconds / count for seconds, count in zip(getattr(each, phase), counts, strict=True)] for each in self._window]
+        steps = [[seconds / unit for seconds, unit in zip(getattr(each, phase), units, strict=True)] for each in self._window]
         return sum(step[rank] > half * median(step[other] for other in peers) for step in steps) >= MOST * len(steps)
 
     def _by_sequence(self) -> list[float]:
         return [max(seconds, 1e-9) / count for seconds, count in zip(self._middle("computing"), self.counts, strict=True)]
 
+    def _usually(self) -> list[float]:
+        """What a sequence should take on each rank, in seconds of a like one."""
+        return self._before if self._unlike and self._before else [1.0] * self.plan.world
+
     def _slow(self) -> list[Slow]:
         found: list[Slow] = []
         each, data, waiting = self._by_sequence(), self._middle("data"), self._middle("waiting")
+        self._before = self._before or each
+        relative = [now / usual for now, usual in zip(each, self._usually(), strict=True)]
         step = max(seconds * count + late + wait for seconds, count, late, wait in zip(each, self.counts, data, waiting, strict=True))
         alone = self._alone(each)
         for rank in range(self.plan.world):
@@ -275,12 +287,13 @@ class Watch:
                 if more > max(PART * step, SPREADS * self._spread("computing", rank)):
                     found.append(Slow(rank, Phase.computing, alone[rank], "before"))
                 continue
-            for phase, seconds, count in ((Phase.computing, each, self.counts[rank]), (Phase.data, data, 1)):
+            for phase, seconds, count in ((Phase.computing, relative, self.counts[rank] * self._usually()[rank]), (Phase.data, data, 1)):
                 usual = median(seconds[other] for other in peers)
                 often = self._often(phase, rank, peers)
                 differing = max(self._spread(phase, other) for other in (rank, *peers))
                 if often and seconds[rank] > RATIO * usual and (seconds[rank] - usual) * count > max(PART * step, SPREADS * differing):
-                    found.append(Slow(rank, phase, seconds[rank] / max(usual, 1e-6)))
+                    than = "before" if self._unlike and phase == Phase.computing else "its peers"
+                    found.append(Slow(rank, phase, seconds[rank] / max(usual, 1e-6), than))
         if not found and min(data) > PART * step:
             found.append(Slow(-1, Phase.data, min(data) / step))
         least, differing = min(waiting), max(self._spread("waiting", rank) for rank in range(self.plan.world))
@@ -293,7 +306,6 @@ class Watch:
 
     def _alone(self, each: list[float]) -> dict[int, float]:
         """How many times as long as in the first window ranks without peers take, beside how the others have changed, where that is slow in most steps."""
-        self._before = self._before or each
         changed = [now / before for now, before in zip(each, self._before, strict=True)]
         usual = sorted(changed)[(len(changed) - 1) // 2]
         half = [(1.0 + RATIO) / 2.0 * usual * before * count for before, count in zip(self._before, self.counts, strict=True)]
