@@ -1,11 +1,13 @@
-"""Ways to files: bytes/s of reading and writing in windows as offload does, by threads around the page cache and through it.
+"""What waiting in files costs: the disk's rates as offload uses it, what a step waits beside its update and the disk alone, a run within a third of its states.
 
-`python bench/offload.py [FOLDER]` prints a table; every way in turn, three rounds, the best of each counts. With `--update` it prints what a step
-of training waits for files beside its update and beside what the disk alone takes: reads ahead of use hide all but the larger of the two.
+`python -m bench offload [FOLDER]`, the folder on the disk that is meant. Ways to files: every way in turn, three rounds, the best of each counts.
+Updates: steps of three plans and the disk alone in turn, medians; reads ahead of use hide all but the larger of what the update and what the disk takes. The limit is a
+control group's (Linux, root); its table is left out where none can be made.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -13,13 +15,21 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
+from bench.peers import machine, write
 from meshwright.parallel.offload.scratch import Scratch, aligned
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ranks"))
+import limited
+
 PIECE, PIECES, ROUNDS, STEPS = 2 << 20, 128, 3, 7
+MIB = 2**20
+PLANS = ("dp1", "dp1.off-optimizer-files50", "dp1.off-optimizer-files")
+SIZES = {"kind": "llama", "layers": 4, "hidden": 512, "heads": 8, "ffn": 1376, "vocab": 8192, "seq": 32}
 
 
 def by_threads(scratch: Scratch, count: int, write: bool, cached: bool = False) -> None:
@@ -36,71 +46,74 @@ def by_threads(scratch: Scratch, count: int, write: bool, cached: bool = False) 
             done.result()
 
 
-def main(folder: Path) -> None:
+def ways(folder: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Seconds, wall and processor, of writing and reading all pieces by each way, and whether this disk lets the page cache be gone around."""
     scratch = Scratch(folder)
     scratch.extend(PIECE * PIECES)
-    ways: dict[str, Callable[[bool], None]] = {
-        f"{count} threads, direct": lambda write, n=count: by_threads(scratch, n, write) for count in (1, 2, 4)
-    }  # type: ignore[misc]
-    ways |= {f"{count} threads, page cache": lambda write, n=count: by_threads(scratch, n, write, cached=True) for count in (1, 4)}  # type: ignore[misc]
-    print(
-        f"{scratch.folder}, {PIECE * PIECES >> 20} MiB in pieces of {PIECE >> 20} MiB; direct: {scratch.is_direct}; load {os.getloadavg()[0]:.0f}"
-    )
+    known: dict[str, Callable[[bool], None]] = {
+        f"{count} thread{'s' if count > 1 else ''}, {'page cache' if cached else 'direct'}": (
+            lambda write, count=count, cached=cached: by_threads(scratch, count, write, cached)  # type: ignore[misc]
+        )
+        for cached, counts in ((False, (1, 2, 4)), (True, (1, 4)))
+        for count in counts
+    }
     best: dict[tuple[str, bool], tuple[float, float]] = {}
     for _ in range(ROUNDS):
-        for name, way in ways.items():
-            for write in (True, False):
+        for name, way in known.items():
+            for writes in (True, False):
                 began, used = time.perf_counter(), time.process_time()
-                way(write)
-                seconds = time.perf_counter() - began
-                if seconds < best.get((name, write), (1e9, 0.0))[0]:
-                    best[name, write] = seconds, time.process_time() - used
-    print(f"{'way':26} {'write GB/s':>11} {'CPU s':>7} {'read GB/s':>11} {'CPU s':>7}")
-    for name in ways:
-        cells = [f"{PIECE * PIECES / best[name, write][0] / 1e9:11.2f} {best[name, write][1]:7.3f}" for write in (True, False)]
-        print(f"{name:26} {' '.join(cells)}")
+                way(writes)
+                taken = time.perf_counter() - began, time.process_time() - used
+                best[name, writes] = min(best.get((name, writes), taken), taken)
+    return [{"way": name, "write": best[name, True], "read": best[name, False]} for name in known], scratch.is_direct
 
 
-def update(folder: Path) -> None:
-    """Steps of one rank with its states in memory, in files, and half in files; medians, steps of the three in turn."""
-    from statistics import median
-
+def update(folder: Path) -> list[dict[str, Any]]:
+    """Steps of one rank with its states in memory, half in files, and in files: seconds of the update, those waited for files, and those that the
+    disk takes by itself to read and write as much."""
     from meshwright.models.registry import build
     from meshwright.train.trainer import parallelize
 
     torch.set_num_threads(1)
-    sizes = {"kind": "llama", "layers": 4, "hidden": 512, "heads": 8, "ffn": 1376, "vocab": 8192, "seq": 32}
     ids = torch.arange(32).view(1, 32)
-    seconds: dict[str, dict[str, list[float]]] = {}
+    batch = {"input_ids": ids, "labels": ids}
+    seconds: dict[str, dict[str, list[float]]] = {plan: {"update": [], "waited": []} for plan in PLANS}
     trainers = {}
-    for plan in ("dp1", "dp1.off-optimizer-files50", "dp1.off-optimizer-files"):
+    for plan in PLANS:
         torch.manual_seed(0)
         trainers[plan] = parallelize(
-            build(sizes), lambda parameters: torch.optim.AdamW(parameters, fused=True), plan, precision="bf16", offload_to=folder
+            build(SIZES), lambda parameters: torch.optim.AdamW(parameters, fused=True), plan, precision="bf16", offload_to=folder
         )
-        trainers[plan].step({"input_ids": ids, "labels": ids})
-    moved = {plan: trainer.bytes().get("offloaded", 0) for plan, trainer in trainers.items()}
+        trainers[plan].step(batch)
+    rates: list[tuple[float, float]] = []
     for _ in range(STEPS):
+        rates.append(alone(folder))
         for plan, trainer in trainers.items():
-            found = seconds.setdefault(plan, {"update": [], "waited": []})
             timed = Timed(trainer.engine.zero.update)
             trainer.engine.zero.update = timed  # type: ignore[method-assign]
-            waited = trainer.step({"input_ids": ids, "labels": ids}).exposed.get("offload", 0.0)
+            waited = trainer.step(batch).exposed.get("offload", 0.0)
             trainer.engine.zero.update = timed.call  # type: ignore[method-assign]
-            found["update"].append(timed.seconds)
-            found["waited"].append(waited)
+            seconds[plan]["update"].append(timed.seconds)
+            seconds[plan]["waited"].append(waited)
+    writing, reading = (median(each) for each in zip(*rates, strict=True))
+    rows = []
+    for plan, trainer in trainers.items():
+        moved = trainer.bytes().get("offloaded", 0)
+        update, waited = (median(seconds[plan][what]) for what in ("update", "waited"))
+        rows.append({"plan": plan, "moved": moved, "update": update, "waited": waited, "disk": moved / writing + moved / reading})
+    return rows
+
+
+def alone(folder: Path) -> tuple[float, float]:
+    """Bytes/s of writing and of reading by two threads, as offload does, each once, with nothing beside."""
     scratch = Scratch(folder)
     scratch.extend(PIECE * PIECES)
     rates = []
-    for write in (True, False):
+    for writes in (True, False):
         began = time.perf_counter()
-        by_threads(scratch, 2, write)
+        by_threads(scratch, 2, writes)
         rates.append(PIECE * PIECES / (time.perf_counter() - began))
-    in_memory = median(seconds["dp1"]["update"])
-    print(f"{'plan':28} {'update s':>9} {'waited s':>9} {'disk alone s':>13} {'update in memory s':>19}")
-    for plan, found in seconds.items():
-        disk = moved[plan] / rates[0] + moved[plan] / rates[1]
-        print(f"{plan:28} {median(found['update']):9.3f} {median(found['waited']):9.3f} {disk:13.3f} {in_memory:19.3f}")
+    return rates[0], rates[1]
 
 
 class Timed:
@@ -115,6 +128,93 @@ class Timed:
         self.seconds = time.perf_counter() - began
 
 
+def within_a_limit(folder: Path) -> list[dict[str, Any]]:
+    """Three steps of a model within a third of what its states take, kept in memory and kept in files; none where no limit can be set."""
+    from meshwright.intake.architecture import model_spec
+    from meshwright.intake.sizes import Sizes
+
+    if limited.place() is None:
+        return []
+    states = model_spec("llama", Sizes(**limited.LARGE)).parameters * limited.STATES
+    rows = []
+    for plan in ("dp1", "dp1.off-optimizer-files"):
+        began = time.perf_counter()
+        found = limited.train(plan, str(folder), states // limited.TIMES)
+        row = {"plan": plan, "limit": states // limited.TIMES, "states": states, "seconds": time.perf_counter() - began}
+        rows.append({**row, "ended": found} if isinstance(found, dict) else {**row, "ended": found.returncode})
+    return rows
+
+
+def of_ways(rows: list[dict[str, Any]]) -> str:
+    lines = ["| way | write GB/s | CPU s | read GB/s | CPU s |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = [f"{PIECE * PIECES / row[what][0] / 1e9:.2f} | {row[what][1]:.3f}" for what in ("write", "read")]
+        lines.append(f"| {row['way']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def of_updates(rows: list[dict[str, Any]]) -> str:
+    memory = rows[0]["update"]
+    lines = [
+        "| plan | MiB in files | update s | of it waited for files | the disk alone, read and write | the larger of disk and update in memory | update over that |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        bound = max(memory, row["disk"])
+        lines.append(
+            f"| {row['plan']} | {row['moved'] / MIB:.0f} | {row['update']:.3f} | {row['waited']:.3f} | {row['disk']:.3f} | {bound:.3f} | "
+            f"{row['update'] / bound:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def of_limit(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| plan | states MiB | limit MiB | how it ended | step s | of it waited for files | whole run s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ended = row["ended"]
+        if isinstance(ended, dict):
+            said = f"three steps, losses {', '.join(f'{loss:.4f}' for loss in ended['losses'])} | {ended['seconds']:.1f} | {ended['waited']:.1f}"
+        else:
+            said = ("the system killed it" if ended == -9 else f"exit code {ended}") + " | |"
+        lines.append(f"| {row['plan']} | {row['states'] / MIB:.0f} | {row['limit'] / MIB:.0f} | {said} | {row['seconds']:.0f} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.offload", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is meant")
+    parser.add_argument("--ways", action="store_true", help="ways to files alone")
+    parser.add_argument("--update", action="store_true", help="updates alone")
+    parser.add_argument("--limit", action="store_true", help="the run within a limit of memory alone")
+    parser.add_argument("--out", default="offload", help="name of the files in bench/results, or - for none")
+    given = parser.parse_args(arguments)
+    every = not (given.ways or given.update or given.limit)
+    report: dict[str, Any] = {"machine": machine(), "workload": {"piece MiB": PIECE >> 20, "pieces": PIECES, **SIZES}, "tables": {}}
+    texts: list[str] = []
+
+    def add(title: str, text: str, rows: list[dict[str, Any]]) -> None:
+        report["tables"][title] = rows
+        texts.append(f"### {title}\n\n{text}")
+        print(texts[-1] + "\n", flush=True)
+
+    if every or given.ways:
+        found, direct = ways(given.folder)
+        report["workload"]["around the page cache"] = direct
+        add("Ways to files", of_ways(found), found)
+    if every or given.update:
+        found = update(given.folder)
+        add("Updates in bf16 with AdamW", of_updates(found), found)
+    if every or given.limit:
+        found = within_a_limit(given.folder)
+        add("States three times the memory limit", of_limit(found) if found else "No control group can be made here: it needs root.", found)
+    report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
+    if every and given.out != "-":
+        note = f"Ways: the best of {ROUNDS} rounds. Updates: medians of {STEPS} steps. The limit counts the page cache too."
+        write(given.out, "Offload to files", report, texts, note)
+
+
 if __name__ == "__main__":
-    folders = [word for word in sys.argv[1:] if not word.startswith("--")]
-    (update if "--update" in sys.argv else main)(Path(folders[0] if folders else tempfile.gettempdir()))
+    sys.exit(main())

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from bench.ranks import run
-from bench.systems import DDP, OTHERS, Batch, Setting, Sizes, System, divided, is_here, replicated, sharded
+from bench.systems import DDP, OTHERS, Batch, Setting, Sizes, Step, System, divided, is_here, replicated, sharded
 
 RESULTS = Path(__file__).parent / "results"
 FAMILIES: dict[str, Callable[[int, int], list[System]]] = {"replicated": replicated, "sharded": sharded, "divided": divided}
@@ -56,12 +56,17 @@ def chosen_systems(family: str, world: int, batch: int, only: list[str]) -> list
 
 
 def measure(setting: Setting, family: str, only: list[str], rounds: int, warm: int) -> dict[str, list[dict[str, Any]]]:
-    """On every rank: the rounds of each system as {seconds, cpu, loss}; whole after the sums over ranks."""
-    steps = {system.name: system.make(setting) for system in chosen_systems(family, setting.world, setting.sizes.batch, only)}
+    """On every rank: `in_turn` of the systems of a family."""
+    systems = chosen_systems(family, setting.world, setting.sizes.batch, only)
+    return in_turn({system.name: system.make(setting) for system in systems}, setting.sizes, rounds, warm)
+
+
+def in_turn(steps: dict[str, Step], sizes: Sizes, rounds: int, warm: int) -> dict[str, list[dict[str, Any]]]:
+    """On every rank: the rounds of each of `steps` as {seconds, cpu, loss}; whole after the sums over ranks."""
     order = random.Random(0)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
     for index in range(warm + rounds):
-        batch = batch_of(setting.sizes, index)
+        batch = batch_of(sizes, index)
         for name in order.sample(sorted(steps), len(steps)):
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()

@@ -1,15 +1,44 @@
-"""One process under a real limit of memory: a control group of its own, version 1 or 2, gone when it ends."""
+"""One process under a real limit of memory: a control group of its own, version 1 or 2, gone when it ends. And a training that is too large for it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path("/sys/fs/cgroup")
 SOURCE = Path(__file__).parents[2] / "src"
+TRAINING = """
+import hashlib, json, torch
+from meshwright.models.registry import build
+from meshwright.train.memory import resident
+from meshwright.train.trainer import parallelize
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = build({sizes})
+count = sum(parameter.numel() for parameter in model.parameters())
+trainer = parallelize(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True), {plan!r}, precision="bf16", clip=1.0, offload_to={folder!r})
+ids = torch.arange(16).view(1, 16) % {sizes}["vocab"]
+records = [trainer.step({{"input_ids": ids + step, "labels": ids + step}}) for step in range(3)]
+digest = hashlib.sha256()
+for unit in trainer.engine.zero.units:
+    digest.update(unit.shard.view(torch.int16).numpy().data)
+print(json.dumps({{"losses": [record.loss for record in records], "weights": digest.hexdigest(), "parameters": count, "bytes": trainer.bytes(),
+    "resident": resident(), "seconds": records[-1].seconds, "waited": records[-1].exposed.get("offload", 0.0)}}))
+"""
+LARGE: dict[str, Any] = {"kind": "llama", "layers": 28, "hidden": 1024, "heads": 8, "ffn": 2816, "vocab": 4096, "seq": 32}
+STATES, TIMES = 16, 3
+"""Bytes of a bf16 parameter with AdamW: 2 for itself, 2 for its gradient, 12 for the float32 weight and two states; how many times the limit all of them are."""
+
+
+def train(plan: str, folder: str, limit: int) -> dict[str, Any] | subprocess.CompletedProcess[str]:
+    """Three steps of LARGE within `limit` bytes, 0 for none, its files in `folder`: what it found, or how it ended where it did not end well."""
+    done = run(TRAINING.format(sizes=LARGE, plan=plan, folder=folder), limit)
+    return dict(json.loads(done.stdout)) if done.returncode == 0 else done
 
 
 def place() -> Path | None:
