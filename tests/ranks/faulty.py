@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doom import SIZES
 from safetensors import safe_open
 
 from meshwright.base.codec import build
@@ -28,7 +29,6 @@ SCRIBE = "doom:write"
 FIRST = itertools.count(0, 1000)
 """Generations of one warm process must not meet at the addresses of earlier ones."""
 ENVIRONMENT = {"PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64, "vocab": 258, "seq": 64, "kind": "llama"}
 
 
 def warm_process(folder: Path, **more: str) -> Iterator[Nursery]:

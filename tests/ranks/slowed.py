@@ -1,4 +1,4 @@
-"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it (slow-b2: of the node that SLOWED_NODE calls b).
+"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it (slow-b2: of the node that SLOWED_NODE calls b). Each rank writes the step, its slot and whether it is slow into devices.
 
 Nothing here is a number of seconds that a slow machine could turn around: what sleeps, sleeps several times what this rank needs for a step, or a product,
 and ranks that have left a device out wait before step LATE until it is back."""
@@ -11,6 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from doom import read_once
+
+import meshwright.parallel.apply as apply
 import meshwright.train.loop as loop
 from meshwright.base.pulse import Phase, Pulse, Word
 from meshwright.train import probing
@@ -40,7 +43,10 @@ class Slowed(Pulse):
         steps = self.__dict__.setdefault("steps", [])
         if "woke" in self.__dict__:
             steps.append(now - self.woke)
-        if is_slow():
+        slow = is_slow()
+        with open(FOLDER[0] / "devices", "a") as file:
+            file.write(f"{self.read(Word.step)} {os.environ['LOCAL_RANK']} {slow:d}\n")
+        if slow:
             time.sleep(max(LEAST, TIMES * median(steps[-8:] or [0.0])))
         while self.read(Word.step) >= LATE and WORLD[0] < 4 and time.monotonic() < now + WAIT:
             super().at(phase)
@@ -51,6 +57,7 @@ class Slowed(Pulse):
 def train(channel: Channel, payload: dict[str, Any]) -> int:
     FOLDER[:], WORLD[:] = [Path(payload["run"]["folder"])], [channel.world if channel.world > 1 else 4]
     loop.Pulse = Slowed  # type: ignore[misc]
+    apply.read = read_once
     return loop.train(channel, payload)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,13 @@ def predicted(name: str, world: int) -> tuple[float, float]:
     return (1 / 4, 1 / 3) if world == 3 else (1 / 3, 1 / 4)
 
 
-def fastest(folder: Path, first: int, last: int) -> float:
-    """Seconds of the fastest step, which other programs disturb least."""
-    records = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
-    return min(record["seconds"] for record in records if first < record["step"] <= last)
+def trained(folder: Path) -> dict[int, dict[int, bool]]:
+    """Which devices took part in each step, and whether they were slow."""
+    found: dict[int, dict[int, bool]] = {}
+    for line in (folder / "devices").read_text().splitlines():
+        step, slot, slow = map(int, line.split())
+        found.setdefault(step, {})[slot] = bool(slow)
+    return found
 
 
 def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(nursery: Nursery, tmp_path: Path, text: Path) -> None:
@@ -77,5 +79,9 @@ def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(n
     out, fewer, gained, back, again, _ = decided
     assert (out.ranks, out.slots, fewer.plan, back.slots, again.plan) == ((1,), (1,), PLANS[3], (1,), PLANS[4])
     assert out.predicted > 2.0 and gained.measured > 0.0 and gained.predicted == out.predicted
-    assert fastest(folder, out.step + 3, back.step) < fastest(folder, 9, out.step) / 1.5
+    devices = trained(folder)
+    assert all(set(devices[step]) == {0, 1, 2, 3} for step in (*range(1, out.step), *range(again.step + 1, steps + 1)))
+    assert all(set(devices[step]) == {0, 2, 3} for step in range(fewer.step + 1, again.step))
+    slow_steps = [step for step, by_device in devices.items() if any(by_device.values())]
+    assert slow_steps and min(slow_steps) > 8 and max(slow_steps) <= fewer.step, "no step waits for it once it is out"
     assert not any(event.lost for event in found)
