@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from everyone import between_hosts
 from mixtures import MIXTURES, build_mixture
 from torch import nn
@@ -97,10 +99,30 @@ def adapted(model: nn.Module, lora: Lora) -> nn.Module:
     return model
 
 
-@functools.cache
+KNOWN: dict[str, Anatomy] = {}
+
+
+def read_once(key: str, make: Callable[[], nn.Module]) -> Anatomy:
+    """What a model is made of, read by one rank for all and once: it takes longer than the steps."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    has: list[bool] = [key in KNOWN] * world
+    if world > 1:
+        dist.all_gather_object(has, key in KNOWN)
+    if not all(has):
+        source = has.index(True) if True in has else 0
+        found = [KNOWN.get(key)]
+        if found[0] is None and (world == 1 or dist.get_rank() == source):
+            with torch.random.fork_rng(devices=()):
+                found = [read(make(), lend=True)]
+        if world > 1:
+            dist.broadcast_object_list(found, source)
+        assert found[0] is not None
+        KNOWN[key] = found[0]
+    return KNOWN[key]
+
+
 def anatomy_of(name: str) -> Anatomy:
-    """Read once on each rank: it takes longer than the steps."""
-    return read(make_model(name))
+    return read_once(name, functools.partial(make_model, name))
 
 
 def train(name: str, plan: str, precision: str, steps: int, clip: float | None = 1.0) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import difference, loss_of, make_batch, make_model, make_optimizer
+from equality import anatomy_of, difference, loss_of, make_batch, make_model, make_optimizer
 
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
@@ -18,7 +18,7 @@ PLANS = ("dp2", "dp2.z3.mb2", "dp4.z1", "dp2.tp2.sp.z2.mb2", "pp2.interleaved2",
 
 
 def trained(plan: str) -> tuple[list[tuple[float, int]], int, Any]:
-    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", clip=1.0)
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", clip=1.0, anatomy=anatomy_of("llama"))
     records = [trainer.step(make_batch("llama", step, rows)) for step, rows in enumerate(ROWS)]
     return [(record.loss, record.tokens) for record in records], trainer.samples, trainer.full_state_dict()
 

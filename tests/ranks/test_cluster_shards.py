@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from equality import alone, check, make_batch, make_model, make_optimizer, train, train_between_hosts
+from equality import alone, anatomy_of, check, make_batch, make_model, make_optimizer, train, train_between_hosts
 from everyone import between_hosts
 from hosts import hosts
 
@@ -43,7 +43,8 @@ def test_unlike_shards_of_every_kind_train_to_the_loss_of_one_device(ranks: Any,
 def sent(plan: str) -> float:
     """On every rank: bytes of a step, as its record says, where no memory is shared."""
     with between_hosts():
-        return parallelize(make_model("llama"), make_optimizer, plan, precision="fp64").step(make_batch("llama", 0)).sent["data"]
+        trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", anatomy=anatomy_of("llama"))
+        return trainer.step(make_batch("llama", 0)).sent["data"]
 
 
 def test_unlike_shards_send_what_like_ones_send_and_records_say_it(ranks: Any) -> None:
@@ -69,7 +70,7 @@ def test_whole_gradients_of_unlike_shards_go_after_each_micro_batch_between_host
 
 def held(plan: str, folder: str, load: bool) -> tuple[int, float]:
     """Bytes of masters and optimizer states, and a loss: of two steps that are saved, or of one after what was saved."""
-    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", clip=1.0)
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", clip=1.0, anatomy=anatomy_of("llama"))
     if load:
         trainer.load(folder)
         return trainer.bytes()["optimizer"], trainer.step(make_batch("llama", 2)).loss

@@ -49,7 +49,9 @@ def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float32(ranks:
 def sent(plan: str, model: str = "llama") -> dict[str, float]:
     """On every rank: what the record of a step says, of ranks that share no memory."""
     with between_hosts():
-        trainer = parallelize(equality.make_model(model), equality.make_optimizer, plan, precision="fp64")
+        trainer = parallelize(
+            equality.make_model(model), equality.make_optimizer, plan, precision="fp64", anatomy=equality.anatomy_of(model)
+        )
         return trainer.step(equality.make_batch("llama", 0)).sent
 
 

@@ -79,7 +79,9 @@ def compared(name: str, plan: str, precision: str) -> dict[str, Any]:
 
 
 def start_clipped(name: str, plan: str, precision: str) -> Trainer:
-    return parallelize(make_model(name), make_optimizer, plan, precision=recipe(precision).but(exact=True), clip=1.0)
+    return parallelize(
+        make_model(name), make_optimizer, plan, precision=recipe(precision).but(exact=True), clip=1.0, anatomy=anatomy_of(name)
+    )
 
 
 @pytest.mark.parametrize(("plan", "precision"), [("dp2.z2", "fp64"), ("dp2.tp2.z1.mb2", "fp64"), ("pp2.z1", "fp32")])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import difference, make_batch, make_model, make_optimizer
+from equality import anatomy_of, difference, make_batch, make_model, make_optimizer
 from faulty import launch
 
 from meshwright.base.pulse import Pulse, opened
@@ -24,7 +24,7 @@ LAYOUTS = ["dp1", "dp4.z1", "dp4.z3", "tp2.sp.mb4", "dp2.tp2.z2.mb2", "dp2.pp2.z
 
 
 def start(name: str, plan: str, precision: str) -> Trainer:
-    return parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=1.0)
+    return parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=1.0, anatomy=anatomy_of(name))
 
 
 def straight(name: str, plan: str, precision: str, steps: int, folder: str, stop: int) -> Any:

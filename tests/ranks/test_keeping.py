@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import make_batch, make_model
+from equality import anatomy_of, make_batch, make_model
 from test_peak import expected, most
 
 from meshwright.base.errors import InputError
@@ -17,7 +17,7 @@ WAYS = ("rc-layer", "rc-layer1", "rc-selective", "off-activations", "rc-layer.of
 
 
 def gradients(name: str, plan: str) -> dict[str, torch.Tensor] | None:
-    trainer = parallelize(make_model(name), torch.optim.AdamW, plan)
+    trainer = parallelize(make_model(name), torch.optim.AdamW, plan, anatomy=anatomy_of(name))
     return trainer.gradients(make_batch(name, 0))[2]
 
 

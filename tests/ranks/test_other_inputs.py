@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from equality import read_once
 from torch import nn
 
 from meshwright.anatomy.inputs import example_of
@@ -75,7 +77,7 @@ def alone(model: nn.Module, batches: list[dict[str, Any]]) -> list[float]:
 def trained(name: str, plan: str) -> list[float]:
     model = family(name)
     batches = [batch_of(model, step) for step in range(3)]
-    trainer = parallelize(model, sgd, plan, precision="fp64", loss=loss)
+    trainer = parallelize(model, sgd, plan, precision="fp64", loss=loss, anatomy=read_once(name, partial(family, name)))
     return [trainer.step(batch).loss for batch in batches]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from equality import alone, check, make_batch, make_model, make_optimizer, train
+from equality import alone, anatomy_of, check, make_batch, make_model, make_optimizer, train
 
 from meshwright.base.errors import InputError
 from meshwright.spec.plan import parse_plan
@@ -84,7 +84,7 @@ def slowed(naps: tuple[float, float], most: int, name: str = "dp2.z1") -> tuple[
     said: list[str] = []
     model, nap = make_model("llama"), naps[dist.get_rank()]
     model.register_forward_pre_hook(lambda _, args, inputs: time.sleep(nap * len(inputs["input_ids"])), with_kwargs=True)
-    trainer = parallelize(model, make_optimizer, name, precision="fp64", clip=1.0)
+    trainer = parallelize(model, make_optimizer, name, precision="fp64", clip=1.0, anatomy=anatomy_of("llama"))
     watch, losses, since = Watch(trainer.plan, 8, said.append), [], 0
     for step in range(most):
         record = trainer.step(make_batch("llama", step))

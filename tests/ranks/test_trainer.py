@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import make_batch, make_model, make_optimizer
+from equality import anatomy_of, make_batch, make_model, make_optimizer
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +16,7 @@ from meshwright.train.trainer import Share, parallelize
 
 
 def losses(plan: str, precision: str, steps: int) -> Any:
-    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision=precision, clip=1.0)
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision=precision, clip=1.0, anatomy=anatomy_of("llama"))
     return [trainer.step(make_batch("llama", 0)).loss for _ in range(steps)], trainer.bytes()
 
 
@@ -34,7 +34,7 @@ def test_low_precision_with_master_weights_follows_float32(ranks: Any, plan: str
 
 
 def poisoned(plan: str) -> Any:
-    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp16", clip=1.0)
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp16", clip=1.0, anatomy=anatomy_of("llama"))
     before = trainer.full_state_dict()
     records = []
     if trainer.mesh.rank == 0:
@@ -96,7 +96,7 @@ def test_any_module_trains_with_its_own_loss_and_unused_parameters(ranks: Any, p
 
 
 def accumulated(share: bool) -> Any:
-    trainer = parallelize(make_model("llama"), make_optimizer, "dp2.z1", precision="fp64")
+    trainer = parallelize(make_model("llama"), make_optimizer, "dp2.z1", precision="fp64", anatomy=anatomy_of("llama"))
     batch = make_batch("llama", 0)
     if not share:
         return trainer.step(batch).loss
@@ -141,7 +141,9 @@ def decayed(plan: str) -> dict[str, torch.Tensor] | None:
     from meshwright.spec.workload import Optimizer
     from meshwright.train.optimizer import optimizer_of
 
-    trainer = parallelize(make_model("gpt2"), optimizer_of(Optimizer(lr=0.1, weight_decay=0.5)), plan, precision="fp64")
+    trainer = parallelize(
+        make_model("gpt2"), optimizer_of(Optimizer(lr=0.1, weight_decay=0.5)), plan, precision="fp64", anatomy=anatomy_of("gpt2")
+    )
     for step in range(2):
         trainer.step(make_batch("gpt2", step))
     return trainer.full_state_dict()
