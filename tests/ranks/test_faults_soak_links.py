@@ -119,7 +119,7 @@ def parted(place: Path, space: str, request: pytest.FixtureRequest) -> Iterator[
             process.communicate()
 
 
-@pytest.mark.parametrize("way", ["both"])
+@pytest.mark.parametrize("way", ["both", "one"])
 def test_twenty_partitions_leave_one_part_that_goes_on_and_is_joined_by_the_other(place: Path, parted: Parted, way: str) -> None:
     """Row 10: the ranks of the part without the node that leads have ended before the other part has made a step."""
     chance, passed, margins = random.Random(way), 0, list[float]()
