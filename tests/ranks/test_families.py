@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from equality import check
+from equality import check, read_once
 from everyone import Collectives, everyone
 from families import FAMILIES, batch_of, build_family, objective_of
 from torch.nn import functional as F
 
-from meshwright.anatomy import Anatomy, read
+from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
 from meshwright.parallel.tensor.layers import shard_model
 from meshwright.spec.plan import parse_plan
@@ -31,9 +31,8 @@ PLANS = (
 )  # fmt: skip
 
 
-@functools.cache
 def anatomy_of(name: str) -> Anatomy:
-    return read(build_family(name))
+    return read_once(f"family {name}", functools.partial(build_family, name))
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:

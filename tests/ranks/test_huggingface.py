@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from equality import adapted, check, difference, make_batch, make_optimizer, measured
+from equality import adapted, check, difference, make_batch, make_optimizer, measured, read_once
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import read
 from meshwright.base.errors import InputError
 from meshwright.checkpoint.adapters import export_adapter
 from meshwright.checkpoint.companions import companions
@@ -87,7 +86,7 @@ def train(folder: str, plan: str, precision: str, steps: int, save: str = "") ->
     """On every rank, as equality.train does, from the weights of `folder`."""
     model = start(folder)
     assert all(tensor.is_meta for tensor in model.parameters()) and not any(tensor.is_meta for tensor in model.buffers())
-    trainer = parallelize(model, make_optimizer, plan, precision=precision, clip=1.0)
+    trainer = parallelize(model, make_optimizer, plan, precision=precision, clip=1.0, anatomy=read_once(folder, lambda: start(folder)))
     trainer.load_weights(folder)
     return measured(trainer, "model", steps, save)
 
@@ -314,11 +313,17 @@ ADAPTED = [
 LORA = Lora(rank=4, alpha=8.0)
 
 
-def train_adapters(folder: str, plan: str, steps: int, save: str = "") -> dict[str, Any]:
+def with_adapters(folder: str) -> nn.Module:
     model = adapted(start(folder), LORA)
     model.config._experts_implementation = "eager"  # type: ignore[union-attr]
-    anatomy = read(model, lend=True)
-    trainer = parallelize(exactly(model), make_optimizer, plan, precision="fp64", clip=1.0, anatomy=anatomy)
+    return model
+
+
+def train_adapters(folder: str, plan: str, steps: int, save: str = "") -> dict[str, Any]:
+    model = exactly(with_adapters(folder))
+    trainer = parallelize(
+        model, make_optimizer, plan, precision="fp64", clip=1.0, anatomy=read_once(f"adapters of {folder}", lambda: with_adapters(folder))
+    )
     trainer.load_weights(folder)
     result = measured(trainer, "model", steps, save)
     return {**result, "bytes": trainer.bytes()}
