@@ -22,6 +22,7 @@ from meshwright.search.rank import search, smaller
 from meshwright.search.ranking import simplicity
 from meshwright.search.space import Space
 from meshwright.search.survey import TIGHT_GAIN, survey
+from meshwright.spec.cluster import Cluster
 from meshwright.spec.estimate import Estimate, Fits
 from meshwright.spec.job import Job
 from meshwright.spec.model import Layer, Parameter
@@ -324,6 +325,17 @@ def test_the_cheapest_plan_takes_the_least_money_of_all_numbers_of_devices() -> 
     assert answer.chosen.estimate.time.step * answer.devices * 2.0 == pytest.approx(min(found))
     with pytest.raises(InputError, match="needs a price"):
         search(small_job(batch=4), 1, Objective.cheapest)
+
+
+@pytest.mark.parametrize(("on", "pins", "devices"), [(cluster(1, 8), {"tp": 4}, 4), (cluster(4, 2), {"pp": 4}, 4)])
+@pytest.mark.parametrize("objective", [Objective.fewest, Objective.cheapest])
+def test_the_fewest_and_the_cheapest_are_looked_for_where_the_pins_divide_the_devices(
+    objective: Objective, on: Cluster, pins: dict[str, int], devices: int
+) -> None:
+    answer = search(priced(small_job(on=on, pins=pins), 2.0), 1, objective)
+    assert answer.devices == devices and answer.chosen.plan.but(**pins) == answer.chosen.plan
+    with pytest.raises(InputError, match="16 does not divide"):
+        search(priced(small_job(on=on, pins={"tp": 16}), 2.0), 1, objective)
 
 
 def test_the_most_headroom_is_the_least_memory_of_plans_that_offload_nothing() -> None:

@@ -71,7 +71,10 @@ def best(job: Job, top: int, objective: Objective, runnable: bool) -> Survey:
         price = cluster.price
         if objective == Objective.cheapest and price is None:
             raise InputError("the cheapest plan needs a price: give each device of the cluster file a price, in money per device hour")
-        found = survey(job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0))
+        try:
+            found = survey(job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0))
+        except InputError:  # the pins do not divide so many devices; where no number will do, the last line says so of all of them
+            continue
         if not found.ranking.best:
             continue
         if objective == Objective.fewest:
