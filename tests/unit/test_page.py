@@ -187,6 +187,14 @@ def test_the_chart_is_the_play_of_the_plans_own_order(name: str) -> None:
             assert now / UNITS == pytest.approx(end / found.makespan, abs=1 / UNITS)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved2", "zb1", "zbv", "dualpipev"])
+@pytest.mark.parametrize("pp", [2, 13, 16])
+def test_every_schedule_has_a_chart_at_every_number_of_ranks(pp: int, schedule: str) -> None:
+    job, plan = small_job(decoder(((2 * pp, 128),)), cluster(1, pp), 4 * pp), parse_plan(f"pp{pp}.{schedule}")
+    drawn = chart(Pricer(job), plan)
+    assert 0 < drawn["count"] <= drawn["of"] and 0 < len(drawn["rows"]) == len(drawn["ranks"]) <= pp
+
+
 @pytest.mark.parametrize("name", ["dp2.pp4.gpipe", "dp2.pp4", "dp8.mb2"])
 def test_a_whole_step_as_played_is_the_steps_estimate_before_its_sums_and_update(name: str) -> None:
     """Without a gradient to sum in a step nothing but the update is left."""

@@ -79,7 +79,8 @@ def first(plan: Plan) -> int:
         return plan.pp
     if plan.schedule == Schedule.actions:
         return micro_batches_of(plan.actions)
-    return min(max(2 * plan.pp, 8), 24)
+    fill = max(2 * plan.pp, 8)
+    return fill if plan.schedule == Schedule.dualpipev else min(fill, 24)  # which is an order of no fewer than twice its ranks
 
 
 def ranks_shown(pp: int, most: int) -> Sequence[int]:
