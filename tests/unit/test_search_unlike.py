@@ -12,6 +12,8 @@ from meshwright.cost.box import box_of
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
 from meshwright.search import shares, sizes
+from meshwright.search.advice import advise
+from meshwright.search.answer import Entry
 from meshwright.search.rank import search
 from meshwright.search.ranking import family_of
 from meshwright.search.shares import whole
@@ -219,3 +221,14 @@ def test_micro_batches_are_counted_where_a_link_takes_so_long_that_their_seconds
     """Beside 1e9 seconds once, a millisecond more is no number: the count of micro-batches went on for ever."""
     _, counts = sizes.whole([sizes.Kind(1, 4, 1e-3, 1e9), sizes.Kind(1, 1, 2e-3, 1e9)], 11)
     assert sum(counts[0]) * 4 + sum(counts[1]) == 11
+
+
+@pytest.mark.parametrize(("name", "tensor", "pipeline"), [("dp4.tp2.on0", [1, 3, 9], [3, 9]), ("dp2.pp4.on0-0-0-0", [3, 9], [1, 3, 9])])
+def test_advice_names_the_degrees_beside_one_that_does_not_divide_all_devices(name: str, tensor: list[int], pipeline: list[int]) -> None:
+    """Nine devices, of which the plan uses eight; no even plan of nine is legal for a batch of eight."""
+    job, plan = unlike_job(), parse_plan(name)
+    first, last = job.cluster.groups
+    job = job.but(cluster=job.cluster.but(groups=(first.but(devices=8), last.but(devices=1))))
+    answer = search(job, 1).but(plans=(Entry(plan=plan, estimate=estimate(job, plan)),))
+    said = advise(job, answer)[5].values
+    assert [it.values["degree"] for it in said["tensor"]] == tensor and [it.values["degree"] for it in said["pipeline"]] == pipeline

@@ -12,6 +12,7 @@ from meshwright.search.division import divisors
 from meshwright.search.explain import family_name
 from meshwright.search.improve import improvements
 from meshwright.search.near import fastest
+from meshwright.search.ranking import Candidate
 from meshwright.search.survey import survey
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, Recompute
@@ -90,7 +91,8 @@ def _speed_or_memory(job: Job, answer: Answer, runnable: bool) -> Sentence:
     """Question 4: the chosen plan beside the one that needs least memory."""
     chosen = answer.chosen.estimate
     found = survey(job, 1, runnable=runnable).ranking
-    lean = min((it for it in (*found.nearest.values(), *found.families.values())), key=lambda it: (it.reserved, it.seconds))
+    even: tuple[Candidate | Family, ...] = (*found.nearest.values(), *found.families.values())
+    lean = min(even or answer.families, key=lambda it: (it.reserved, it.seconds))  # no even plan is legal on some unlike groups
     values = {
         "plan": answer.chosen.name,
         "step": chosen.time.step,
@@ -144,9 +146,9 @@ def _degrees(job: Job, answer: Answer, runnable: bool) -> Sentence:
 def _others(job: Job, answer: Answer, axis: str, runnable: bool) -> tuple[Sentence, ...]:
     """The next lower and higher degrees of an axis, each with what its best plan takes more, or that none fits."""
     chosen, step = getattr(answer.chosen.plan, axis), answer.chosen.estimate.time.step
-    degrees = divisors(job.cluster.devices)
-    at = degrees.index(chosen)
-    near = [*degrees[max(at - NEIGHBOURS, 0) : at], *degrees[at + 1 : at + 1 + NEIGHBOURS]]
+    degrees = divisors(job.cluster.devices)  # of which the chosen one need not be, on some of unlike groups
+    lower, higher = [degree for degree in degrees if degree < chosen], [degree for degree in degrees if degree > chosen]
+    near = [*lower[-NEIGHBOURS:], *higher[:NEIGHBOURS]]
     return tuple(_priced(axis, degree, job, step, runnable) for degree in near) or (tell("advice.no_other"),)
 
 
