@@ -16,7 +16,7 @@ from meshwright.intake.architecture import model_spec
 from meshwright.intake.clusters import cluster_of, read_cluster
 from meshwright.intake.huggingface import config_sizes
 from meshwright.intake.job import JobFile, load, read_job, resolve
-from meshwright.intake.local import core_cluster
+from meshwright.intake.local import core_cluster, cores, usual_ranks
 from meshwright.intake.models import read_model, read_sizes
 from meshwright.intake.plans import check_plan, parse_pins, pins_of, read_pins, read_plan
 from meshwright.intake.sizes import Sizes
@@ -293,7 +293,7 @@ def cards(folder: Path, monkeypatch: pytest.MonkeyPatch, *models: str, files: in
     for minor, model in enumerate(models):
         information = folder / "gpus" / f"0000:{minor:02}:00.0" / "information"
         information.parent.mkdir(parents=True)
-        information.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 1\nDevice Minor: \t {minor}\n")
+        information.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 1\nGPU UUID: \t GPU-{minor}ab-cd\nDevice Minor: \t {minor}\n")
     (folder / "dev").mkdir()
     for minor in range(files):
         (folder / "dev" / f"nvidia{minor}").touch()
@@ -314,6 +314,28 @@ def test_hidden_cuda_devices_leave_ranks_on_cores(tmp_path: Path, monkeypatch: p
     cards(tmp_path, monkeypatch, "NVIDIA H200", files=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert read_cluster("local:4").groups[0].device.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "count"),
+    [  # 0: as many ranks as cores ask for
+        ("-1", "cpu", 0),
+        ("NoDevFiles", "cpu", 0),
+        ("1,1", "cpu", 0),
+        ("1,9,2", "h200", 1),
+        ("2,-1,1", "h200", 1),
+        ("GPU-1,GPU-2ab-cd", "h200", 2),
+        ("GPU-0ab", "l4", 1),
+        ("GPU-ffff", "l4", 1),
+    ],
+)
+def test_local_is_the_devices_that_cuda_shows_for_its_variable(
+    visible: str, device: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards(tmp_path, monkeypatch, "NVIDIA L4", "NVIDIA H200", "NVIDIA H200", files=3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    group = read_cluster("local").groups[0]
+    assert (group.device.name, group.devices) == (device, count or usual_ranks(cores()))
 
 
 @pytest.mark.parametrize(

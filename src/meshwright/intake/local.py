@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 from meshwright.base.codec import build
 from meshwright.base.errors import InputError
@@ -66,39 +67,69 @@ def core_cluster(name: str, ranks: int, cores: int, memory: float) -> Cluster:
     return Cluster(name=name, groups=(group,), network=build(Link, row["network"], "device cpu.network"))
 
 
+class Card(NamedTuple):
+    """A CUDA device as the driver lists it; `uuid` is empty where it does not say one."""
+
+    name: str
+    uuid: str = ""
+
+
 def cuda_cards() -> list[str]:
     """Names of the visible CUDA devices, in the driver's order."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
         return []
-    names = _from_driver()
-    if not names and any((_FILES / control).exists() for control in ("nvidiactl", "dxg")):
-        names = _from_tool()
-    if visible is None or not all(part.strip().isdigit() for part in visible.split(",")):
-        return names
-    return [names[int(part)] for part in visible.split(",") if int(part) < len(names)]
+    cards = _from_driver()
+    if not cards and any((_FILES / control).exists() for control in ("nvidiactl", "dxg")):
+        cards = _from_tool()
+    return [card.name for card in (cards if visible is None else chosen(visible, cards))]
 
 
-def _from_driver() -> list[str]:
+def chosen(visible: str, cards: list[Card]) -> list[Card]:
+    """Those that CUDA shows for this CUDA_VISIBLE_DEVICES: one after the other up to the first word that is none of them, and none at all
+    where one stands twice. A UUID, or the beginning of one, is one device: the one that the driver lists under it, else one like the first.
+
+    >>> [card.name for card in chosen("1,0,-1,2", [Card("a"), Card("b"), Card("c")])]
+    ['b', 'a']
+    >>> chosen("-1", [Card("a")]), chosen("NoDevFiles", [Card("a")]), chosen("0,0", [Card("a")])
+    ([], [], [])
+    >>> [card.name for card in chosen("GPU-8932f937,MIG-1c2d3e4f", [Card("a"), Card("b", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6")])]
+    ['b', 'a']
+    """
+    found: dict[str, Card] = {}
+    for word in (part.strip() for part in visible.split(",") if cards):
+        if word in found:
+            return []
+        if word.startswith(("GPU-", "MIG-")):
+            found[word] = next((card for card in cards if card.uuid.startswith(word)), cards[0])
+        elif word.isdigit() and int(word) < len(cards):
+            found[word] = cards[int(word)]
+        else:
+            break
+    return [*found.values()]
+
+
+def _from_driver() -> list[Card]:
     """What the kernel driver lists, of which a container sees those with a device file."""
-    found: list[tuple[int, str]] = []
+    found: list[tuple[int, Card]] = []
     for path in _DRIVER.glob("*/information"):
         text = path.read_text(errors="replace")
-        model, minor = re.search(r"Model:\s*(.+)", text), re.search(r"Device Minor:\s*(\d+)", text)
-        if model and minor and (_FILES / f"nvidia{minor[1]}").exists():
-            found.append((int(minor[1]), model[1].strip()))
-    return [name for _, name in sorted(found)]
+        model, minor, uuid = (re.search(rf"{field}:[ \t]*(.+)", text) for field in ("Model", "Device Minor", "GPU UUID"))
+        if model and minor and (_FILES / f"nvidia{minor[1].strip()}").exists():
+            found.append((int(minor[1]), Card(model[1].strip(), uuid[1].strip() if uuid else "")))
+    return [card for _, card in sorted(found)]
 
 
-def _from_tool() -> list[str]:
+def _from_tool() -> list[Card]:
     """What nvidia-smi lists, where the kernel driver shows no files."""
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=10, check=True
+            ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"], capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in listed.stdout.splitlines() if line.strip()]
+    rows = (line.rpartition(",") for line in listed.stdout.splitlines() if line.strip())
+    return [Card(name.strip(), uuid.strip()) for name, _, uuid in rows]
 
 
 def cores() -> int:
