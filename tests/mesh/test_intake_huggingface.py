@@ -27,6 +27,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "mistral": GROUPED,
     "mixtral": {**EXPERTS, "num_local_experts": 4},
     "qwen2": GROUPED,
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
     "qwen3": {**GROUPED, "head_dim": 24},
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
     "gemma": {**GROUPED, "head_dim": 24},

@@ -17,7 +17,7 @@ from meshwright.intake.clusters import cluster_of, read_cluster
 from meshwright.intake.huggingface import config_sizes
 from meshwright.intake.job import JobFile, load, read_job, resolve
 from meshwright.intake.local import core_cluster, cores, usual_ranks
-from meshwright.intake.models import read_model, read_sizes
+from meshwright.intake.models import needs_running, read_model, read_sizes
 from meshwright.intake.plans import check_plan, parse_pins, pins_of, read_pins, read_plan
 from meshwright.intake.sizes import Sizes
 from meshwright.spec.plan import Plan, parse_plan
@@ -180,6 +180,34 @@ def test_a_configuration_of_an_unknown_family_names_the_near_ones() -> None:
 def test_a_configuration_without_a_size_says_which() -> None:
     with pytest.raises(InputError, match="model_type 'llama' needs field 'hidden_size'"):
         config_sizes({"model_type": "llama", "num_hidden_layers": 2}, "config.json")
+
+
+QWEN: dict[str, Any] = {
+    "model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "intermediate_size": 5632, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 60,
+    "num_experts_per_tok": 4, "vocab_size": 151936, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Qwen1.5-MoE-A2.7B."""
+
+
+def test_a_mixture_has_its_shared_expert_and_the_gate_before_it() -> None:
+    spec = model_spec("qwen", config_sizes(QWEN, "x"))
+    assert spec.parameters == 14_315_784_192  # published: 14.3 B, of which 2.7 B are active
+    active = sum(layer.flops * layer.repeat for layer in spec.layers) / 2 + QWEN["vocab_size"] * QWEN["hidden_size"]
+    assert active == pytest.approx(2.7e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"shared_expert_intermediate_size": 5000}, {"moe_intermediate_size": 0}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 3]}],
+)
+def test_a_mixture_that_no_formula_counts_is_described_from_its_code(odd: dict[str, Any], tmp_path: Path) -> None:
+    written(tmp_path, json.dumps({**QWEN, **odd}), "config.json")
+    assert needs_running(str(tmp_path))
+    with pytest.raises(InputError, match="which no formula counts"):
+        read_sizes(str(tmp_path))
+    written(tmp_path, json.dumps({**QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}), "config.json")
+    assert not needs_running(str(tmp_path))
 
 
 def test_a_folder_without_a_configuration_says_so(tmp_path: Path) -> None:

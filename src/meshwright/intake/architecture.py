@@ -151,13 +151,15 @@ def expert_feed_forward(sizes: Sizes) -> list[Parameter]:
         for up in ups:
             parameters += column(f"mlp.shared_experts.{up}", shared, h, False)
         parameters += row("mlp.shared_experts.down_proj", h, shared, False)
+    if sizes.shared_gate:
+        parameters += [Parameter(name="mlp.shared_expert_gate.weight", shape=(1, h))]
     return parameters
 
 
 def expert_flops(sizes: Sizes) -> float:
     """Forward FLOPs of a token in its `top_k` experts, the shared ones and the router."""
     matrices = 3 if sizes.gated else 2
-    return 2.0 * sizes.hidden * (matrices * sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) + sizes.experts)
+    return 2.0 * sizes.hidden * (matrices * sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) + sizes.experts + sizes.shared_gate)
 
 
 def back(sizes: Sizes, names: Names) -> Iterable[Layer]:

@@ -89,7 +89,19 @@ def has_formulas(folder: Path) -> bool:
         return True
     if isinstance(config, dict) and isinstance(config.get("text_config"), Mapping):
         config = {"model_type": config.get("model_type"), **config["text_config"]}
-    return not isinstance(config, dict) or "model_type" not in config or config["model_type"] in FAMILIES
+    return not isinstance(config, dict) or "model_type" not in config or (config["model_type"] in FAMILIES and not _odd(config))
+
+
+def _odd(config: Mapping[str, Any]) -> str:
+    """What a mixture of a known family has that its formulas do not count; '' for nothing."""
+    wide, each = (config.get(name) for name in ("shared_expert_intermediate_size", "moe_intermediate_size"))
+    if wide and not (isinstance(wide, int) and isinstance(each, int) and each > 0 and wide % each == 0):
+        return f"shared_expert_intermediate_size({wide}) is no multiple of moe_intermediate_size({each})"
+    odd = {
+        "decoder_sparse_step": config.get("decoder_sparse_step") not in (None, 1),
+        "mlp_only_layers": bool(config.get("mlp_only_layers")),
+    }
+    return next((f"{name}({config[name]}) leaves blocks without experts" for name, found in odd.items() if found), "")
 
 
 def config_sizes(config: Mapping[str, Any], where: str) -> Sizes:
@@ -105,6 +117,10 @@ def config_sizes(config: Mapping[str, Any], where: str) -> Sizes:
         raise InputError(
             f"{where}: model_type {kind!r} is not one of {', '.join(FAMILIES)}{did_you_mean(kind, FAMILIES)}; "
             "an architecture file with its sizes says the same"
+        )
+    if odd := _odd(config):
+        raise InputError(
+            f"{where}: {odd}, which no formula counts; meshwright.probe.describe reads such a model, or give an architecture file"
         )
     sizes: dict[str, Any] = {"kind": "llama", "family": kind, **FAMILIES[kind]}
     for name, spellings in _SPELLINGS.items():
@@ -143,8 +159,10 @@ def _adjust(kind: str, config: Mapping[str, Any], sizes: dict[str, Any]) -> None
         sizes["pos_rows"], sizes["seq"] = sizes["seq"], sizes["seq"] - 2
     if sizes.get("experts") and "moe_ffn" not in sizes:
         sizes["moe_ffn"] = sizes["ffn"]
+    if wide := config.get("shared_expert_intermediate_size"):  # Qwen2-MoE's: one, as wide as so many
+        sizes |= {"shared_experts": wide // sizes["moe_ffn"], "shared_gate": True}
     if not sizes.get("experts"):
-        for name in ("experts", "top_k", "moe_ffn", "shared_experts", "dense_first_layers"):
+        for name in ("experts", "top_k", "moe_ffn", "shared_experts", "shared_gate", "dense_first_layers"):
             sizes.pop(name, None)
     if config.get("kv_lora_rank"):
         sizes.pop("head_dim", None)

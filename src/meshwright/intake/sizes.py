@@ -57,6 +57,7 @@ class Sizes(Noun):
     top_k: int = Field(default=0, ge=0, le=LARGE)
     moe_ffn: int = Field(default=0, ge=0, le=LARGE)
     shared_experts: int = Field(default=0, ge=0, le=LARGE)
+    shared_gate: bool = Field(default=False, description="a number for each token weighs the shared experts, as in Qwen2-MoE")
     router_bias: bool = False
     dense_first_layers: int = Field(default=0, ge=0, le=LAYERS)
     mla: LatentAttention | None = None
