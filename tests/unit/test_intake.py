@@ -15,7 +15,7 @@ from meshwright.intake import local
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.clusters import cluster_of, read_cluster
 from meshwright.intake.huggingface import config_sizes
-from meshwright.intake.job import JobFile, load, read_job, resolve
+from meshwright.intake.job import JobFile, ModelChoice, load, read_job, resolve, sizes_of
 from meshwright.intake.local import core_cluster, cores, usual_ranks
 from meshwright.intake.models import needs_running, read_model, read_sizes
 from meshwright.intake.plans import check_plan, parse_pins, pins_of, read_pins, read_plan
@@ -170,6 +170,23 @@ def test_impossible_sizes_are_named_with_their_numbers(changes: dict[str, Any], 
     with pytest.raises(InputError) as caught:
         read_sizes(str(path))
     assert message in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        ("gpt2-small", {"seq": 2048}, {"seq": 2048, "pos_rows": 2048}),
+        ("opt-125m", {"seq": 4096}, {"seq": 4096, "pos_rows": 4098}),
+        ("gpt2-small", {"seq": 2048, "pos_rows": 4096}, {"seq": 2048, "pos_rows": 4096}),
+        ("llama2-7b", {"seq": 2048}, {"seq": 2048, "pos_rows": 0}),
+        ("llama2-7b", {"heads": 16}, {"heads": 16, "kv_heads": 16}),
+        ("llama3-8b", {"heads": 16}, {"heads": 16, "kv_heads": 8}),
+    ],
+)
+def test_what_follows_from_a_size_follows_from_its_changed_value(name: str, changes: dict[str, int], found: dict[str, int]) -> None:
+    sizes = sizes_of(ModelChoice(name=name, sizes=dict(changes)))
+    assert {key: getattr(sizes, key) for key in found} == found
+    assert read_model(name, **changes).parameters == model_spec(name, sizes).parameters
 
 
 def test_a_configuration_of_an_unknown_family_names_the_near_ones() -> None:

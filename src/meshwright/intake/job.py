@@ -161,7 +161,7 @@ def load(path: str | Path) -> Job:
 def sizes_of(choice: ModelChoice) -> Sizes:
     """The sizes of the chosen model, with the changes the job makes."""
     sizes = read_sizes(choice.source)
-    return build(Sizes, {**sizes.model_dump(), **choice.sizes}, "$.model.sizes") if choice.sizes else sizes
+    return sizes.changed(choice.sizes, "$.model.sizes") if choice.sizes else sizes
 
 
 def cluster_from(choice: ClusterChoice) -> Cluster:

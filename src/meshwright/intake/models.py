@@ -76,4 +76,4 @@ def read_model(name: str, **changes: Any) -> ModelSpec:
     """
     sizes = read_sizes(name)
     given = {key: value for key, value in changes.items() if value is not None}
-    return model_spec(name, sizes.but(**given) if given else sizes)
+    return model_spec(name, sizes.changed(given) if given else sizes)

@@ -98,6 +98,18 @@ class Sizes(Noun):
             raise ValueError(f"top_k({self.top_k}) must lie between 1 and experts({self.experts})")
         return self
 
+    def changed(self, changes: Mapping[str, Any], where: str = "$") -> Sizes:
+        """With other values of some sizes. What followed from one of them follows from its new value: positions have as many rows beyond the
+        sequence as before, and where every head has keys and values of its own it still has."""
+        kept = self.model_dump()
+        if "heads" in changes and self.kv_heads == self.heads:
+            del kept["kv_heads"]
+        follow = "seq" in changes and "pos_rows" not in changes and self.pos_rows >= self.seq
+        if follow:
+            del kept["pos_rows"]
+        found = build(Sizes, {**kept, **changes}, where)
+        return found.but(pos_rows=found.seq + self.pos_rows - self.seq) if follow and found.pos_rows else found
+
     @property
     def query_width(self) -> int:
         return round(self.heads * (self.head_dim or self.hidden / self.heads))
