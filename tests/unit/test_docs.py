@@ -103,6 +103,16 @@ def test_every_command_is_explained_on_a_page(language: str) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_page_about_plans_names_the_commands_that_speak_chinese(language: str) -> None:
+    folder = ROOT / "docs" / language
+    parts = re.split(r"^## ", (folder / "cli.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    speaking = {part.split()[0] for part in parts if "--lang STR" in part}
+    said = next(line for line in (folder / "plan.md").read_text(encoding="utf-8").split("\n") if "`--lang zh`" in line)
+    named = [set(re.findall(r"`([a-z]+)`", half)) for half in (said.partition("`simulate`")[0], said)]
+    assert {"plan", *named[0]} == speaking and not (named[1] - named[0]) & speaking
+
+
 def commands_of(text: str) -> list[list[str]]:
     joined = re.sub(r"\\\n\s*", " ", text)
     lines = [re.sub(r"\s#\s.*", "", line) for line in joined.splitlines() if not line.lstrip().startswith("#")]
