@@ -32,6 +32,15 @@ def test_a_batch_read_twice_or_missed_is_named_and_one_left_out_in_writing_is_no
     assert trained is not None and trained.problems == ("step 4 read batch 3 again, not batch 5",)
 
 
+def test_a_lost_record_beside_batches_that_were_left_out_balances() -> None:
+    """Steps 1 to 5 read batches 0, 1, 2, 5, 6, of which the record of step 4 is lost."""
+    spike = Event(kind="spike", at=0.0, batches=(3, 5))
+    found = balance([record(step, batch) for step, batch in [(1, 0), (2, 1), (3, 2), (5, 6)]], ROWS, [spike])
+    assert found is not None and found.problems == ()
+    wrong = balance([record(step, batch) for step, batch in [(1, 0), (2, 1), (3, 2), (5, 5)]], ROWS, [spike])
+    assert wrong is not None and wrong.problems == ("step 5 read batch 5 again, not batch 6",)
+
+
 def test_one_sample_in_place_of_another_does_not_balance() -> None:
     wrong = samples_read([(0, 3), (2, 1), (4, 4)])
     found = balance([record(1, 0, wrong.text)], ROWS, [])

@@ -34,9 +34,10 @@ def balance(records: Sequence[StepRecord], rows: int, events: Sequence[Event]) -
     problems: list[str] = []
     expected, before = 0, 0
     for record in steps:
-        expected += sum(1 for _ in range(before + 1, record.step))  # steps whose records are lost
-        while expected in left_out:
-            expected += 1
+        for step in range(before, record.step):
+            expected += step > before  # the batch of a step whose record is lost
+            while expected in left_out:
+                expected += 1
         if record.batch != expected:
             what = "again" if record.batch < expected else f"and missed {record.batch - expected}"  # type: ignore[operator]
             problems.append(f"step {record.step} read batch {record.batch} {what}, not batch {expected}")
