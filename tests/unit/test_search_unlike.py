@@ -14,6 +14,7 @@ from meshwright.cost.step import estimate
 from meshwright.search import shares, sizes
 from meshwright.search.advice import advise
 from meshwright.search.answer import Entry
+from meshwright.search.improve import improvements
 from meshwright.search.rank import search
 from meshwright.search.ranking import family_of
 from meshwright.search.shares import whole
@@ -232,3 +233,12 @@ def test_advice_names_the_degrees_beside_one_that_does_not_divide_all_devices(na
     answer = search(job, 1).but(plans=(Entry(plan=plan, estimate=estimate(job, plan)),))
     said = advise(job, answer)[5].values
     assert [it.values["degree"] for it in said["tensor"]] == tensor and [it.values["degree"] for it in said["pipeline"]] == pipeline
+
+
+def test_what_an_improvement_brings_is_said_where_the_chosen_plan_has_shares() -> None:
+    job = heavy_job(slower=3.0, batch=16)
+    chosen = search(job, 1, runnable=True).chosen
+    assert chosen.plan.shares
+    found = {it.name: it.speed for it in improvements(job, chosen.estimate.time.step, True, chosen.plan)}
+    single = ["memory", "compute", "links", "network", "batch"]
+    assert set(single) <= found.keys() and min(found[name] for name in single) >= 1 - TIGHT_GAIN

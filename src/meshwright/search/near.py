@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count, islice
 from math import ceil
+from typing import NamedTuple
 
 from meshwright.base.errors import InputError, NothingFits
 from meshwright.base.units import parse_quantity
@@ -17,6 +18,7 @@ from meshwright.cost.constants import USABLE
 from meshwright.cost.memory import ample
 from meshwright.cost.setting import setting
 from meshwright.cost.step import estimate, estimate_of
+from meshwright.search import unlike
 from meshwright.search.ranking import Candidate
 from meshwright.search.survey import TIGHT_GAIN, Survey, first, quick
 from meshwright.search.why_not import illegal
@@ -109,19 +111,39 @@ def device_of(memory: float, link: str) -> str:
     return min((name for name, size in sizes.items() if size >= memory), key=lambda name: sizes[name], default="")
 
 
-def fastest(job: Job, runnable: bool = False, known: Plan | None = None) -> Candidate | None:
-    """The best plan that fits; None where none does, or none is legal. Where not even the plans that need least memory fit, no other is priced;
-    and none that is slower than the one that is `known`, where that one fits."""
+class Best(NamedTuple):
+    """A plan, its seconds a step, and whether its memory is tight."""
+
+    plan: Plan
+    seconds: float
+    tight: bool
+
+
+def fastest(job: Job, runnable: bool = False, known: Plan | None = None) -> Best | None:
+    """The best plan that fits, over unlike groups too; None where none does, or none is legal. None that is slower than the one that is `known`
+    need be priced, where that one fits."""
     try:
-        priced = estimate(job, known) if known is not None else None
-        if priced is not None and priced.fits:
-            return first(job, runnable, priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)))
-        least = quick(lean(job), runnable)
-        if least.ranking.best:
-            return first(job, runnable, least.ranking.best[0].score)
-        return None if least.legal else first(job, runnable)
+        even, placed = _even(job, runnable, known), unlike.plans(job, 1, runnable)
     except InputError:
         return None
+    if placed and (even is None or placed[0][0] < even.score):
+        priced = estimate(job, plan := placed[0][1])
+        return Best(plan, priced.time.step, priced.verdict == Fits.tight)
+    return Best(even.plan, even.seconds, even.tight) if even is not None else None
+
+
+def _even(job: Job, runnable: bool, known: Plan | None) -> Candidate | None:
+    """The best of those that treat all ranks alike. Where not even the plans that need least memory fit, no other is priced."""
+    try:
+        priced = estimate(job, known) if known is not None else None
+    except InputError:  # its shares, or its actions, are of another batch
+        priced = None
+    if priced is not None and priced.fits:
+        return first(job, runnable, priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)))
+    least = quick(lean(job), runnable)
+    if least.ranking.best:
+        return first(job, runnable, least.ranking.best[0].score)
+    return None if least.legal else first(job, runnable)
 
 
 def lean(job: Job) -> Job:
