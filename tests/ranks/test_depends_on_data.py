@@ -88,6 +88,14 @@ class Favourites(Plain):
         return flat.index_add(0, best, super().forward(flat[best])).view(x.shape)
 
 
+class Routed(Plain):
+    """As many features to choose from as tokens pass together where rows have eight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best = x.topk(1, dim=-1).values + x.reshape(-1, WIDTH).topk(1, dim=1).values.view(*x.shape[:2], 1)
+        return super().forward(x) * (best > 0)
+
+
 class Counter(Plain):
     """Counts its calls in a buffer, and reads it."""
 
@@ -147,6 +155,7 @@ KINDS: dict[str, Any] = {
     "capacity": Capacity,
     "roomy": Roomy,
     "favourites": Favourites,
+    "routed": Routed,
 }
 LOSSES: dict[str, Any] = {
     "contrast": lambda output, batch: F.cross_entropy(output[:, 0] @ output[:, 1].T, torch.arange(len(output))),
@@ -292,6 +301,14 @@ def test_experts_that_only_some_ranks_choose_are_reduced_in_one_order_on_all(ran
 
 def test_weights_that_run_twice_in_a_forward_are_reduced_when_both_are_through(ranks: Any) -> None:
     equal(ranks, "twice", "dp2.z3.mb2", 2)
+
+
+@pytest.mark.parametrize("length", [2, 7, 8, 64])
+def test_a_place_among_all_tokens_is_seen_with_an_example_of_any_length(length: int) -> None:
+    example = {"input_ids": torch.zeros(3, length, dtype=torch.long)}
+    for kind in ("capacity", "favourites"):
+        assert read(made(kind), example=example).against["rows"].startswith("layers.0")
+    assert "rows" not in read(made("routed"), example=example).against
 
 
 @pytest.mark.parametrize(

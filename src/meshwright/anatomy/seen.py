@@ -134,4 +134,4 @@ class Trace:
         """One operation, inside the modules of `stack`."""
         self.vocabulary.follow(call, given, outputs, names)
         if stack:
-            self.counted.follow(call, given, outputs, stack[-1])
+            self.counted.follow(call, given, outputs, stack[-1], self.inputs[stack[0]])
