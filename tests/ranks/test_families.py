@@ -217,12 +217,12 @@ class DroppingModel(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = torch.nn.Embedding(32, 8)
+        self.table, self.places, self.outer = torch.nn.Embedding(32, 8), torch.nn.Embedding(8, 8), torch.nn.Dropout(0.5)
         self.blocks = torch.nn.ModuleList(Dropping() for _ in range(2))
         self.head = torch.nn.Linear(8, 32)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(input_ids)
+        x = self.outer(self.table(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device)))
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -255,6 +255,28 @@ def test_shares_are_dropped_apart_and_what_is_whole_is_dropped_alike_also_when_c
     if "rc" in plan:
         assert torch.equal(shares[0], shares[3])
         assert torch.equal(shares[1], shares[2])
+
+
+def after_dropping(plan: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """The stage of this rank, and after two steps its random state and the weights that tensor ranks hold whole."""
+    torch.manual_seed(0)
+    trainer = parallelize(DroppingModel(), optimizer_of, plan, precision="fp64")
+    ids = torch.arange(16).view(2, 8)
+    for _ in range(2):
+        trainer.step({"input_ids": ids, "labels": ids})
+    split, units = trainer.engine.anatomy.splits, trainer.engine.zero.units
+    found = {name: unit.view(unit.weights, name).clone() for unit in units for name in unit.unit.offsets if name not in split}
+    trainer.close()
+    return trainer.mesh.place.pp, {**found, "random": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("plan", ["tp2.sp.mb1", "tp2.pp2.mb1", "tp2.sp.pp2.mb1"])
+def test_tensor_ranks_keep_one_random_state_and_the_same_whole_weights_whatever_is_dropped(ranks: Any, plan: str) -> None:
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+    for stage, found in ranks.run(parse_plan(plan).world, after_dropping, plan):
+        for name, value in seen.setdefault(stage, found).items():
+            assert torch.equal(value, found[name]), (stage, name)
+    assert "places.weight" in seen[0]
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb4", "tp2.mb4"])

@@ -62,8 +62,8 @@ class Chance:
         self.first = entries[0]
         for module in entries:
             module.register_forward_pre_hook(self.enter, prepend=True)
-        for module in exits:
-            module.register_forward_hook(self.leave)
+        for module in exits:  # always: the last block of a stage is left by an exception (pipeline/gates.py, StageDone)
+            module.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if (self.common is not None and module is not self.first) or not module.training:
