@@ -12,10 +12,13 @@ from equality import anatomy_of, difference, make_batch, make_model, make_optimi
 from faulty import launch
 
 from meshwright.base.pulse import Pulse, opened
+from meshwright.checkpoint.memory import Kept
 from meshwright.spec.plan import parse_plan
+from meshwright.spec.workload import Optimizer
 from meshwright.train.copies import NO_ROOM, Copies, newest
 from meshwright.train.keep import ranks_of
 from meshwright.train.metrics import agree
+from meshwright.train.optimizer import optimizer_of
 from meshwright.train.rank import Channel, Places
 from meshwright.train.recovery import Recovery
 from meshwright.train.trainer import Trainer, parallelize
@@ -72,17 +75,29 @@ def test_any_layout_loads_into_any_layout(ranks: Any, name: str, step: int) -> N
                     assert difference(again[key], whole[key]) < 1e-9, f"{plan} -> {other}: {key}"
 
 
+def copies_of(trainer: Trainer, folder: str) -> tuple[Copies, list[str]]:
+    """This rank's copies, and where those of all ranks are."""
+    paths = [f"{folder}/{rank}" for rank in range(trainer.plan.world)]
+    Path(paths[trainer.mesh.rank]).touch()
+    return Copies(paths[trainer.mesh.rank], trainer, Pulse(opened("", 1), 0), {}), paths
+
+
+def in_memory(trainer: Trainer, folder: str) -> Kept:
+    """The step that has just ended, as the next generation finds it."""
+    copies, paths = copies_of(trainer, folder)
+    copies.begin({})
+    ranks = ranks_of(trainer.mesh)
+    ranks.share("")
+    kept = newest(paths, ranks)
+    assert kept is not None
+    return kept
+
+
 def looked_at(folder: str, plans: list[str]) -> list[set[str]]:
     """What ranks need not ask before their first step that go on under `plans` from copies of the first."""
     before = start("llama", plans[0], "fp32")
     before.step(make_batch("llama", 0))
-    paths = [f"{folder}/{rank}" for rank in range(before.plan.world)]
-    Path(paths[before.mesh.rank]).touch()
-    Copies(paths[before.mesh.rank], before, Pulse(opened("", 1), 0), {}).begin({})
-    ranks = ranks_of(before.mesh)
-    ranks.share("")
-    kept, found = newest(paths, ranks), []
-    assert kept is not None
+    kept, found = in_memory(before, folder), []
     for plan in plans:
         after = start("llama", plan, "fp32")
         after.load(kept)
@@ -145,3 +160,33 @@ def room_on_one(folder: str) -> list[str]:
 def test_where_one_rank_has_no_room_for_copies_none_keeps_any(ranks: Any, tmp_path: Path) -> None:
     """Else some would write a checkpoint beside training while others wait for all to write it together."""
     assert ranks.run(2, room_on_one, str(tmp_path)) == [["", NO_ROOM, NO_ROOM], ["no room here"] * 3]
+
+
+def last_stage_trained(rule: str) -> Trainer:
+    model, last = make_model("llama"), [f"{anatomy_of('llama').block(index)}." for index in (2, 3)]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(name.startswith(block) for block in last))
+    return parallelize(model, optimizer_of(Optimizer(name=rule)), "pp2.mb4", precision="fp32", anatomy=anatomy_of("llama"))  # type: ignore[arg-type]
+
+
+def gone_on(rule: str, folder: str) -> list[dict[str, torch.Tensor] | None]:
+    """Weights after three steps: in one go, from a checkpoint after two, and from the copies in memory."""
+    trainer = last_stage_trained(rule)
+    for step in range(2):
+        trainer.step(make_batch("llama", step))
+    sources = trainer.save(folder), in_memory(trainer, folder)
+    trainer.step(make_batch("llama", 2))
+    found = [trainer.full_state_dict()]
+    for source in sources:
+        again = last_stage_trained(rule)
+        again.load(source)
+        again.step(make_batch("llama", 2))
+        found.append(again.full_state_dict())
+    return found
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_a_run_whose_first_rank_trains_nothing_goes_on_with_its_moments(ranks: Any, tmp_path: Path, rule: str) -> None:
+    whole, *others = ranks.run(2, gone_on, rule, str(tmp_path))[0]
+    for again in others:
+        assert all(torch.equal(whole[key], again[key]) for key in whole)

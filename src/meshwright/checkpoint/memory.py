@@ -199,10 +199,12 @@ class Kept:
         problem = contradictions_of(tensors)
         if problem or len(tensors) < len(parts):
             raise Damaged(f"{self.path}: {problem or 'ranks disagree about a tensor'}")
+        self.states = [json.loads(memory.state(step)) for memory in memories]
+        """What each rank said beside its tensors."""
         first = indices[0]
         self.manifest = Manifest(
             version=1, step=step, serial=0, id="0" * 8, world=first["world"], plan=first["plan"], plan_digest=first["digest"],
-            files={}, tensors=tensors, state=json.loads(memories[0].state(step)),
+            files={}, tensors=tensors, state=self.states[0],
         )  # fmt: skip
 
     def read(self, name: str, part: Part, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -148,6 +148,15 @@ def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dic
     return {"kinds": kinds, "scalars": scalars, "groups": options, **({"whole": True} if whole else {})}
 
 
+def scalars_of_all(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `optimizer_scalars` gives on all ranks, as one. Rank 0 may train nothing, or own none of the tensors that are updated whole: it then knows
+    no kinds and no scalars, and whoever has them says them."""
+    one = given[0]
+    for other in given[1:]:
+        one = {**other, **one, **{what: {**other[what], **one[what]} for what in ("kinds", "scalars")}}
+    return one
+
+
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, int | float | str) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
 

@@ -6,6 +6,8 @@ states then begin anew from the seed, which matters only where there is dropout)
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,15 +49,10 @@ def ranks_of(mesh: Mesh) -> Ranks:
 
 def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
     """FOLDER/step-N, durable and read back."""
-    return save(
-        folder,
-        trainer.steps,
-        pieces_of(trainer),
-        state_of(trainer, extra),
-        plan=trainer.plan,
-        ranks=ranks_of(trainer.mesh),
-        local=random_of(trainer),
-    )
+    ranks, mine = ranks_of(trainer.mesh), state_of(trainer, extra)
+    everyones = [{"optimizer": json.loads(text)} for text in ranks.share(json.dumps(mine["optimizer"]))]
+    whole = mine | state_of_all(everyones)
+    return save(folder, trainer.steps, pieces_of(trainer), whole, plan=trainer.plan, ranks=ranks, local=random_of(trainer))
 
 
 def pieces_of(trainer: Trainer) -> list[tuple[Piece, torch.Tensor]]:
@@ -71,9 +68,14 @@ def pieces_of(trainer: Trainer) -> list[tuple[Piece, torch.Tensor]]:
 
 
 def state_of(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
-    """What is no tensor."""
+    """What is no tensor, as far as this rank knows."""
     scalars = state.optimizer_scalars(trainer.engine, trainer.optimizer)
     return {"run": trainer.run_state.model_dump(), "optimizer": scalars, "unreached": _unreached(trainer), "extra": extra}
+
+
+def state_of_all(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The states of all ranks as one: that of rank 0, but for what another rank alone knows of the optimizer."""
+    return states[0] | {"optimizer": state.scalars_of_all([each["optimizer"] for each in states])}
 
 
 def _unreached(trainer: Trainer) -> str:
@@ -103,7 +105,7 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
     engine, optimizer = trainer.engine, trainer.optimizer
     engine.zero.settle()
     manifest = path.manifest if isinstance(path, Kept) else read_manifest(path)
-    saved = manifest.state
+    saved = state_of_all(path.states) if isinstance(path, Kept) else manifest.state
     with torch.no_grad():
         state.prepare_optimizer(engine, optimizer, saved["optimizer"])
         wanted = [*state.weight_pieces(engine, saving=False), *state.optimizer_pieces(engine, optimizer, saving=False)]

@@ -19,6 +19,7 @@ from meshwright.checkpoint.save import SaveFailed, save
 from meshwright.checkpoint.shard import DTYPES
 from meshwright.spec.launch import Launch
 from meshwright.spec.piece import Piece
+from meshwright.train.keep import state_of_all
 from meshwright.train.rank import Channel
 
 NICE = 10
@@ -41,7 +42,7 @@ def write(channel: Channel, payload: dict[str, Any]) -> int:
             kind = DTYPES[dtype]
             held = data[offset : offset + (stop - start) * kind.itemsize].view(kind)
             pieces.append((Piece(name, tuple(shape), dtype, split, tuple(map(tuple, intervals)), start, stop), held))  # type: ignore[arg-type]
-    state = json.loads(memories[0].state(step))
+    state = state_of_all([json.loads(memory.state(step)) for memory in memories])
     state["extra"].pop("record", None)
     try:
         path = save(folder, step, pieces, state, plan=launch.plan, world=launch.plan.world)
