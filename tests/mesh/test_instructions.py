@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from meshwright.base.errors import InputError
 from meshwright.data.dataset import open_dataset
 from meshwright.data.instructions import Instructions, pack
+from meshwright.data.sampler import samples
 from meshwright.data.tokens import train_bpe
 from meshwright.spec.data import Data
 from meshwright.train.model import takes_positions
@@ -183,3 +184,11 @@ def test_packing_wastes_less_than_half_of_a_row_and_loses_nobody() -> None:
     rows = pack(np.arange(500), lengths, 100)
     assert sorted(one for row in rows for one in row) == list(range(500))
     assert all(lengths[row].sum() <= 100 for row in rows) and lengths.sum() / (100 * len(rows)) > 0.9
+
+
+@pytest.mark.parametrize("times", [1, 8])
+def test_of_one_conversation_nothing_is_held_out_however_often_it_stands_there(tmp_path: Path, times: int) -> None:
+    (tmp_path / "one.jsonl").write_text((json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n") * times)
+    dataset = open_dataset(Data(source=str(tmp_path / "one.jsonl"), tokenizer="bytes"), 16)
+    assert (dataset.rows, dataset.held_out_rows) == (times, 0)
+    assert (dataset.training(samples(1, 0, 3, dataset.rows), np.arange(3), 1)["labels"] >= 0).any(dim=1).all()

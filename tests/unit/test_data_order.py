@@ -34,6 +34,11 @@ def test_any_cut_of_the_sample_numbers_gives_the_same_rows(seed: int, size: int,
     assert np.array_equal(np.concatenate(parts) if parts else np.zeros(0), whole)
 
 
+def test_rows_of_an_empty_set_are_an_error_and_not_an_endless_search() -> None:
+    with pytest.raises(AssertionError, match="no row"):
+        samples(1, 0, 1, 0)
+
+
 def test_two_seeds_and_two_epochs_give_different_orders() -> None:
     orders = [tuple(samples(seed, epoch * 1000, 1000, 1000)) for seed in (1, 2) for epoch in (0, 1)]
     assert len(set(orders)) == 4

@@ -121,11 +121,13 @@ def pack(which: Integers, lengths: Integers, sequence: int) -> list[list[int]]:
 
 
 def _divide(which: Integers, digests: NDArray[np.uint64], fraction: float) -> tuple[Integers, Integers]:
-    """Training and held out, by the digest of their content: equal conversations land on the same side."""
+    """Training and held out, by the digest of their content: equal conversations land on the same side. Of one conversation, however often it
+    stands there, nothing is held out."""
     count = held_out_rows(len(which), fraction)
     order = which[np.argsort(digests[which], kind="stable")]
     while 0 < count < len(order) and digests[order[count]] == digests[order[count - 1]]:
         count += 1
+    count = count if count < len(order) else 0
     aside = np.sort(order[:count])
     return np.setdiff1d(which, aside), aside
 

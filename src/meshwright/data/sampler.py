@@ -57,6 +57,7 @@ def samples(seed: int, first: int, count: int, size: int) -> Integers:
     >>> sorted(samples(seed=1, first=0, count=5, size=5).tolist())
     [0, 1, 2, 3, 4]
     """
+    assert size > 0, "there is no row to read"
     numbers = np.arange(first, first + count, dtype=np.int64)
     epochs = numbers // size
     rows = np.empty(count, dtype=np.int64)
