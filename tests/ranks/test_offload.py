@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from equality import anatomy_of, make_batch, make_model, make_optimizer
 from meshwright.base.errors import MeshwrightError
 from meshwright.parallel.offload.scratch import OffloadFailed
 from meshwright.spec.plan import parse_plan
+from meshwright.spec.precision import recipe
 from meshwright.train.trainer import Trainer, parallelize
 
 
@@ -222,3 +224,16 @@ def test_a_file_that_is_lost_ends_the_run_in_one_line_and_its_checkpoint_is_good
     words, loss, again = ranks.run(1, lost, str(tmp_path / "away"), str(tmp_path / "kept"))[0]
     assert "goes on from its last checkpoint" in words and "\n" not in words
     assert loss == again
+
+
+def masters(folder: str) -> set[str]:
+    """Devices of the float32 weights whose 16-bit copy waits in a file, of ranks that compute on another device than the host."""
+    units = made("llama", "dp1.z3.off-parameters-files", "bf16", folder).engine.zero.units
+    for unit in units:
+        unit.mesh = replace(unit.mesh, device=torch.device("meta"))
+        unit._make_master(recipe("bf16"))
+    return {unit.master.flat.device.type for unit in units}
+
+
+def test_float32_weights_are_on_the_device_also_where_those_of_16_bits_wait_elsewhere(ranks: Any, tmp_path: Any) -> None:
+    assert ranks.run(1, masters, str(tmp_path)) == [{"meta"}]

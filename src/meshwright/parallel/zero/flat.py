@@ -131,7 +131,7 @@ class FlatUnit:
             self.master: Master = AwayMaster(away, file or self.shard, kind, vectors)
             self.has_master = self.master.copies
             return
-        flat = self.shard.to(torch.float32) if self.has_master else self.shard
+        flat = self.shard.to(self.mesh.device, torch.float32) if self.has_master else self.shard  # also where weights wait elsewhere
         lean = (recipe.rounds or recipe.eight) and not self.frozen
         self.master = Lean(flat, vectors, recipe.rounds) if lean else Master(flat, vectors)
 
