@@ -2,6 +2,7 @@
 
     MeshwrightError          1  the job failed
     ├── InputError           2  what a person wrote is wrong (also a ValueError)
+    │   └── PlanRefused      2  the first step of this plan would not be that of one device: every rank says so alike
     ├── NothingFits          3  no plan fits the devices
     ├── VerificationFailed   4  the run does not compute what one device computes
     └── Interrupted         75  preempted or interrupted; the same command goes on
@@ -26,6 +27,10 @@ class InputError(MeshwrightError, ValueError):
     """What a person wrote is wrong: a name, a number, a file."""
 
     exit_code = 2
+
+
+class PlanRefused(InputError):
+    """The model does not run under this plan as on one device. Every rank raises it at the same place, so that another plan can follow."""
 
 
 class NothingFits(MeshwrightError):

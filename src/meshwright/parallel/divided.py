@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.observed import observed
-from meshwright.base.errors import InputError
+from meshwright.base.errors import PlanRefused
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.objective import Batch, rows_of
 from meshwright.spec.plan import Recompute
@@ -50,7 +50,7 @@ class Undropped(TorchFunctionMode):
 
 
 def check_divided(engine: Parallel, batches: Sequence[Batch]) -> None:
-    """Raises InputError on every rank where rows of a batch see each other and the plan takes them apart. Every rank calls it."""
+    """Raises PlanRefused on every rank where rows of a batch see each other and the plan takes them apart. Every rank calls it."""
     plan = engine.mesh.plan
     pieces = sum(plan.shares) or plan.dp * len(batches)
     if pieces > 1 or plan.recompute == Recompute.layer:
@@ -70,7 +70,7 @@ def check_divided(engine: Parallel, batches: Sequence[Batch]) -> None:
                 if counts
                 else "a mean or a contrast over the batch, or a mean over labels"
             )
-            raise InputError(
+            raise PlanRefused(
                 f"plan {plan.name}: rows of a batch see each other in this model or its loss ({why}): together their loss is {found[0]:.6g}, apart "
                 f"{found[1]:.6g}, and this plan divides the batch into {pieces} parts: use dp1 with the batch as one micro-batch"
             )
@@ -115,7 +115,7 @@ def _form(batch: Batch) -> list[Any]:
 
 
 def _check_kept(engine: Parallel, batches: Sequence[Batch]) -> None:
-    """Raises InputError where what one forward keeps (a number of calls, running means, the vectors of spectral norm) changes the next, and the plan runs
+    """Raises PlanRefused where what one forward keeps (a number of calls, running means, the vectors of spectral norm) changes the next, and the plan runs
     the forward oftener, or on other rows, than one device."""
     plan, whole = engine.mesh.plan, together(batches)
     first = _loss(engine, [whole], True)
@@ -127,7 +127,7 @@ def _check_kept(engine: Parallel, batches: Sequence[Batch]) -> None:
         return
     by_rows = plan.dp > 1 and abs(_loss(engine, [whole], True, behind=_halves(whole)[0]) - after) > near
     if len(batches) > 1 or plan.recompute == Recompute.layer or by_rows:
-        raise InputError(
+        raise PlanRefused(
             f"plan {plan.name}: this model keeps something of each forward that changes the next (a count, a running mean, spectral norm): "
             f"the same rows give {first:.6g} and then {after:.6g}, and micro-batches, recompute or data ranks would move it otherwise than one device "
             "does: use one micro-batch without recompute, on dp1 where it keeps something of the rows"

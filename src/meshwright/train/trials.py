@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshwright.base.errors import InputError
+from meshwright.base.errors import InputError, PlanRefused
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import Loader
 from meshwright.parallel.exchange.exchange import all_reduce
@@ -61,6 +61,8 @@ class Ground:
             trainer.load_weights(self.launch.model.folder)
         try:
             return self._steps(trainer)
+        except PlanRefused as error:
+            return Timed(None, str(error))
         finally:
             trainer.close()
             groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.anatomy.observed import observed
-from meshwright.base.errors import InputError
+from meshwright.base.errors import InputError, PlanRefused
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.absent import Absent
 from meshwright.parallel.pipeline.gates import Run
@@ -30,7 +30,7 @@ Forward = Callable[[int, dict[str, Any], tuple[torch.Tensor, ...]], tuple[torch.
 
 
 def rehearse(model: nn.Module, mesh: Mesh, run: Run, forward: Forward, batch: dict[str, Any]) -> None:
-    """Nothing, or InputError on every rank with what the first stage that cannot run says. Every rank calls it."""
+    """Nothing, or PlanRefused on every rank with what the first stage that cannot run says. Every rank calls it."""
     forms: list[Form] = []
     batch = {name: value[:1] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()}
     with observed(model), _all_tried(model, run):
@@ -44,7 +44,7 @@ def rehearse(model: nn.Module, mesh: Mesh, run: Run, forward: Forward, batch: di
                 dist.all_gather_object(everyone, said)
             for line, _ in everyone:
                 if line:
-                    raise InputError(line)
+                    raise PlanRefused(line)
             forms = everyone[mesh.pipeline_rank(mesh.plan.rank_of(stage))][1]
 
 
