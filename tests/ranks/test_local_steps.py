@@ -20,6 +20,8 @@ from meshwright.spec.compression import Compression
 from meshwright.spec.local import Local
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import recipe
+from meshwright.spec.workload import Optimizer
+from meshwright.train.optimizer import optimizer_of
 from meshwright.train.start import without_memory
 from meshwright.train.trainer import Trainer, parallelize
 
@@ -27,9 +29,10 @@ RULE = Local(replicas=2, steps=2, lr=0.7, momentum=0.9)
 STEPS, CLIP = 5, 0.5
 
 
-def trainer_of(plan: str, kind: str = "") -> Trainer:
+def trainer_of(plan: str, kind: str = "", rule: str = "") -> Trainer:
     asked = recipe("fp64").but(local=RULE, compression=Compression(kind=kind) if kind else None)  # type: ignore[arg-type]
-    return parallelize(make_model("llama"), make_optimizer, plan, precision=asked, clip=CLIP, anatomy=anatomy_of("llama"))
+    optimizer = optimizer_of(Optimizer(name=rule)) if rule else make_optimizer  # type: ignore[arg-type]
+    return parallelize(make_model("llama"), optimizer, plan, precision=asked, clip=CLIP, anatomy=anatomy_of("llama"))
 
 
 def under(plan: str) -> dict[str, Any]:
@@ -88,9 +91,9 @@ def test_replicas_that_meet_rarely_are_those_of_one_process(ranks: Pool, expecte
                 assert difference(found[held][name], weight) < 1e-8, f"{held} of {name}"
 
 
-def stopped(plan: str, kind: str, folder: str) -> list[list[float]]:
+def stopped(plan: str, rule: str, folder: str) -> list[list[float]]:
     """Losses of the steps after the third, in one go and after a checkpoint between two meetings."""
-    whole, first, second = trainer_of(plan, kind), trainer_of(plan, kind), trainer_of(plan, kind)
+    whole, first, second = (trainer_of(plan, rule=rule) for _ in range(3))
     losses = [whole.step(make_batch("llama", step)).loss for step in range(STEPS)]
     for step in range(3):
         first.step(make_batch("llama", step))
@@ -98,9 +101,9 @@ def stopped(plan: str, kind: str, folder: str) -> list[list[float]]:
     return [losses[3:], [second.step(make_batch("llama", step)).loss for step in range(3, STEPS)]]
 
 
-@pytest.mark.parametrize(("plan", "kind"), [("dp2x2.z1", "")])
-def test_going_on_between_two_meetings_is_going_on(ranks: Pool, plan: str, kind: str, tmp_path: Path) -> None:
-    for whole, resumed in ranks.run(parse_plan(plan).world, stopped, plan, kind, str(tmp_path)):
+@pytest.mark.parametrize(("plan", "rule"), [("dp2x2.z1", ""), ("dp2", "muon"), ("dp2", "adafactor")])
+def test_going_on_between_two_meetings_is_going_on(ranks: Pool, plan: str, rule: str, tmp_path: Path) -> None:
+    for whole, resumed in ranks.run(parse_plan(plan).world, stopped, plan, rule, str(tmp_path)):
         assert whole == resumed
 
 

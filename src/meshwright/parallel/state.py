@@ -31,12 +31,10 @@ class Held(NamedTuple):
 def _runs(engine: Parallel, kind: str, unit: FlatUnit, parts: Sequence[torch.Tensor], saving: bool) -> Iterator[Held]:
     """`parts` are the own run of `unit`, one behind the other, cut into pieces named `kind/parameter`; of replicas that go their own ways each but the first has a name
     of its own before it, except of what they have alike when they meet."""
-    copy = unit.sharing.sites.copy if unit.sharing.sites is not None else 0
-    if copy and kind.startswith(OUTER):
-        if saving:
-            return
-    elif copy:
-        kind = f"{REPLICA}{copy}/{kind}"
+    if not kind.startswith(OUTER):
+        kind = f"{_whose(unit)}{kind}"
+    elif saving and _whose(unit):
+        return
     first, last = unit.own.start, unit.own.stop
     if saving:
         length, copies, copy = last - first, unit.sharing.copies, unit.sharing.copy
@@ -57,6 +55,12 @@ def _runs(engine: Parallel, kind: str, unit: FlatUnit, parts: Sequence[torch.Ten
                 )
                 yield Held(piece, part[begin - lies : end - lies])
             lies += len(part)
+
+
+def _whose(unit: FlatUnit) -> str:
+    """Before the names of what is of this replica alone: of replicas that go their own ways, of each but the first."""
+    copy = unit.sharing.sites.copy if unit.sharing.sites is not None else 0
+    return f"{REPLICA}{copy}/" if copy else ""
 
 
 def cut_of(engine: Parallel, unit: FlatUnit, name: str) -> tuple[Split | None, int, int, int]:
@@ -121,7 +125,7 @@ def _whole_states(unit: FlatUnit, optimizer: torch.optim.Optimizer, saving: bool
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
                 dtype = str(value.dtype).removeprefix("torch.")
-                piece = Piece(f"optimizer/{key}/{part.name}", tuple(value.shape), dtype, None, (), 0, value.numel())
+                piece = Piece(f"{_whose(unit)}optimizer/{key}/{part.name}", tuple(value.shape), dtype, None, (), 0, value.numel())
                 yield Held(piece, value.view(-1))
 
 
