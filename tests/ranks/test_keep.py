@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from equality import anatomy_of, difference, make_batch, make_model, make_optimizer
 from faulty import launch
+from torch import nn
 
 from meshwright.base.pulse import Pulse, opened
 from meshwright.checkpoint.memory import Kept
@@ -190,3 +193,48 @@ def test_a_run_whose_first_rank_trains_nothing_goes_on_with_its_moments(ranks: A
     whole, *others = ranks.run(2, gone_on, rule, str(tmp_path))[0]
     for again in others:
         assert all(torch.equal(whole[key], again[key]) for key in whole)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.inner(x)))
+
+
+def normed() -> Trainer:
+    torch.manual_seed(0)
+    return parallelize(Normed(), make_optimizer, "dp1.mb8", precision="fp32", loss=lambda output, batch: output.square().mean())
+
+
+def moved_on(folder: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """After each of two steps: the buffers, and those of the copy beside which a forward has moved them on."""
+    trainer = normed()
+    ranks, device = ranks_of(trainer.mesh), trainer.mesh.device
+    copies, paths = copies_of(trainer, folder)
+    write, moved = copies.memory.write, threading.Event()
+    copies.memory.write = lambda *given: (moved.wait(), write(*given))[1]  # type: ignore[method-assign, func-returns-value]
+    found = []
+    for step in range(2):
+        trainer.step({"x": torch.randn(8, 4)})
+        before = {name: buffer.clone() for name, buffer in trainer.engine.model.named_buffers()}
+        trainer.mesh = replace(trainer.mesh, device=torch.device("meta"))  # no CPU: copied while the next step runs
+        copies.begin({})
+        trainer.mesh = replace(trainer.mesh, device=device)
+        for buffer in trainer.engine.model.buffers():
+            buffer.add_(1)
+        moved.set()
+        copies.finish()
+        moved.clear()
+        kept, again = newest(paths, ranks), normed()
+        assert kept is not None and kept.step == step + 1
+        again.load(kept)
+        found.append((before, {name: buffer.clone() for name, buffer in again.engine.model.named_buffers()}))
+    return found
+
+
+def test_a_copy_beside_the_next_step_has_the_running_means_of_its_own(ranks: Any, tmp_path: Path) -> None:
+    for before, copied in ranks.run(1, moved_on, str(tmp_path))[0]:
+        assert before and all(torch.equal(before[name], copied[name]) for name in before)

@@ -3,8 +3,9 @@
 Promise: whenever ranks die, all of them have a whole and undamaged copy of the last step that was reported, and going on from it is
 bit-identical to never having stopped. On a CPU, where copying beside the next step would take the same cores, a copy is made when the step
 ends, before the ranks agree on its record: what is reported is kept. Beside an accelerator it is made while the next step runs and waited
-for before that step's last reduction: until then nothing writes what it reads, and after it every rank knows that every rank's copy is
-whole ([Note: two slots] in checkpoint/memory.py); then the last step that was reported may have to be run again.
+for before that step's last reduction: until then nothing writes what it reads (of buffers, which a forward moves on, it reads a clone), and
+after it every rank knows that every rank's copy is whole ([Note: two slots] in checkpoint/memory.py); then the last step that was reported
+may have to be run again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from meshwright.base.units import show_bytes
 from meshwright.checkpoint.distant import memory_at
 from meshwright.checkpoint.memory import Kept, Layout, Memory, lay_out
 from meshwright.checkpoint.save import Ranks
-from meshwright.parallel.state import addresses
+from meshwright.parallel.state import BUFFER, addresses
+from meshwright.spec.piece import Piece
 from meshwright.train.keep import pieces_of, random_of, state_of
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class Copies:
         self.seconds = 0.0
         self._layout: Layout | None = None
         self._places: list[int] = []
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What a forward may move on (running means), and where the copy reads it instead: as it is when the step ends."""
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
@@ -56,6 +60,8 @@ class Copies:
         layout = self._lay()
         if layout is None:
             return
+        for live, still in self._buffers:
+            still.copy_(live)
         local = list(random_of(self.trainer).values())
         state = json.dumps(state_of(self.trainer, {**self.extra, "record": record})).encode()
         if self.trainer.mesh.device.type == "cpu":
@@ -90,7 +96,8 @@ class Copies:
             places.append(self.trainer.steps)
         if self._layout is None or places != self._places:
             self._places = places
-            self._layout = lay_out(pieces_of(self.trainer), random_of(self.trainer), self.trainer.mesh.plan, self.trainer.mesh.rank)
+            self._buffers, pieces = _stilled(pieces_of(self.trainer))
+            self._layout = lay_out(pieces, random_of(self.trainer), self.trainer.mesh.plan, self.trainer.mesh.rank)
             self.refused = NO_ROOM if self.refused == NO_ROOM else self._refusal(self._layout)
             if not self.refused:
                 self.memory.lay(self._layout, self._slots)
@@ -108,6 +115,14 @@ class Copies:
             f"no copies in memory: they would take {show_bytes(needs)} of the {show_bytes(free)} that this machine has left; "
             "a rank that fails costs the steps since the last checkpoint"
         )
+
+
+def _stilled(
+    pieces: Sequence[tuple[Piece, torch.Tensor]],
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[Piece, torch.Tensor]]]:
+    """`pieces` with a clone in the place of each buffer; and before them the buffers with their clones."""
+    still = [(piece, data.clone() if piece.name.startswith(BUFFER) else data) for piece, data in pieces]
+    return [(one, other) for (_, one), (_, other) in zip(pieces, still, strict=True) if one is not other], still
 
 
 def newest(paths: Sequence[str], ranks: Ranks) -> Kept | None:
