@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
+import os
 import random
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from checkpoint_worlds import empty, layouts, random_tensor, same_bits, save_wor
 from safetensors.torch import load_file, save_file
 
 import meshwright.checkpoint
-from meshwright.base.errors import InputError
+from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.checkpoint import disk
 from meshwright.checkpoint.assemble import cut
 from meshwright.checkpoint.huggingface import export, import_weights
 from meshwright.checkpoint.load import full_tensors, load
@@ -107,7 +110,26 @@ def test_a_damaged_checkpoint_exports_nothing(tmp_path):
     file.write_bytes(data)
     with pytest.raises(InputError, match="model/w"):
         export(path, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_finds_no_room_leaves_what_was_there(tmp_path, monkeypatch):
+    held = {"model/w": torch.randn(400)}
+    path = save_world(tmp_path / "run", 1, held, layouts(held, 1, random.Random(1)))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("before")
+    for free in (100, 10**9):  # said before, and by the disk itself
+        monkeypatch.setattr(disk, "free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr(disk, "write_file", refused)
+        with pytest.raises(MeshwrightError, match="; nothing is exported") as caught:
+            export(path, tmp_path / "out", {})
+        assert caught.value.exit_code == 1
+        assert [(file.name, file.read_text()) for file in (tmp_path / "out").iterdir()] == [("config.json", "before")]
+
+
+def refused(path, blocks, durable=True):
+    path.write_bytes(b"half")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 @pytest.mark.parametrize(

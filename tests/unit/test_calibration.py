@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from meshwright.base.errors import InputError
+from meshwright.cli.probe import lines
 from meshwright.cost.box import Cut
 from meshwright.cost.calibration import calibrated, formula
 from meshwright.cost.collectives import Fabric, fabric
@@ -21,6 +23,7 @@ from meshwright.spec.cluster import Cluster, Link
 from meshwright.spec.measurement import Measured, Measurement, Pair, Product, Timing
 from meshwright.spec.plan import Plan
 from meshwright.spec.tiers import tiers
+from meshwright.words.lines import translated
 
 NEAR = Link(name="near", bandwidth=8e9, latency=60e-6, efficiency=1.0)
 FAR = Link(name="far", bandwidth=50e6, latency=300e-6, efficiency=1.0)
@@ -175,3 +178,19 @@ def test_a_rank_with_a_part_of_a_core_starts_operations_as_many_times_slower_and
     for micro_batch in (1, 4):
         more = (step(20e-6, micro_batch) - step(5e-6, micro_batch)) / (4 / micro_batch)
         assert more == pytest.approx(operations * 15e-6, rel=1e-6)
+
+
+def test_a_probe_is_said_in_chinese_down_to_what_is_odd() -> None:
+    inside = {f"_{a}_{b}": 1e9 for a in range(8) for b in range(a + 1, 8) if a // 4 == b // 4}
+    slow = tuple(rank(n, n // 2, rate=80e9 if n == 3 else 100e9).but(share=0.1 if n == 1 else 0.5) for n in range(8))
+    timed = (Timing(kind="all_reduce", ranks=8, stride=1, size=2.0**16, seconds=1.0),)
+    for measured, known in (
+        (Measurement(devices=slow, pairs=pairs(8, _2_5=5e7), timings=timed, meetings=timed), "8x1:cpu"),
+        (Measurement(devices=slow[:4], pairs=pairs(4, _0_2=1e7, _1_2=1e7, _2_3=1e7), busy=2.0), "1x8:a100-80gb"),
+        (Measurement(devices=tuple(rank(n, n) for n in range(8)), pairs=pairs(8, **inside)), "1x8:a100-80gb"),
+        (Measurement(devices=(rank(0, 0),)), "1x1:cpu"),
+    ):
+        said = "\n".join(lines(calibrated(measured, parse_cluster(known)), measured))
+        chinese = translated(said, "zh")
+        assert said.count("\n") == chinese.count("\n")
+        assert set(re.findall("[A-Za-z]{3,}", chinese)) <= {"cpu", "GFLOP", "MiB", "GiB", "KiB", "rank", "all", "reduce", "gb"}, chinese

@@ -92,6 +92,8 @@ def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
         (BIG, {"least": 5}, "it may go on with 1 to 4"),
         (Shared(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"), {"least": 2}, "only equal ones can stand in"),
         (BIG, {"on": "kubernetes"}, "--image"),
+        (BIG, {"on": "slurm", "queue": Queue(hours=float("nan"))}, "--hours nan: must be at least 0"),
+        (BIG, {"on": "slurm", "queue": Queue(hours=-3.0)}, "--hours -3: must be at least 0"),
     ],
 )
 def test_what_cannot_be_launched_is_one_line(shared: Shared, more: dict[str, Any], words: str, tmp_path: Path) -> None:

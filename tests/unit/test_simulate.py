@@ -311,7 +311,7 @@ def test_faults_read_from_tuples_and_from_text() -> None:
         (["--link", "1:2"], "--link '1:2'.share: input should be less than or equal to 1"),
         (["--link", "1:0:x"], "--link '1:0:x'.seconds: expected a quantity"),
         (["--plan", "dp8"], "dp(8) * tp(1) * pp(1) = 8 but the cluster has 4 devices"),
-        (["--trace", "/no/such/folder/file"], "trace '/no/such/folder/file' cannot be written"),
+        (["--trace", "/no/such/folder/file"], "--trace /no/such/folder/file: folder /no/such/folder does not exist; name a file in one"),
         (["--save", "3 s"], "--save is about a fleet: say for how long with --days"),
     ],
 )

@@ -131,6 +131,8 @@ def said_by(path: Path) -> set[str]:
         "NothingFits": -1,
         "Mend": 0,
         "note": 0,
+        "remark": 0,
+        "MeshwrightError": -1,
         "_note": 0,
         "translated": 0,
         "Interrupted": -1,
@@ -145,7 +147,8 @@ def said_by(path: Path) -> set[str]:
     "place",
     [
         "spec/plan.py", "spec/rules.py", "search/*.py", "intake/*.py", "cli/plan.py", "cli/fit.py", "cli/train.py", "cli/doctor.py",
-        "train/screen.py", "elastic/*.py", "train/recovery.py", "train/lease.py", "report/*.py", "cli/report.py",
+        "train/screen.py", "elastic/*.py", "train/recovery.py", "train/lease.py", "report/*.py", "cli/report.py", "cli/probe.py",
+        "cli/trials.py", "cli/others.py", "cli/emulate.py", "cli/nodes.py", "cli/launch.py", "launch/*.py", "emulate/*.py",
     ],
 )  # fmt: skip
 def test_every_line_that_a_command_says_is_known_in_chinese(place: str) -> None:
@@ -252,5 +255,6 @@ def test_a_long_line_of_which_nothing_is_known_is_not_taken_apart() -> None:
 
 
 def test_an_error_is_said_in_the_language_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--cluster", "1x8:a100-80gb", "--model", "llama2-7b", "--pin", "tp=3", "--lang", "zh"]) == 2
-    assert capsys.readouterr().err == "meshwright: 固定项 tp(3) = 3，而集群有 8 个设备，3 除不尽\n"
+    for asked in (["--lang", "zh"], ["--lang=zh"]):
+        assert main(["plan", "--cluster", "1x8:a100-80gb", "--model", "llama2-7b", "--pin", "tp=3", *asked]) == 2
+        assert capsys.readouterr().err == "meshwright: 固定项 tp(3) = 3，而集群有 8 个设备，3 除不尽\n"

@@ -116,6 +116,8 @@ def parse(text: str, where: str) -> Any:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
     try:
         return yaml.load(text, Loader)
+    except RecursionError:
+        raise InputError(f"{where}: lists or objects inside of each other, too deep to be read") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""

@@ -51,14 +51,17 @@ class Interrupted(MeshwrightError):
     exit_code = 75
 
 
-def of_the_system(error: Exception, words: Iterable[str]) -> Exception:
-    """`error`, or in words of ours what the system says of a full disk, or of a file or folder that one of `words`, those of a command, names.
+def of_the_system(error: BaseException, words: Iterable[str]) -> BaseException:
+    """`error`, or in words of ours a Ctrl-C, or what the system says of a full disk, or of a file or folder that one of `words`, those of a command,
+    names.
 
     >>> of_the_system(FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json"), ["--save", "/proc/out/plan.json"])
     InputError("'/proc/out/plan.json': No such file or directory; name another path")
     >>> of_the_system(OSError(28, "No space left on device"), [])
     MeshwrightError('the disk is full (No space left on device): make room, then the same command goes on')
     """
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("interrupted; the same command goes on")
     if not isinstance(error, OSError):
         return error
     path = str(error.filename or "")

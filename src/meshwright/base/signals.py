@@ -12,6 +12,12 @@ from typing import Any
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def interrupt(number: int, _: Any) -> None:
+    """Any request as Python has it of Ctrl-C: what runs is left in order. The next one ends the process at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
 @contextmanager
 def hearing(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Requests go to `handler` as long as the block runs. Outside the main thread nothing can be heard and nothing changes."""
@@ -41,3 +47,13 @@ def heed(handler: Callable[[int, Any], None]) -> dict[signal.Signals, Any]:
 
     numbers = [number for number in REQUESTS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, heard) for number in numbers}
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Processes that are started inside do not hear the Ctrl-C of a terminal: it reaches whoever started them, who ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

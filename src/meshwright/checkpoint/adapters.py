@@ -7,7 +7,6 @@ Source: huggingface/peft, `adapter_config.json` and `adapter_model.safetensors` 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 
 from meshwright.base.errors import InputError
-from meshwright.checkpoint import disk
+from meshwright.checkpoint.exported import write_folder
 from meshwright.checkpoint.load import full
-from meshwright.checkpoint.shard import DTYPES, Item, write_shard
+from meshwright.checkpoint.shard import DTYPES, Item
 from meshwright.checkpoint.verify import Reader
 from meshwright.checkpoint.weights import PREFIX
 from meshwright.spec.workload import Lora
@@ -71,16 +70,4 @@ def export_adapter(path: Path, folder: Path, lora: Lora, base: str, beside: Mapp
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha,
         "target_modules": layers, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
-    disk.make_folder(folder)
-    done = []
-    for name, content in {**beside, CONFIG: json.dumps(config, indent=2).encode(), WEIGHTS: None}.items():
-        temporary = folder / f".{name}.tmp"
-        temporary.unlink(missing_ok=True)
-        if content is None:
-            write_shard(temporary, items, {"format": "pt"})
-        else:
-            disk.write_file(temporary, [content])
-        os.replace(temporary, folder / name)
-        done.append(folder / name)
-    disk.sync_folder(folder)
-    return done
+    return write_folder(folder, {**beside, CONFIG: json.dumps(config, indent=2).encode(), WEIGHTS: items})

@@ -7,6 +7,7 @@ Source: the order write, fsync, rename, fsync of the parent folder (Pillai et al
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 CHUNK = 8 * 2**20
+_LEFT_OVER = re.compile(r"\.(step-|latest\.).*\.(tmp|trash)")
 
 
 def make_folder(path: Path) -> None:
@@ -60,6 +62,13 @@ def remove(path: Path) -> None:
         path = path.rename(path.with_name(f".{path.name}.{os.urandom(4).hex()}.trash"))
         sync_folder(path.parent)
     shutil.rmtree(path)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what saves that were cut short left in a folder of checkpoints. Nobody else may be saving there."""
+    for name in os.listdir(folder):
+        if _LEFT_OVER.fullmatch(name):
+            remove(folder / name)
 
 
 def open_file(path: Path) -> int:

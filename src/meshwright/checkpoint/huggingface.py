@@ -8,7 +8,6 @@ Source: huggingface/transformers, `save_pretrained` (max_shard_size, `model.safe
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import Any
 import torch
 
 from meshwright.base.errors import InputError, did_you_mean
-from meshwright.checkpoint import disk
 from meshwright.checkpoint.adapters import BASE, Folded, is_adapter
+from meshwright.checkpoint.exported import write_folder
 from meshwright.checkpoint.load import full
 from meshwright.checkpoint.save import save
-from meshwright.checkpoint.shard import DTYPES, Item, dtype_name, write_shard
+from meshwright.checkpoint.shard import DTYPES, Item, dtype_name
 from meshwright.checkpoint.verify import Reader
 from meshwright.checkpoint.weights import BUFFER, INDEX, PREFIX, WEIGHTS, Weights
 from meshwright.spec.piece import Piece
@@ -66,13 +65,12 @@ def export(
         turn = shown.endswith(turned) and len(entry.shape) == 2
         shape = entry.shape[::-1] if turn else entry.shape
         items.append(Item(shown, kind, shape, entry.numel * DTYPES[kind].itemsize, partial(_full, folded or reader, name, kind, turn)))
-    disk.make_folder(folder)
     texts = dict(beside)
     if config is not None:
         written = dtype or next(entry.dtype for name, entry in sorted(weights.items()) if name.startswith(PREFIX))
         others = {key: value for key, value in config.items() if key != "torch_dtype"}
         texts["config.json"] = json.dumps({**others, "dtype": written}, indent=2).encode()
-    return _write(folder, items, texts, largest)
+    return write_folder(folder, _files(items, texts, largest))
 
 
 def _full(source: Reader | Folded, name: str, dtype: str, turn: bool) -> torch.Tensor:
@@ -80,8 +78,8 @@ def _full(source: Reader | Folded, name: str, dtype: str, turn: bool) -> torch.T
     return tensor.T if turn else tensor
 
 
-def _write(folder: Path, items: list[Item], texts: dict[str, bytes], largest: int) -> list[Path]:
-    """Everything under temporary names, then renamed, the index last: a folder cut short is no model."""
+def _files(items: list[Item], texts: dict[str, bytes], largest: int) -> dict[str, bytes | list[Item]]:
+    """By name what each file holds, the index last: a folder cut short is no model."""
     groups: list[list[Item]] = [[]]
     room = largest
     for item in items:
@@ -96,29 +94,7 @@ def _write(folder: Path, items: list[Item], texts: dict[str, bytes], largest: in
     if not one:
         where = {item.key: name for name, group in zip(names, groups, strict=True) for item in group}
         texts[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
-    if total > disk.free_bytes(folder):
-        raise InputError(f"folder {str(folder)!r}: the weights need {total} bytes, {disk.free_bytes(folder)} are free")
-    done: list[Path] = []
-    try:
-        for name, group in zip(names, groups, strict=True):
-            done.append(folder / f".{name}.tmp")
-            done[-1].unlink(missing_ok=True)
-            write_shard(done[-1], group, {"format": "pt"})
-        for name, content in texts.items():
-            done.append(folder / f".{name}.tmp")
-            done[-1].unlink(missing_ok=True)
-            disk.write_file(done[-1], [content])
-        for index, name in enumerate([*names, *texts]):
-            os.replace(done[index], folder / name)
-            done[index] = folder / name
-    except BaseException as error:
-        for path in done:
-            path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise InputError(f"folder {str(folder)!r}: {error.strerror}; nothing is exported") from None
-        raise
-    disk.sync_folder(folder)
-    return done
+    return {**dict(zip(names, groups, strict=True)), **texts}
 
 
 def import_weights(source: Path | str, folder: Path | str) -> Path:

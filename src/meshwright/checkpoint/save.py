@@ -34,7 +34,6 @@ from meshwright.spec.piece import Piece
 from meshwright.spec.plan import Plan
 
 LATEST = "latest"
-_LEFT_OVER = re.compile(r"\.(step-|latest\.).*\.(tmp|trash)")
 Held = tuple[Piece, torch.Tensor]
 TensorKey = tuple[str, tuple[int, ...], str, int | None]
 Parts = dict[TensorKey, list[Part]]
@@ -138,9 +137,7 @@ class _Save:
         if self.ranks.rank:
             return None
         disk.make_folder(self.folder)
-        for name in os.listdir(self.folder):
-            if _LEFT_OVER.fullmatch(name):
-                disk.remove(self.folder / name)
+        disk.sweep(self.folder)
         self.begin(os.urandom(4).hex())
         os.mkdir(self.place(), 0o700)
         return self.id

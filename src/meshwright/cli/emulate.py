@@ -37,10 +37,11 @@ def emulate(
         words[:1] = [sys.executable, "-m", "meshwright"]
     described = read_cluster(cluster, measured=False)
     found = scaled(described, cores(), parse_quantity(devices()["cpu"]["peak"]["fp32"], "FLOP/s"))
+    where = f"{len(found.wires)} nodes of {cores()} cores" if len(found.wires) > 1 else f"1 node of {cores()} cores"
     shares = ", ".join(f"{share:.0%}" for share in dict.fromkeys(round(share, 3) for share in found.shares))
     with emulated(found) as there:
         note(
-            f"{there.world} ranks on {len(found.wires)} node{'s' if len(found.wires) > 1 else ''} of {cores()} cores: {shares.replace('%', ' %')} of a core each, "
+            f"{there.world} ranks on {where}: {shares.replace('%', ' %')} of a core each, "
             f"{show_rate(min(found.wires))} and {show_seconds(found.delay)} between nodes; slower than described by {found.motion:,.3g}"
         )
         return run(there, words, os.environ)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import JobPath, Shared, note, say
+from meshwright.base.files import write_whole
+from meshwright.cli.options import JobPath, Language, Shared, note, say
 
 if TYPE_CHECKING:
     from meshwright.intake.job import JobFile
@@ -49,6 +51,7 @@ def launch(
     save: Annotated[Path | None, Parameter(help="folder for the files; without one the script is printed")] = None,
     pods: Pods = Pods(),
     queue: Queue = Queue(),
+    lang: Language = None,
 ) -> int:
     """Write what starts a job on several nodes: one process on each, which starts its ranks itself, heals them, and joins again.
 
@@ -57,13 +60,15 @@ def launch(
     from meshwright.base.errors import InputError
     from meshwright.launch import kubernetes, slurm, torchrun
     from meshwright.launch.start import JOB
+    from meshwright.words.say import language_of
 
+    remark = partial(note, language=(language := language_of(lang, os.environ)))
     if on == "kubernetes" and not (pods.image and pods.claim):
         raise InputError(
             "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all nodes share)"
         )
     file = shared.job_file(job)
-    start = start_of(file, least)
+    start = start_of(file, least, language)
     said = file.model_dump_json(indent=1, exclude_defaults=True)
     where = f"{save}/{JOB}" if save else JOB
     if on == "slurm":
@@ -74,23 +79,21 @@ def launch(
         text = "\n".join(start.comments()) + "\n" + _documents(kubernetes.objects(start, said, pods.image, pods.claim, pods.mount))
     if save is None:
         say(text.rstrip("\n"))
-        note(f"not saved: with --save FOLDER it is written there, and the job file beside it as {JOB}")
+        remark(f"not saved: with --save FOLDER it is written there, and the job file beside it as {JOB}")
         return 0
     for line in start.about[1:]:
-        note(line)
+        remark(line)
     save.mkdir(parents=True, exist_ok=True)
-    for name, content in ((NAMES[on], text), *(((JOB, said + "\n"),) if on != "kubernetes" else ())):
-        path = save / name
-        path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:  # it may hold the token
-            out.write(content)
-        note(f"wrote {path}")
+    for name, content in (*(((JOB, said + "\n"),) if on != "kubernetes" else ()), (NAMES[on], text)):
+        write_whole(save / name, content, private=True)  # it may hold the token
+        remark(f"wrote {save / name}")
     first = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": "MESHWRIGHT_TOKEN=SECRET bash"}[on]
-    note(f"next: {first} {save / NAMES[on]}{' NUMBER FIRST' if on == 'torchrun' else ''}")
+    words = f"{first} {save / NAMES[on]}"
+    remark(f"next: {words} NUMBER FIRST" if on == "torchrun" else f"next: {words}")
     return 0
 
 
-def start_of(file: JobFile, least: int | None) -> Start:
+def start_of(file: JobFile, least: int | None, language: str = "en") -> Start:
     """What is started for a job: the plan is searched here too, so that nothing is queued that does not fit."""
     from meshwright.base.errors import InputError
     from meshwright.cli.preparation import choose, folder_of, source_of
@@ -123,7 +126,7 @@ def start_of(file: JobFile, least: int | None) -> Start:
         folder=str(folder),
         grace=file.run.grace,
         settings={setting.name: (setting.value, setting.reason) for setting in settings_of(cluster)},
-        about=("Written by `meshwright launch`.", *(said(line).strip() for line in choice.why)),
+        about=("Written by `meshwright launch`.", *(said(line, language).strip() for line in choice.why)),
     )
 
 

@@ -6,6 +6,7 @@ traceback; the exit code is the error's own (`base.errors`): 0 done, 1 failed, 2
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -15,7 +16,8 @@ from itertools import pairwise
 from cyclopts import App, CycloptsError, UnknownCommandError
 
 from meshwright import __version__
-from meshwright.base.errors import InputError, Interrupted, MeshwrightError, did_you_mean, of_the_system
+from meshwright.base.errors import InputError, MeshwrightError, did_you_mean, of_the_system
+from meshwright.base.signals import hearing, interrupt
 
 COMMANDS = (
     ("train", "plan, launch and train; go on where a run stopped"),
@@ -40,6 +42,7 @@ HELP = """Any PyTorch model, any cluster: plan it, prove it, run it, keep it run
 "meshwright train" alone trains a small model on this machine. "meshwright COMMAND --help" shows options and an example.
 Every command takes --debug, which shows the traceback of an error."""
 HELP_WIDTH = 100
+UNREAD = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 
 def application(tokens: Sequence[str]) -> App:
@@ -62,22 +65,22 @@ def application(tokens: Sequence[str]) -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in tokens
+    ours = tokens.index("--") if "--" in tokens else len(tokens)  # what stands behind it is another command's
+    debug = "--debug" in tokens[:ours]
     try:
-        return run([token for token in tokens if token != "--debug"])
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+        with hearing(interrupt):
+            return run([token for at, token in enumerate(tokens) if token != "--debug" or at > ours])
     except (KeyboardInterrupt, MeshwrightError, Exception) as error:
+        if isinstance(error, OSError) and error.filename is None and error.errno in UNREAD:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed
+        if isinstance(error, BrokenPipeError):
+            return 0
         if debug:
             raise
-        error = (
-            Interrupted("interrupted; the same command goes on") if isinstance(error, KeyboardInterrupt) else of_the_system(error, tokens)
-        )
-        known = isinstance(error, MeshwrightError)
+        found = of_the_system(error, tokens)
         fault = f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of meshwright, --debug shows where"
-        print(f"meshwright: {_said(str(error), tokens) if known else fault}", file=sys.stderr)
-        return error.exit_code if isinstance(error, MeshwrightError) else 1
+        print(f"meshwright: {_said(str(found), tokens) if isinstance(found, MeshwrightError) else fault}", file=sys.stderr)
+        return found.exit_code if isinstance(found, MeshwrightError) else 1
 
 
 def _said(line: str, tokens: list[str]) -> str:
@@ -85,7 +88,7 @@ def _said(line: str, tokens: list[str]) -> str:
     from meshwright.words.lines import translated
     from meshwright.words.say import language_of
 
-    asked = next((token for before, token in pairwise(["", *tokens]) if before == "--lang"), None)
+    asked = next((word for before, word in pairwise(word for token in tokens for word in token.split("=", 1)) if before == "--lang"), None)
     try:
         return translated(line, language_of(asked, os.environ))
     except InputError:
@@ -102,12 +105,10 @@ def run(tokens: list[str]) -> int:
         if tokens[:1] in QUICK:
             gc.disable()
         code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
-    except UnknownCommandError as error:
-        names = [name for name, _ in COMMANDS]
-        if tokens[0] in names:
-            raise InputError(f"{tokens[0]}: {error}") from None
-        raise InputError(f"no command {tokens[0]!r}{did_you_mean(tokens[0], names) or ';'} commands are {', '.join(names)}") from None
     except CycloptsError as error:
+        names = [name for name, _ in COMMANDS]
+        if isinstance(error, UnknownCommandError) and tokens[0] not in names:
+            raise InputError(f"no command {tokens[0]!r}{did_you_mean(tokens[0], names) or ';'} commands are {', '.join(names)}") from None
         raise InputError(f"{tokens[0]}: {error}") from None
     finally:
         gc.enable()

@@ -117,8 +117,12 @@ def _await(fleet: Fleet, place: Place, note: Callable[[str], None], run: Run) ->
 
     heir, began, ready = place.after is not None, time.monotonic(), False
     goes_on, patience = heir, run.rejoin if heir else ARRIVE
-    leads = f", leads in the place of node {place.after}" if heir else ""
-    note(f"node {place.number} of {place.started} at {fleet.host}:{place.port}{leads}, waiting for the others")
+    if heir:
+        note(
+            f"node {place.number} of {place.started} at {fleet.host}:{place.port}, leads in the place of node {place.after}, waiting for the others"
+        )
+    else:
+        note(f"node {place.number} of {place.started} at {fleet.host}:{place.port}, waiting for the others")
     while not ready or 1 + len(fleet.nodes) < place.started - heir:
         for event in fleet.events(AGAIN):
             ready = ready or event["event"] == "ready"

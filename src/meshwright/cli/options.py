@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,11 +89,12 @@ def say(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
-def note(text: str, language: str = "en") -> None:
-    """Standard error: progress and remarks, in a language as far as it has a line for them."""
+def note(text: str, language: str | None = None) -> None:
+    """Standard error: progress and remarks, in a language as far as it has a line for them; None: that of the locale."""
     from meshwright.words.lines import translated
+    from meshwright.words.say import language_of
 
-    sys.stderr.write(translated(text, language) + "\n")
+    sys.stderr.write(translated(text, language_of(language, os.environ)) + "\n")
 
 
 def say_json(data: Any) -> None:

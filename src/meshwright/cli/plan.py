@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from meshwright.base.files import write_whole
 from meshwright.cli.options import AsJson, JobPath, Language, Shared, check_place, note, say, say_json
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def plan(
     if wanted.pin:
         question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
     try:
-        if (found := tried(file, question, wanted.trials) if wanted.trials else (question, None)) is None:
+        if (found := tried(file, question, wanted.trials, language) if wanted.trials else (question, None)) is None:
             return 0
         question, best = found
         answer = search(question, shown.top, Objective(wanted.objective), wanted.runnable or best is not None)
@@ -99,7 +100,7 @@ def plan(
     else:
         _answer(question, answer, wanted.runnable, language, shown)
     if shown.save is not None:
-        shown.save.write_text(answer.plans[0].plan.to_json() + "\n", encoding="utf-8")
+        write_whole(shown.save, answer.plans[0].plan.to_json() + "\n")
         note(f"{answer.plans[0].plan.name} is in {shown.save}; `--plan {shown.save}` uses it", language)
     if shown.page is not None:
         _page(question, answer, wanted, _asked(job, shared, wanted), file.cluster, shown.page, language)
@@ -147,7 +148,7 @@ def _page(question: Job, answer: Answer, wanted: Wanted, asked: list[str], choic
     found = grid(question, axes, Objective(wanted.objective), wanted.runnable, workers if axes.size * answer.seconds > 2.0 else 1)
     cluster = choice.name if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0) else None
     text = page_text(found, asked, cluster, language)
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     note(f"page: {path}, {show_bytes(len(text.encode()))}", language)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.base.errors import InputError
+from meshwright.base.files import write_whole
 from meshwright.cli.options import Shared
 
 if TYPE_CHECKING:
@@ -276,12 +276,7 @@ def write_run(folder: Path, launch: Launch, choice: Choice) -> str:
     nouns = {"job": choice.question, "plan": choice.plan, "estimate": choice.estimate, "launch": launch}
     for name, noun in nouns.items():
         if noun is not None:
-            fresh = folder / f".{name}.json.{os.getpid()}"
-            try:
-                fresh.write_text(noun.to_json() + "\n", encoding="utf-8")
-                fresh.replace(folder / f"{name}.json")
-            finally:
-                fresh.unlink(missing_ok=True)
+            write_whole(folder / f"{name}.json", noun.to_json() + "\n")
     if longer:
         done = read_records(folder / "records.jsonl")[0] if (folder / "records.jsonl").is_file() else []
         Journal(folder, lambda _: None).write(kind="longer", step=max((record.step for record in done), default=0), cause=longer)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, check_place, note, say, say_json
+from meshwright.base.files import write_whole
+from meshwright.cli.options import AsJson, Language, check_place, note, say, say_json
+from meshwright.cli.others import stopped_together
 
 if TYPE_CHECKING:
     from meshwright.cost.calibration import Calibrated
@@ -24,6 +27,7 @@ TARGET = "meshwright.train.probing"
 LOST = 45.0
 """Seconds after which a rank that others wait for is lost; none of what is measured takes as long."""
 
+EARLY = "before all was measured"
 
 RANKS_PER_CORE = 8
 
@@ -35,6 +39,7 @@ def probe(
     ] = "local",
     save: Annotated[Path | None, Parameter(help="write the measured cluster to this file, for --cluster")] = None,
     json: AsJson = False,
+    lang: Language = None,
 ) -> int:
     """Measure devices, memory, storage and every link, through the exchange that training uses; say what is odd.
 
@@ -47,7 +52,10 @@ def probe(
     from meshwright.intake.clusters import keep_local, read_cluster
     from meshwright.spec.measurement import QUIET
     from meshwright.train.rank import launched
+    from meshwright.words.lines import translated
+    from meshwright.words.say import language_of
 
+    language = language_of(lang, os.environ)
     check_place("--save", save)
     me = launched(os.environ)
     known = read_cluster(cluster, measured=False)
@@ -59,21 +67,21 @@ def probe(
         _check_ranks(known)
     if me is not None and known.name.startswith("local"):  # nobody described what another launcher started
         known = read_cluster(f"local:{me.world}", measured=False).but(name=UNDESCRIBED)
-    found = _here(known) if me is None else _with_others(me.rank, me.world)
+    found = _here(known, language) if me is None else _with_others(me.rank, me.world, language)
     if found is None:
         return 0
     result = calibrated(found, known)
     if me is None and known.name.startswith("local"):
         kept = keep_local(result.cluster) if found.busy <= QUIET else None
         why = "other programs were busy meanwhile" if found.busy > QUIET else "the cache cannot be written"
-        note(f"kept in {kept}: --cluster local is this from now on" if kept else f"not kept: {why}")
-    if save is not None:
-        save.write_text(result.cluster.to_json() + "\n", encoding="utf-8")
-        note(f"the cluster is in {save}; `--cluster {save}` uses it")
+        note(f"kept in {kept}: --cluster local is this from now on" if kept else f"not kept: {why}", language)
     if json:
         say_json({"cluster": result.cluster.model_dump(mode="json"), "odd": list(result.odd), "measured": found.model_dump(mode="json")})
     else:
-        say("\n".join(lines(result, found)))
+        say(translated("\n".join(lines(result, found)), language))
+    if save is not None:
+        write_whole(save, result.cluster.to_json() + "\n")
+        note(f"the cluster is in {save}; `--cluster {save}` uses it", language)
     return 0
 
 
@@ -90,7 +98,7 @@ def _check_ranks(known: Cluster) -> None:
         )
 
 
-def _here(known: Cluster) -> Measurement:
+def _here(known: Cluster, language: str) -> Measurement:
     """Ranks of this machine, each a child of this process."""
     from meshwright.base.codec import build
     from meshwright.base.errors import MeshwrightError
@@ -99,11 +107,12 @@ def _here(known: Cluster) -> Measurement:
     from meshwright.spec.measurement import Measurement
 
     said: list[Any] = []
-    note(f"measuring {known.devices} rank{'s' if known.devices > 1 else ''} of this machine")
+    remark = partial(note, language=language)
+    remark(f"measuring {known.devices} ranks of this machine" if known.devices > 1 else "measuring 1 rank of this machine")
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
         work = Work(f"{TARGET}:probe", known.devices, {}, Path(folder), (TARGET,))
         try:
-            Supervisor(work, lambda rank, message: said.append(message), note).run()
+            Supervisor(work, lambda rank, message: said.append(message), remark, early=EARLY).run()
         except RankFailed as error:  # its log goes with the folder
             raise MeshwrightError(
                 f"{str(error).splitlines()[0]}; nothing is saved: start the probe again on the devices that are left"
@@ -111,28 +120,25 @@ def _here(known: Cluster) -> Measurement:
     return build(Measurement, next(message["measurement"] for message in said if message["kind"] == "measured"))
 
 
-def _with_others(rank: int, world: int) -> Measurement | None:
+def _with_others(rank: int, world: int, language: str) -> Measurement | None:
     """One of the ranks that a launcher started; only rank 0 has something to say."""
-    from meshwright.base.errors import Interrupted, MeshwrightError
+    from meshwright.base.errors import MeshwrightError
     from meshwright.probe.machine import measure
     from meshwright.train.rank import connect
 
     if rank == 0:
-        note(f"measuring {world} ranks and the links between them")
-    connection = connect(rank, world, timeout=LOST)
-    try:
-        found = measure()
-    except KeyboardInterrupt:
-        if rank:  # rank 0 says it
-            raise SystemExit(Interrupted.exit_code) from None
-        raise
-    except (RuntimeError, TimeoutError) as error:
-        raise MeshwrightError(
-            f"rank {rank} lost another rank while all measured ({str(error).strip().splitlines()[0][:160]}): nothing is saved; see which rank ended, "
-            "and start the probe again on the devices that are left"
-        ) from error
-    finally:
-        connection.close()
+        note(f"measuring {world} ranks and the links between them", language)
+    with stopped_together(rank, EARLY):
+        connection = connect(rank, world, timeout=LOST)
+        try:
+            found = measure()
+        except (RuntimeError, TimeoutError) as error:
+            raise MeshwrightError(
+                f"rank {rank} lost another rank while all measured ({str(error).strip().splitlines()[0][:160]}): nothing is saved; see which rank ended, "
+                "and start the probe again on the devices that are left"
+            ) from error
+        finally:
+            connection.close()
     return found if rank == 0 else None
 
 
@@ -141,7 +147,8 @@ def lines(result: Calibrated, found: Measurement) -> Iterator[str]:
     from meshwright.base.units import show_bytes, show_rate, show_seconds
 
     cluster = result.cluster
-    yield f"measured in {show_seconds(found.seconds)}: {cluster.devices} devices on {len(found.hosts)} host{'s' if len(found.hosts) > 1 else ''}"
+    where = f"{cluster.devices} devices on {len(found.hosts)} hosts" if len(found.hosts) > 1 else f"{cluster.devices} devices on 1 host"
+    yield f"measured in {show_seconds(found.seconds)}: {where}"
     for group in cluster.groups:
         device = group.device
         rates = ", ".join(f"{name} {show_rate(rate, 'FLOP/s')}" for name, rate in device.peak.items())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from meshwright.base.files import write_whole
 from meshwright.cli.options import AsJson, Language, check_place, note, say, say_json
 
 if TYPE_CHECKING:
@@ -76,5 +77,5 @@ def _page(run: Run, path: Path, language: str) -> None:
     from meshwright.report.page import run_page_text
 
     text = run_page_text(run, language)
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     note(f"page: {path}, {show_bytes(len(text.encode()))}", language)

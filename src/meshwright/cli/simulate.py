@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from meshwright.base.errors import InputError
-from meshwright.cli.options import AsJson, JobPath, Shared, note, say, say_json
+from meshwright.cli.options import AsJson, JobPath, Shared, check_place, note, say, say_json
 
 if TYPE_CHECKING:
     from meshwright.intake.job import JobFile
@@ -75,6 +75,7 @@ def simulate(
     Try: meshwright simulate --model gpt3-175b --cluster 128x8:a100-80gb --batch 1536 --seq 2048 --plan dp16.tp8.pp8.z1 --slow 3:1.5
     Or:  meshwright simulate --cluster 2048x8:h100 --days 90 --failures llama3 --spares 20
     """
+    check_place("--trace", trace)
     if long.fleet_table:
         return _table(long, json)
     from meshwright.cli.preparation import read_file

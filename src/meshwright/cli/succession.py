@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.base.files import write_whole
 
 if TYPE_CHECKING:
     from meshwright.cli.nodes import Place
@@ -57,10 +58,7 @@ def announced(folder: Path, place: Place | None, note: Callable[[str], None]) ->
         return
     if place.after is not None:
         Journal(folder, note).write(kind="lost", node=str(place.after), cause="it led", decision=f"node {place.number} leads from here on")
-    fresh = folder / f".{LEADER}.{os.getpid()}"
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-        json.dump(Leader(place.number, place.host, place.port)._asdict(), file)
-    fresh.replace(folder / LEADER)
+    write_whole(folder / LEADER, json.dumps(Leader(place.number, place.host, place.port)._asdict()), private=True)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -149,6 +149,7 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
         leaving = Leaving(plans.predict, PROBE) if run.balance else None
         work = plans.work_of(launch)
         care = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, run.rejoin, leaving, full=work.world)
+        stack.callback(_sweep, folder / "checkpoints")
         stack.enter_context(announced(folder, node, screen.note))
         fleet = stack.enter_context(leading(node, work, screen.note, run)) if node else None
         work = plans.replan(len(fleet.slots)) if fleet is not None and len(fleet.slots) < work.world else work
@@ -156,6 +157,14 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
         hear = lambda rank, message: screen.hear(message)
         Supervisor(work, hear, screen.note, run.grace, Starting(screen.note), care=care, lent=fleet).run()
     return folder
+
+
+def _sweep(folder: Path) -> None:
+    """What a second request to stop cut short goes; whatever cannot be removed, the next save removes."""
+    from meshwright.checkpoint.disk import sweep
+
+    with suppress(OSError):
+        sweep(folder)
 
 
 def _after_trials(job: Path | None, shared: Shared, wanted: Wanted, connection: Connection | None = None) -> Shared:
@@ -175,7 +184,7 @@ def _after_trials(job: Path | None, shared: Shared, wanted: Wanted, connection: 
         return shared
     question = resolve(file)
     pins = {**question.pins, **parse_pins(wanted.pin)} if wanted.pin else question.pins
-    found = tried(file, question.but(pins=pins), wanted.trials, connection)
+    found = tried(file, question.but(pins=pins), wanted.trials, wanted.language, connection)
     best = found[1] if found else None
     return dataclasses.replace(shared, plan=best.plan.name) if best else shared
 

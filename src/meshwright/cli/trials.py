@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.options import note
+from meshwright.cli.others import stopped_together
 
 if TYPE_CHECKING:
     from meshwright.base.lines import Message
@@ -20,35 +23,37 @@ if TYPE_CHECKING:
     from meshwright.train.rank import Channel, Connection
 
 MODULE = "meshwright.cli.trials"
+EARLY = "during trials, of which nothing is kept"
 
 
-def hold_trials(question: Job, launch: Launch, most: int, known: Connection | None = None) -> list[Trial] | None:
+def hold_trials(
+    question: Job, launch: Launch, most: int, note: Callable[[str], None], known: Connection | None = None
+) -> list[Trial] | None:
     """Up to `most` plans, run here: on ranks that this process starts, or as one of those that a launcher started, by their connection if it is `known`. None on ranks other than 0."""
     from meshwright.base.errors import InputError
     from meshwright.train.rank import connect, launched
 
     if most < 1:
         raise InputError(f"--trials {most}: must be at least 1")
-    if known is not None:
-        found = conduct(question, launch, most, known)
-        return found if known.rank == 0 else None
     me = launched(os.environ)
     if me is not None:
-        connection = connect(me.rank, me.world)
-        try:
-            found = conduct(question, launch, most, connection)
-        finally:
-            connection.close()
+        with stopped_together(me.rank, EARLY):
+            connection = known or connect(me.rank, me.world)
+            try:
+                found = conduct(question, launch, most, connection, lambda trial: note(line_of(trial)))
+            finally:
+                if known is None:
+                    connection.close()
         return found if me.rank == 0 else None
     if sum(group.nodes for group in question.cluster.groups) > 1 or question.cluster.devices != launch.plan.world:
         raise InputError(
             f"--trials runs plans here, and cluster {question.cluster.name!r} has several nodes: start this command on each rank, with torchrun, "
             "Slurm or `meshwright emulate`"
         )
-    return _supervised(question, launch, most)
+    return _supervised(question, launch, most, note)
 
 
-def _supervised(question: Job, launch: Launch, most: int) -> list[Trial]:
+def _supervised(question: Job, launch: Launch, most: int, note: Callable[[str], None]) -> list[Trial]:
     from meshwright.base.codec import build
     from meshwright.elastic.supervisor import Supervisor, Work
     from meshwright.search.trials import Trial
@@ -63,7 +68,7 @@ def _supervised(question: Job, launch: Launch, most: int) -> list[Trial]:
     payload = {"job": question.model_dump(mode="json"), "launch": launch.model_dump(mode="json"), "most": most}
     with tempfile.TemporaryDirectory(prefix="meshwright-trials-") as folder:
         warm = ("meshwright.train.trials", MODULE, *(("transformers.modeling_utils",) if launch.model.folder else ()))
-        Supervisor(Work(f"{MODULE}:rank", launch.plan.world, payload, Path(folder), warm), hear, note).run()
+        Supervisor(Work(f"{MODULE}:rank", launch.plan.world, payload, Path(folder), warm), hear, note, early=EARLY).run()
     return found
 
 
@@ -76,14 +81,15 @@ def rank(channel: Channel, payload: Message) -> int:
 
     connection = connect(channel.rank, channel.world)
     try:
-        conduct(build(Job, payload["job"]), build(Launch, payload["launch"]), payload["most"], connection, channel)
+        hear = lambda trial: channel.say("trial", trial=trial.model_dump(mode="json"))
+        conduct(build(Job, payload["job"]), build(Launch, payload["launch"]), payload["most"], connection, hear)
     finally:
         connection.close()
     return 0
 
 
-def conduct(question: Job, launch: Launch, most: int, connection: Connection, channel: Channel | None = None) -> list[Trial]:
-    """The trials, one after the other; every rank calls it."""
+def conduct(question: Job, launch: Launch, most: int, connection: Connection, hear: Callable[[Trial], None]) -> list[Trial]:
+    """The trials, one after the other; every rank calls it. `hear` gets them on rank 0."""
     from meshwright.base.codec import build, parse
     from meshwright.search.trials import Trial, next_trial
     from meshwright.spec.plan import Plan
@@ -98,10 +104,8 @@ def conduct(question: Job, launch: Launch, most: int, connection: Connection, ch
         plan = build(Plan, parse(told, "rank 0"))
         timed = ground.try_plan(plan)
         trials.append(Trial(plan=plan, predicted=chosen[1] if chosen else 0.0, measured=timed.seconds, why=timed.why, busy=timed.busy))
-        if connection.rank == 0 and channel is not None:
-            channel.say("trial", trial=trials[-1].model_dump(mode="json"))
-        elif connection.rank == 0:
-            note(line_of(trials[-1]))
+        if connection.rank == 0:
+            hear(trials[-1])
 
 
 def line_of(trial: Trial) -> str:
@@ -118,7 +122,7 @@ def line_of(trial: Trial) -> str:
     )
 
 
-def tried(file: JobFile, question: Job, most: int, known: Connection | None = None) -> tuple[Job, Trial | None] | None:
+def tried(file: JobFile, question: Job, most: int, language: str, known: Connection | None = None) -> tuple[Job, Trial | None] | None:
     """`question` on the cluster that trials say it is, and the best of them. None on ranks other than 0. What `local` is, is kept."""
     from meshwright.cli.preparation import Choice, folder_of, launch_of, source_of
     from meshwright.intake.clusters import keep_local
@@ -130,15 +134,16 @@ def tried(file: JobFile, question: Job, most: int, known: Connection | None = No
     source = source_of(file)
     any_plan = search(question, 1, runnable=True).chosen.plan
     launch = launch_of(file, source, folder_of(file, source), Choice(question, any_plan, None, []))
-    trials = hold_trials(question, launch, most, known)
+    remark = partial(note, language=language)
+    trials = hold_trials(question, launch, most, remark, known)
     if trials is None:
         return None
     again = refitted(question, trials)
     if max((trial.busy for trial in trials), default=0.0) > QUIET:
-        note("other programs were busy meanwhile: what was measured is not kept")
+        remark("other programs were busy meanwhile: what was measured is not kept")
     elif again.cluster.name.startswith("local") and best_of(trials) is not None:
         kept = keep_local(again.cluster)
-        note(f"the cluster that explains them is kept in {kept}: --cluster local is this from now on" if kept else "not kept: no cache")
+        remark(f"the cluster that explains them is kept in {kept}: --cluster local is this from now on" if kept else "not kept: no cache")
     return again, best_of(trials)
 
 

@@ -118,6 +118,7 @@ def ask(job: Path | None, shared: Shared, pin: str | None, dtype: str) -> Asked:
 
 def run(asked: Asked) -> list[dict[str, Any]]:
     """The findings of the ranks. Their logs stay when something went wrong."""
+    from meshwright.elastic.failure import RankFailed
     from meshwright.elastic.supervisor import Supervisor, Work
 
     folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
@@ -128,7 +129,13 @@ def run(asked: Asked) -> list[dict[str, Any]]:
             findings.append({**message["finding"], "equal": message["equal"]})
 
     work = Work(f"{MODULE}:verify", asked.small.world, asked.question, folder, (MODULE,), {"CUDA_VISIBLE_DEVICES": ""})
-    Supervisor(work, hear, note).run()
+    try:
+        Supervisor(work, hear, note, early="before all was compared").run()
+    except RankFailed:
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
     shutil.rmtree(folder)
     return findings
 

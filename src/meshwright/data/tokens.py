@@ -17,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from meshwright.base.errors import InputError
+from meshwright.base.files import write_whole
 
 END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "[EOS]")
@@ -95,7 +96,7 @@ class LibraryTokenizer:
 
     def save(self, folder: Path) -> None:
         """The form that `open_tokenizer` and Hugging Face read back."""
-        (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
+        write_whole(folder / "tokenizer.json", self._text)
 
 
 def has_library() -> bool:

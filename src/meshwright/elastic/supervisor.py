@@ -83,6 +83,8 @@ class Supervisor:
     care: Care = Care()
     lent: Nursery | None = None
     """One that is ready and outlives this run; else the run has its own."""
+    early: str = "before the first step"
+    """When it was that a request to stop came before any rank began to train."""
     _asked: list[str] = field(default_factory=list)
     _told: int = 0
     _deadline: float | None = None
@@ -141,7 +143,8 @@ class Supervisor:
             if self._nursery.ended:
                 raise orphaned(self._nursery.status(), self._nursery.log)
             self.starting(self._holdings)
-        raise Interrupted(f"stopped {'while it recovered' if self._begun else 'before the first step'}; the same command starts again")
+        how = "while it recovered" if self._begun else self.early
+        raise Interrupted(f"stopped by {self._asked[0]} {how}; the same command starts again")
 
     # --- one generation -------------------------------------------------------------------------------------------------------
 
@@ -361,9 +364,11 @@ class Supervisor:
     def _conclude(self, now: Generation) -> None:
         if now.failures and len(self._asked) < 2:
             raise verdict(list(now.failures.values()), self.work.world, self.work.log, self._why)
-        if self._asked:
+        if self._asked and not self._begun:
+            raise Interrupted(f"stopped by {self._asked[0]} {self.early}; the same command starts again")
+        if self._asked and (now.failures or now.stopped or self._killed):  # else the last step was done all the same
             saved = len(now.stopped) == self.work.world
-            how = "everything is saved" if saved else "the step in progress was given up" if self._begun else "no step had begun"
+            how = "everything is saved" if saved else "the step in progress was given up"
             raise Interrupted(f"stopped by {self._asked[0]}: {how}; the same command goes on where this one stopped")
 
 

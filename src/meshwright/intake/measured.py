@@ -14,6 +14,7 @@ from pathlib import Path
 
 from meshwright.base.codec import parse, read_text
 from meshwright.base.errors import InputError
+from meshwright.base.files import write_whole
 from meshwright.base.places import cache_folder
 from meshwright.spec.cluster import Cluster
 
@@ -43,11 +44,9 @@ def kept_cluster(ranks: int, machine: tuple[object, ...]) -> Cluster | None:
 def keep(cluster: Cluster, machine: tuple[object, ...]) -> Path | None:
     """Write it whole or not at all; None where the cache cannot be written."""
     path = kept_path(cluster.devices, machine)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(cluster.to_json() + "\n", encoding="utf-8")
-        fresh.replace(path)
+        write_whole(path, cluster.to_json() + "\n")
     except OSError:
         return None
     return path

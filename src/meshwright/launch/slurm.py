@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import shlex
 
+from meshwright.base.errors import InputError
 from meshwright.launch.start import Start
 
+MOST = 365 * 24
 MARGIN = 30
 """Seconds beyond the grace of the run: Slurm looks at its clock no more often."""
 
@@ -19,6 +21,8 @@ MARGIN = 30
 def script(start: Start, job: str, partition: str = "", hours: float = 0.0) -> str:
     """`hours`: the longest time that it may take; 0: what the partition allows."""
     nodes = str(start.nodes) if start.least == start.nodes else f"{start.least}-{start.nodes}"
+    if not 0.0 <= hours < MOST:
+        raise InputError(f"--hours {hours:g}: must be at least 0 and below {MOST:,.0f}, a year")
     minutes = math.ceil(hours * 60)
     options = [
         f"--job-name={start.label}",

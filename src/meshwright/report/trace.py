@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import InputError
+from meshwright.base.files import write_whole
 from meshwright.simulate.run import Simulation
 from meshwright.simulate.step import Cell, Span
 
@@ -32,10 +32,7 @@ def trace(simulation: Simulation) -> dict[str, Any]:
 
 
 def write_trace(simulation: Simulation, path: Path) -> None:
-    try:
-        path.write_text(json.dumps(trace(simulation), separators=(",", ":")), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"trace {str(path)!r} cannot be written: {error.strerror}") from None
+    write_whole(path, json.dumps(trace(simulation), separators=(",", ":")))
 
 
 def _rank(simulation: Simulation, cell: Cell, lane: int) -> Iterator[Event]:

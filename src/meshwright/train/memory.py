@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.base.files import write_whole
 from meshwright.base.units import show_bytes
 from meshwright.spec.plan import Offload, Plan, Recompute
 from meshwright.spec.timeline import Moment, Timeline
@@ -66,11 +67,9 @@ class Watch:
         """Writes the timeline into the run's folder; the bytes at the peak by kind."""
         found = self.timeline(trainer)
         path = folder / "memory" / f"rank-{found.rank}.json"
-        try:
+        with suppress(OSError):  # a full disk costs the timeline, not the run
             path.parent.mkdir(exist_ok=True)
-            path.write_text(found.to_json() + "\n", encoding="utf-8")
-        except OSError:  # a full disk costs the timeline, not the run
-            path.unlink(missing_ok=True)
+            write_whole(path, found.to_json() + "\n")
         return {"total": found.total, "activations": found.peak.activations, "buffers": found.peak.buffers + found.held["passing"]}
 
 

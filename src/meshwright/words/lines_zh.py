@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from meshwright.words.lines_zh_machines import MACHINES
+
 LINES = {
-    # --- links
-    "{} Gbit/s a device": "每设备 {0} Gbit/s",
-    "assumed {} Gbit/s a device": "假定每设备 {0} Gbit/s",
-    # --- probe
-    "probe of {} ranks: this machine has {} cores, and beyond {} ranks a core what is measured is waiting for each other; use --cluster local:{}, or start the ranks on more machines": "探测 {0} 个 rank：本机有 {1} 个核，每核超过 {2} 个 rank 时测到的只是互相等待；请用 --cluster local:{3}，或者在更多机器上启动 rank",
+    **MACHINES,
     # --- plans
     "workload.local does not go with {}; leave it out": "workload.local 不能与 {0} 同用；请去掉它",
     "dp_replicate({}) is not workload.local.replicas({}); use dp{}, or dp{}xN.z1": "dp_replicate({0}) 不等于 workload.local.replicas({1})；请用 dp{2}，或 dp{3}xN.z1",
@@ -219,14 +217,13 @@ LINES = {
     "{}: the step ends, then everything is saved; once more to stop at once": "{0}：这一步结束后保存一切；再来一次则立即停止",
     "room for {} of {} ranks: waiting {} s for a node": "{1} 个 rank 只容得下 {0} 个：等节点 {2} 秒",
     "cannot go on with {} ranks: {}": "不能用 {0} 个 rank 继续：{1}",
-    "stopped {}; the same command starts again": "{0}停止；重复同一命令即重新开始",
+    "stopped by {} {}; the same command starts again": "被 {0} 停止（{1}）；重复同一命令即重新开始",
     "before the first step": "在第一步之前",
     "while it recovered": "在恢复期间",
     "stopped by {}: everything is saved; the same command goes on where this one stopped": "被 {0} 停止：一切都已保存；重复同一命令即从停下的地方继续",
     "stopped by {}: {}; the same command goes on where this one stopped": "被 {0} 停止：{1}；重复同一命令即从停下的地方继续",
     "everything is saved": "一切都已保存",
     "the step in progress was given up": "进行中的一步已放弃",
-    "no step had begun": "还没有开始一步",
     "interrupted; the same command goes on": "被中断；重复同一命令即继续",
     "run {} is being trained by {}: wait for it, or choose another --run": "运行 {0} 正由 {1} 训练：等它结束，或者换一个 --run",
     "process {} on {}": "{1} 上的进程 {0}",
@@ -349,7 +346,6 @@ LINES = {
     "report --page shows one run: name one of the {}": "report --page 只显示一个运行：从这 {0} 个里写一个",
     "report --memory shows one run: name one of the {}": "report --memory 只显示一个运行：从这 {0} 个里写一个",
     "a comparison needs two runs or more, got {}": "比较至少要两个运行，得到 {0} 个",
-    "trace {} cannot be written: {}": "跟踪文件 {0} 写不了：{1}",
     "step {} read batch {} again, not batch {}": "第 {0} 步又读了第 {1} 批，而不是第 {2} 批",
     "step {} read batch {} and missed {}, not batch {}": "第 {0} 步读了第 {1} 批，漏了 {2} 批，而不是第 {3} 批",
     "step {} read {} samples that are not the {} of batch {}": "第 {0} 步读的 {1} 个样本不是第 {3} 批的 {2} 个",
@@ -379,6 +375,7 @@ LINES = {
     "{}: key {} is written twice": "{0}：键 {1} 写了两次",
     "{}:{}: key {} is written twice": "{0}:{1}：键 {2} 写了两次",
     "{}:{}: not valid JSON: {}": "{0}:{1}：不是合法的 JSON：{2}",
+    "{}: lists or objects inside of each other, too deep to be read": "{0}：列表或对象嵌套太深，读不了",
     "{}: not valid YAML: {}": "{0}：不是合法的 YAML：{1}",
     "{} {} does not exist": "{0} {1} 不存在",
     "{} {} is a folder, not a file": "{0} {1} 是文件夹，不是文件",

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product, repeat
 from math import inf
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.base.errors import InputError
+from meshwright.base.signals import deaf
 from meshwright.cost.constants import USABLE
 from meshwright.cost.memory import ample, reserved, usable
 from meshwright.cost.step import estimate
@@ -89,8 +90,16 @@ def grid(question: Job, axes: Axes, objective: Objective = Objective.fastest, ru
     ]
     if workers == 1:
         return Grid(question, axes, objective, tuple(point(job, axes.memories, objective, runnable) for job in jobs))
+    others = active_children()
     with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
-        return Grid(question, axes, objective, tuple(pool.map(point, jobs, repeat(axes.memories), repeat(objective), repeat(runnable))))
+        with deaf():
+            found = pool.map(point, jobs, repeat(axes.memories), repeat(objective), repeat(runnable))
+        try:
+            return Grid(question, axes, objective, tuple(found))
+        except BaseException:
+            for process in set(active_children()).difference(others):  # else each would end what it has begun
+                process.kill()
+            raise
 
 
 def point(job: Job, memories: tuple[float, ...], objective: Objective = Objective.fastest, runnable: bool = False) -> Point:

@@ -1,0 +1,39 @@
+"""Files that a person names, or that others read while they change: the whole new one is there, or what was there before.
+
+A text is written beside its place and renamed. A link stays one: what it points to is replaced. What is no plain file (/dev/stdout, a pipe that a
+shell made) cannot be renamed over and is written to as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str, private: bool = False) -> None:
+    """`text` as the file `path`, with the rights that it had; `private`: readable by this user alone. Raises OSError that names `path`."""
+    try:
+        before = path.stat().st_mode if path.exists() else None
+        if before is not None and not stat.S_ISREG(before):
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(Path(os.path.realpath(path)), text, 0o600 if private else before and stat.S_IMODE(before))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _replace(path: Path, text: str, rights: int | None) -> None:
+    """`rights` None: those that this user gives to new files."""
+    fresh = path.with_name(f".meshwright-{os.getpid()}-{os.urandom(4).hex()}")
+    handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if rights is None else 0o600)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            if rights is not None:
+                os.fchmod(handle, rights)
+            file.write(text)
+        fresh.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
