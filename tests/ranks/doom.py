@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 
+import meshwright.parallel.apply as apply
 import meshwright.train.loop as loop
 import meshwright.train.recovery as recovery
 import meshwright.train.scribe as scribe
@@ -50,7 +51,7 @@ def shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
 
 
 def read_once(model: torch.nn.Module, **more: Any) -> Anatomy:
-    """What the warm process has read of the usual model: half of the time in which a rank starts."""
+    """What the warm process has read of the usual model, which each rank of each run would read anew."""
     return ANATOMY if shapes(model) == SHAPES else read(model, **more)
 
 
@@ -195,6 +196,7 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
     POISON[:], LEFT_OUT[:] = payload.get("poison", []) if hit else [], payload.get("left_out", [])
     recovery.Guard = Preset  # type: ignore[misc]
     loop.Loader = Poisoned  # type: ignore[misc]
+    apply.read = read_once
     FAULTS[:] = [
         {**fault, "mark": f"{payload['folder']}/fault-{number}"}
         for number, fault in enumerate(payload["faults"])
