@@ -57,7 +57,9 @@ class Node:
         self.holdings: dict[str, Holdings] = {}
         self.generation, self.key = -1, ""
         self.processes: dict[int, int] = {}
-        self.leaving = False
+        self.leaving = ""
+        """The signal that asked this node to go, if one has."""
+        self._told = False
         self._heard = self._said = time.monotonic()
         self._rows: dict[int, list[int]] = {}
         self._kills = memory_kills()
@@ -90,9 +92,8 @@ class Node:
         return how
 
     def _on_signal(self, number: int, _: Any) -> None:
-        if not self.leaving:
-            self.leaving = True
-            self._say(event="leaving", signal=signal.Signals(number).name)
+        """Nothing is said from here: what this interrupts may be in the middle of a line, and hold the link's lock."""
+        self.leaving = self.leaving or signal.Signals(number).name
 
     def _serve(self) -> tuple[int, str]:
         while True:
@@ -113,6 +114,9 @@ class Node:
                 self._obey(message)
             if ended or time.monotonic() > self._heard + SILENCE:
                 return GONE
+            if self.leaving and not self._told:
+                self._told = True
+                self._say(event="leaving", signal=self.leaving)
             self._show()
 
     def _obey(self, message: Message) -> None:
