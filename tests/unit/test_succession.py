@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 
-from meshwright.cli.nodes import Place
+from meshwright.base.errors import Interrupted, MeshwrightError
+from meshwright.base.link import TOKEN
+from meshwright.cli.nodes import Place, _arrive
 from meshwright.cli.succession import LEADER, TURN, Leader, announced, is_heir, is_led_by_another, is_overtaken, leader_of
 from meshwright.report.faults import read_events
 from meshwright.spec.event import EVENTS
@@ -79,3 +83,21 @@ def test_whoever_looks_whether_the_lease_is_held_keeps_nobody_from_it(tmp_path: 
     with Lease(tmp_path):
         assert is_held(tmp_path)
     over.join()
+
+
+def test_a_node_that_waits_in_vain_goes_on_with_the_same_command_where_it_has_had_a_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.cli.nodes.ARRIVE", 0.05)
+    monkeypatch.setattr("meshwright.cli.nodes.AGAIN", 0.01)
+    with Lease(tmp_path), socket.socket() as silent:  # who leads lives and was cut off: nobody else is to lead
+        silent.bind(("127.0.0.1", 0))
+        lost = Leader(0, *silent.getsockname())
+        (tmp_path / LEADER).write_text(json.dumps(lost._asdict()))
+        place = node(1)._replace(host=lost.host, port=lost.port)
+        codes = []
+        for before in (lost, None):
+            with pytest.raises(MeshwrightError, match="node 1 found no node that leads") as error:
+                _arrive(place, tmp_path, before, {TOKEN: "secret"})
+            codes.append(error.value.exit_code)
+    assert codes == [Interrupted.exit_code, MeshwrightError.exit_code] == [75, 1]

@@ -199,4 +199,5 @@ def _arrive(
             except (OSError, ValueError, NotAdmitted) as error:
                 why = str(error)
         time.sleep(AGAIN)
-    raise MeshwrightError(f"node {place.number} found no node that leads at {place.host}:{place.port} within {ARRIVE:.0f} s: {why}")
+    failure = MeshwrightError if lost is None else Interrupted  # a run that has begun goes on with the same command
+    raise failure(f"node {place.number} found no node that leads at {place.host}:{place.port} within {ARRIVE:.0f} s: {why}")
