@@ -16,6 +16,12 @@ from torch import nn
 
 from meshwright.base.pulse import Pulse, opened
 from meshwright.checkpoint.memory import Kept
+import torch.distributed as dist
+from equality import difference, make_batch, make_model, make_optimizer
+
+from meshwright.base.pulse import Pulse, opened
+from meshwright.checkpoint.memory import Memory
+from meshwright.spec.launch import Launch
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Optimizer
 from meshwright.train.copies import NO_ROOM, Copies, newest
@@ -238,3 +244,30 @@ def moved_on(folder: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch
 def test_a_copy_beside_the_next_step_has_the_running_means_of_its_own(ranks: Any, tmp_path: Path) -> None:
     for before, copied in ranks.run(1, moved_on, str(tmp_path))[0]:
         assert before and all(torch.equal(before[name], copied[name]) for name in before)
+
+
+def caught_up(folder: str, plan: str) -> tuple[list[str], bool]:
+    """What this rank says where a save is due at the step that it goes on from under `plan`, and whether there is a good copy to save; it goes on
+    from copies of ranks of another plan."""
+    said, identity, rank = list[str](), {"data": "words"}, dist.get_rank()
+    own, before = ([f"{folder}/{which}-{at}" for at in range(dist.get_world_size())] for which in ("own", "before"))
+    for paths in (own, before):
+        Path(paths[rank]).touch()
+    first = start("llama", "dp2.z1", "fp32")
+    first.step(make_batch("llama", 0))
+    Copies(before[rank], first, Pulse(opened("", 1), 0), identity).begin({"step": 1})
+    channel = Channel(rank, 2, lambda message: said.append(message["kind"]), memory=Places(own=own[rank], sources=tuple(before)))
+    run = {"folder": folder, "checkpoint_every": 1}
+    work = Launch(
+        model={"name": "llama", "sizes": {"layers": 2}}, workload={"batch": 8, "steps": 9}, data={}, plan=parse_plan(plan), run=run
+    )
+    recovery = Recovery(work, channel, start("llama", plan, "fp32"), Pulse(opened("", 1), 0), identity)
+    ranks_of(first.mesh).share("")
+    assert recovery.resume() == 1 and recovery.source == "memory"
+    recovery.catch_up()
+    memory = Memory(own[rank])
+    return said, 1 in memory.steps and memory.is_good(1)
+
+
+def test_a_save_that_is_due_where_other_ranks_go_on_finds_copies_of_theirs(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(2, caught_up, str(tmp_path), "tp2") == [(["write"], True), ([], True)]

@@ -127,6 +127,8 @@ class Recovery:
         if self.source == "memory" and self.due(self.trainer.steps):
             there = str(bool(self.pulse.read(Word.busy)) or self.trainer.steps in map(step_of, checkpoints(self.folder)))
             if ranks_of(self.trainer.mesh).share(there)[0] == "False":
+                if self.copies is not None and self.trainer.steps not in self.copies.memory.steps:  # it went on from those of another plan
+                    self.copies.begin(self.record or {})
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
 
     def go_back(self) -> int:
