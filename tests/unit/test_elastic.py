@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.base.errors import InputError, MeshwrightError, NothingFits
 from meshwright.base.pulse import WAITS, Phase, Pulse, Word
 from meshwright.cli.options import Shared
 from meshwright.cli.preparation import Choice, choose, write_run
 from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, culprit, failed_here, starved, verdict
 from meshwright.elastic.fleet import THINKING, _speak
 from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.replan import plan_for
 from meshwright.elastic.retries import Retries
 from meshwright.elastic.signs import Signs
 from meshwright.elastic.watch import Pace, Watch
@@ -25,6 +26,7 @@ from meshwright.spec.plan import Plan, Schedule, parse_plan
 from meshwright.spec.reduced import MOST, reduced
 from meshwright.spec.rules import world_faults
 from meshwright.words.say import say
+from meshwright.spec.workload import Workload
 
 LOST = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:36501"
 NCCL = "NCCL error: remote process exited or there was a network error, NCCL version 2.27\nncclRemoteError: ..."
@@ -363,3 +365,13 @@ def test_nodes_hear_that_their_leader_lives_while_it_plans_but_not_for_ever() ->
     assert told == [("b", "alive")] * 2
     speak(time.monotonic() - 2 * THINKING)
     assert len(told) == 2
+
+
+def test_a_model_without_a_price_goes_on_with_fewer_ranks_as_its_workload_asks() -> None:
+    """Sums that are exact are of its micro-batches; replicas that meet rarely are as many as they were."""
+    plans = lambda work, *counts: [plan_for(None, Workload(**work), count)[1].name for count in counts]
+    assert plans({"batch": 24}, 6, 5, 3) == ["dp6", "dp4", "dp3"]
+    assert plans({"batch": 24, "exact": 4}, 6, 5, 1) == ["dp6.mb4", "dp3.mb4", "dp1.mb4"]
+    assert plans({"batch": 24, "local": {"replicas": 2}}, 4, 3, 2) == ["dp2", "dp2", "dp2"]
+    with pytest.raises(NothingFits):
+        plans({"batch": 24, "local": {"replicas": 2}}, 1)

@@ -42,7 +42,7 @@ class Replans:
 
         self._chosen.setdefault(self.launch.plan.world, (self.choice.question, self.launch.plan))
         if world not in self._chosen:
-            self._chosen[world] = plan_for(self.choice.question, self.launch.workload.batch, world)
+            self._chosen[world] = plan_for(self.choice.question, self.launch.workload, world)
         return self._chosen[world]
 
     def replan(self, world: int) -> Work:

@@ -16,6 +16,8 @@ from meshwright.search.rank import search
 from meshwright.spec.cluster import NodeGroup
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
+from meshwright.spec.rules import local_faults
+from meshwright.spec.workload import Workload
 
 RANKS = "ranks"
 LESS = 0.8
@@ -25,13 +27,14 @@ AMONG = 1000
 """Plans, the fastest ones, that a leaner one is looked for among."""
 
 
-def plan_for(job: Job | None, batch: int, devices: int) -> tuple[Job | None, Plan]:
+def plan_for(job: Job | None, workload: Workload, devices: int) -> tuple[Job | None, Plan]:
     """The job on at most `devices` devices of its first kind of node, and the best plan for it. Without a `job`, which only a model that
-    cannot be priced lacks, data parallelism. Raises NothingFits when there is none."""
+    cannot be priced lacks, data parallelism for `workload`. Raises NothingFits when there is none."""
     for count in range(devices, 0, -1):
         if job is None:
-            if batch % count == 0:
-                return None, Plan(dp_replicate=count)
+            plan = Plan(dp_replicate=count, micro_batch=max(workload.exact, 1))
+            if workload.batch % (count * plan.micro_batch) == 0 and not any(local_faults(plan, workload.local)):
+                return None, plan
             continue
         fewer = job.cluster.but(name=f"{job.cluster.name.partition(':')[0]}:{count}", groups=(of(job.cluster.groups[0], count),))
         question = job.but(cluster=fewer, pins=job.workload.fixed)
