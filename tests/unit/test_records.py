@@ -1,10 +1,11 @@
-"""The records of a run on a disk that is full for a while."""
+"""What a run writes of itself on a disk that is full for a while."""
 
 from __future__ import annotations
 
 import resource
 from pathlib import Path
 
+from meshwright.data.tokens import LibraryTokenizer, train_bpe
 from meshwright.report.run import read_records
 from meshwright.spec.record import StepRecord
 from meshwright.train.metrics import RECORDS, Records
@@ -32,3 +33,38 @@ def test_a_record_that_found_no_room_is_said_once_and_does_not_spoil_the_next_on
     (tmp_path / RECORDS).write_bytes((tmp_path / RECORDS).read_bytes()[begins:])
     found, cut = read_records(tmp_path / RECORDS)
     assert [record.step for record in found] == [1, 4] and cut == 1
+
+
+def test_a_run_goes_on_where_a_full_disk_has_no_room_for_the_end_of_a_line_that_a_kill_cut(tmp_path: Path) -> None:
+    lines, said = tmp_path / RECORDS, list[str]()
+    lines.write_text('{"step": 1, "lo')
+    (tmp_path / "tb").write_text("where events should lie")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (lines.stat().st_size, hard))
+    try:
+        records = Records(tmp_path, True, said.append)
+        records.write(StepRecord(step=2, loss=2.0, tokens=64, gradient_norm=1.0, lr=0.1, seconds=0.5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    records.write(StepRecord(step=3, loss=2.0, tokens=64, gradient_norm=1.0, lr=0.1, seconds=0.5))
+    records.close()
+    found, cut = read_records(lines)
+    assert [record.step for record in found] == [3] and cut == 1
+    (line,) = said
+    assert line.startswith("records are lost from step 2 on: ")
+
+
+def test_the_tokenizer_that_a_run_has_needs_no_room_when_it_goes_on(tmp_path: Path) -> None:
+    tokenizer = LibraryTokenizer(train_bpe(["some text " * 50] * 3, 280), "bpe")
+    tokenizer.save(tmp_path)
+    before = (tmp_path / "tokenizer.json").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        tokenizer.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "tokenizer.json").read_bytes() == before
+    (tmp_path / "tokenizer.json").write_bytes(before[:100])
+    tokenizer.save(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == before

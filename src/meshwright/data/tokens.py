@@ -97,6 +97,9 @@ class LibraryTokenizer:
     def save(self, folder: Path) -> None:
         """The form that `open_tokenizer` and Hugging Face read back."""
         write_whole(folder / "tokenizer.json", self._text)
+        file = folder / "tokenizer.json"
+        if not file.is_file() or file.read_bytes() != self._text.encode():  # a run that goes on needs no room for it
+            file.write_text(self._text, encoding="utf-8")
 
 
 def has_library() -> bool:

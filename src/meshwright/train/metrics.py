@@ -5,6 +5,7 @@ One small reduction a step carries all of it, the wish to stop included: so ever
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -71,21 +72,21 @@ class Records:
 
     def __init__(self, folder: Path, tensorboard: bool, say: Say) -> None:
         self.say = say
-        self._lost = self._cut = False
+        self._lost = False
         self._handle = os.open(folder / RECORDS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         size = os.fstat(self._handle).st_size
         self.last = _last_step(os.pread(self._handle, LAST, max(0, size - LAST)))
-        if size and os.pread(self._handle, 1, size - 1) != b"\n":  # a kill in the middle of a line
-            os.write(self._handle, b"\n")
+        self._cut = bool(size) and os.pread(self._handle, 1, size - 1) != b"\n"  # by a kill in the middle of a line
         self._writer: Any = None
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(folder / "tb"))
+            with contextlib.suppress(OSError):  # what has no room for events has none for the next record, which says so
+                self._writer = SummaryWriter(str(folder / "tb"))
 
     def write(self, record: StepRecord) -> None:
         line = (json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")) + "\n").encode()
-        rest = b"\n" + line if self._cut else line  # what a full disk cut off ends a line of its own
+        rest = b"\n" + line if self._cut else line  # what was cut off is a line of its own
         try:
             while rest:
                 rest = rest[os.write(self._handle, rest) :]
@@ -110,7 +111,8 @@ class Records:
     def close(self) -> None:
         os.close(self._handle)
         if self._writer is not None:
-            self._writer.close()
+            with contextlib.suppress(OSError):
+                self._writer.close()
 
 
 def last_reported(folder: Path) -> int:
