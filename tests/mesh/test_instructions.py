@@ -192,3 +192,16 @@ def test_of_one_conversation_nothing_is_held_out_however_often_it_stands_there(t
     dataset = open_dataset(Data(source=str(tmp_path / "one.jsonl"), tokenizer="bytes"), 16)
     assert (dataset.rows, dataset.held_out_rows) == (times, 0)
     assert (dataset.training(samples(1, 0, 3, dataset.rows), np.arange(3), 1)["labels"] >= 0).any(dim=1).all()
+
+
+def test_the_same_words_of_which_others_are_learned_are_other_data(tmp_path: Path) -> None:
+    data = written(tmp_path, [conversation(number) for number in range(12)])
+    fewer = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
+    rows, digests = [], []
+    for template in (MARKED, fewer, MARKED):
+        tokenizer_folder(tmp_path / "tok", template)
+        dataset = opened(data, positions=False)
+        rows.append(dataset.training(np.arange(dataset.rows), np.arange(dataset.rows), 1))
+        digests.append(dataset.digest)
+    assert torch.equal(rows[0]["input_ids"], rows[1]["input_ids"]) and not torch.equal(rows[0]["labels"], rows[1]["labels"])
+    assert digests[0] == digests[2] != digests[1]

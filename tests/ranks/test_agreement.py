@@ -11,6 +11,7 @@ from equality import anatomy_of, make_batch, make_model, make_optimizer
 
 from meshwright.base.errors import InputError
 from meshwright.models.registry import build
+from meshwright.train.agreement import _near
 from meshwright.train.trainer import Share, parallelize
 
 OTHER = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 96, "seq": 32, "kind": "llama"}
@@ -73,3 +74,9 @@ def of_two_lengths() -> bool:
     return bool(
         torch.isfinite(torch.tensor(trainer.step(Share([{key: value[:, :width] for key, value in make_batch("llama", 0).items()}])).loss))
     )
+
+
+def test_weights_that_are_no_number_on_one_rank_alone_are_others() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert _near([1.0, nan, inf, 0.0], [1.0005, nan, inf, 0.0])
+    assert not any(_near([one], [other]) for one, other in ((nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, inf), (inf, -inf), (1.0, 1.1)))

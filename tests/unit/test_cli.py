@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.base.errors import InputError
 from meshwright.cli import main as command_line
 from meshwright.cli.doctor import Mend, text
 from meshwright.cli.main import COMMANDS, application, main
@@ -94,6 +95,28 @@ def test_a_job_that_fits_nowhere_is_exit_code_3_with_the_numbers(capsys: pytest.
 def test_debug_shows_the_traceback() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         main(["plan", "--top", "0", "--debug"])
+
+
+def test_what_stands_behind_two_dashes_is_another_command_s(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(command_line, "run", lambda tokens: ran.append(tokens) or 1 // 0)
+    behind = ["--", "train", "--debug", "--lang", "zh"]
+    assert called(capsys, "emulate", "1x1:cpu", *behind)[0] == 1
+    with pytest.raises(ZeroDivisionError):
+        main(["emulate", "--debug", "1x1:cpu", *behind])
+    assert ran == [["emulate", "1x1:cpu", *behind]] * 2
+
+
+def test_a_mistake_is_said_in_the_language_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def wrong(tokens: list[str]) -> int:
+        raise InputError("--top 0: must be at least 1")
+
+    monkeypatch.setattr(command_line, "run", wrong)
+    monkeypatch.setenv("LC_ALL", "C")
+    for asked in (["--lang", "zh"], ["--lang=zh"], ["--lang=zh", "--", "--lang", "en"]):
+        assert called(capsys, "plan", *asked) == (2, "", "meshwright: --top 0：至少是 1\n")
+    for asked in ([], ["--lang=en"], ["--", "--lang", "zh"]):
+        assert called(capsys, "plan", *asked) == (2, "", "meshwright: --top 0: must be at least 1\n")
 
 
 def test_an_error_of_ours_is_exit_code_1_and_asks_for_debug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from meshwright.cli.main import COMMANDS, main
 from meshwright.intake.job import ClusterChoice, ModelChoice, read_job
 from meshwright.schedules import orders, play
 from meshwright.spec.data import Data
-from meshwright.spec.plan import parse_plan
+from meshwright.spec.plan import _KNOWN, parse_plan
 from meshwright.spec.precision import RECIPES
 from meshwright.spec.run import Run
 from meshwright.spec.workload import Optimizer, Workload
@@ -282,3 +282,12 @@ def test_messages_of_the_errors_page_are_what_is_said(capsys: pytest.CaptureFixt
         said = capsys.readouterr().err
         assert line in said and said.count("\n") == 1
         assert all(line in page for page in both("errors.md"))
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_table_of_names_has_every_part_that_a_plan_s_name_may_have(language: str) -> None:
+    shape = lambda part: re.sub(r"\d+", "N", re.sub(r"\d+(-\d+)+", "N-N", part))
+    page = (ROOT / "docs" / language / "plan.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page[page.index("| `dp8` |") :].partition("\n\n")[0].splitlines()]
+    told = {shape(part) for cell in cells for name in re.findall("`([^`]+)`", cell) for part in name.split(".")}
+    assert {shape(part) for part in _KNOWN} <= told

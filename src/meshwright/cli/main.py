@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         found = of_the_system(error, tokens)
         fault = f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of meshwright, --debug shows where"
-        print(f"meshwright: {_said(str(found), tokens) if isinstance(found, MeshwrightError) else fault}", file=sys.stderr)
+        print(f"meshwright: {_said(str(found), tokens[:ours]) if isinstance(found, MeshwrightError) else fault}", file=sys.stderr)
         return found.exit_code if isinstance(found, MeshwrightError) else 1
 
 

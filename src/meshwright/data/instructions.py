@@ -59,7 +59,8 @@ class Instructions:
         )
         self.conversations = len(training)
         self.rows, self.held_out_rows = len(self._training), len(self._held_out)
-        parts = [_VERSION, sequence, positions, self.rows, self.held_out_rows, digests.tolist(), tokenizer.digest]
+        learned = xxhash.xxh3_128_hexdigest(self._learned)
+        parts = [_VERSION, sequence, positions, self.rows, self.held_out_rows, digests.tolist(), learned, tokenizer.digest]
         self.digest = xxhash.xxh3_128_hexdigest(repr(parts).encode())
         self.labels_per_row: int | None = None
 

@@ -8,6 +8,7 @@ One small gather of two numbers a rank; what differs is asked for only when some
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,5 +126,5 @@ def _numbers(model: nn.Module) -> list[float]:
 
 def _near(one: Sequence[float], other: Sequence[float]) -> bool:
     return len(one) == len(other) and all(
-        a == b or abs(a - b) <= NEAR * max(abs(a), abs(b)) or a != a for a, b in zip(one, other, strict=True)
+        math.isclose(a, b, rel_tol=NEAR) or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True)
     )
