@@ -10,18 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from equality import anatomy_of, difference, make_batch, make_model, make_optimizer
 from faulty import launch
 from torch import nn
 
 from meshwright.base.pulse import Pulse, opened
-from meshwright.checkpoint.memory import Kept
-import torch.distributed as dist
-from equality import difference, make_batch, make_model, make_optimizer
-
-from meshwright.base.pulse import Pulse, opened
-from meshwright.checkpoint.memory import Memory
-from meshwright.spec.launch import Launch
+from meshwright.checkpoint.memory import Kept, Memory
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Optimizer
 from meshwright.train.copies import NO_ROOM, Copies, newest
@@ -118,10 +113,10 @@ def test_ranks_that_go_on_from_memory_under_the_same_plan_do_not_ask_again_wheth
     assert ranks.run(2, looked_at, str(tmp_path), ["pp2.mb2", "dp2.mb2"])[0] == [{"stages", "rows"}, set()]
 
 
-def recovery_of(trainer: Trainer, folder: str, sources: list[str], own: str = "") -> Recovery:
-    rank, world = trainer.mesh.rank, trainer.plan.world
-    channel = Channel(rank, world, lambda message: None, memory=Places(own=own, sources=tuple(sources)))
-    launched = launch(Path("unread"), Path(folder), trainer.plan.name)
+def recovery_of(trainer: Trainer, folder: str, sources: list[str], own: str = "", said: list[str] | None = None, **run: int) -> Recovery:
+    rank, world, words = trainer.mesh.rank, trainer.plan.world, [] if said is None else said
+    channel = Channel(rank, world, lambda message: words.append(message["kind"]), memory=Places(own=own, sources=tuple(sources)))
+    launched = launch(Path("unread"), Path(folder), trainer.plan.name, **run)
     return Recovery(launched, channel, trainer, Pulse(opened("", 1), 0), {"data": "same"})
 
 
@@ -246,28 +241,27 @@ def test_a_copy_beside_the_next_step_has_the_running_means_of_its_own(ranks: Any
         assert before and all(torch.equal(before[name], copied[name]) for name in before)
 
 
-def caught_up(folder: str, plan: str) -> tuple[list[str], bool]:
-    """What this rank says where a save is due at the step that it goes on from under `plan`, and whether there is a good copy to save; it goes on
-    from copies of ranks of another plan."""
-    said, identity, rank = list[str](), {"data": "words"}, dist.get_rank()
+def caught_up(folder: str, plan: str, room: bool) -> tuple[list[str], bool]:
+    """What this rank says where a save is due at the step that it goes on from under `plan`, and whether it has a good copy of that step; it goes on
+    from copies of ranks of another plan. `room`: whether the last rank has room for copies."""
+    said, rank = list[str](), dist.get_rank()
     own, before = ([f"{folder}/{which}-{at}" for at in range(dist.get_world_size())] for which in ("own", "before"))
     for paths in (own, before):
         Path(paths[rank]).touch()
     first = start("llama", "dp2.z1", "fp32")
     first.step(make_batch("llama", 0))
-    Copies(before[rank], first, Pulse(opened("", 1), 0), identity).begin({"step": 1})
-    channel = Channel(rank, 2, lambda message: said.append(message["kind"]), memory=Places(own=own[rank], sources=tuple(before)))
-    run = {"folder": folder, "checkpoint_every": 1}
-    work = Launch(
-        model={"name": "llama", "sizes": {"layers": 2}}, workload={"batch": 8, "steps": 9}, data={}, plan=parse_plan(plan), run=run
-    )
-    recovery = Recovery(work, channel, start("llama", plan, "fp32"), Pulse(opened("", 1), 0), identity)
+    Copies(before[rank], first, Pulse(opened("", 1), 0), {"data": "same"}).begin({"step": 1})
     ranks_of(first.mesh).share("")
-    assert recovery.resume() == 1 and recovery.source == "memory"
+    recovery = recovery_of(start("llama", plan, "fp32"), folder, before, own[rank], said, checkpoint_every=1)
+    assert recovery.resume() == 1 and recovery.source == "memory" and recovery.copies is not None
+    if rank == 1 and not room:
+        recovery.copies._refusal = lambda layout: "no room here"  # type: ignore[method-assign]
     recovery.catch_up()
     memory = Memory(own[rank])
     return said, 1 in memory.steps and memory.is_good(1)
 
 
-def test_a_save_that_is_due_where_other_ranks_go_on_finds_copies_of_theirs(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(2, caught_up, str(tmp_path), "tp2") == [(["write"], True), ([], True)]
+def test_a_save_that_is_due_where_other_ranks_go_on_finds_copies_of_theirs_or_is_made_by_all_of_them(ranks: Any, tmp_path: Path) -> None:
+    for room, expected in ((True, [(["write"], True), ([], True)]), (False, [(["saved"], True), ([], False)])):
+        (folder := tmp_path / str(room)).mkdir()
+        assert ranks.run(2, caught_up, str(folder), "tp2", room) == expected

@@ -25,8 +25,8 @@ from meshwright.spec.launch import Launch, difference, lengthened
 from meshwright.spec.plan import Plan, Schedule, parse_plan
 from meshwright.spec.reduced import MOST, reduced
 from meshwright.spec.rules import world_faults
-from meshwright.words.say import say
 from meshwright.spec.workload import Workload
+from meshwright.words.say import say
 
 LOST = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:36501"
 NCCL = "NCCL error: remote process exited or there was a network error, NCCL version 2.27\nncclRemoteError: ..."

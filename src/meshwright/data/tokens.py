@@ -96,10 +96,9 @@ class LibraryTokenizer:
 
     def save(self, folder: Path) -> None:
         """The form that `open_tokenizer` and Hugging Face read back."""
-        write_whole(folder / "tokenizer.json", self._text)
         file = folder / "tokenizer.json"
         if not file.is_file() or file.read_bytes() != self._text.encode():  # a run that goes on needs no room for it
-            file.write_text(self._text, encoding="utf-8")
+            write_whole(file, self._text)
 
 
 def has_library() -> bool:

@@ -127,9 +127,16 @@ class Recovery:
         if self.source == "memory" and self.due(self.trainer.steps):
             there = str(bool(self.pulse.read(Word.busy)) or self.trainer.steps in map(step_of, checkpoints(self.folder)))
             if ranks_of(self.trainer.mesh).share(there)[0] == "False":
-                if self.copies is not None and self.trainer.steps not in self.copies.memory.steps:  # it went on from those of another plan
-                    self.copies.begin(self.record or {})
+                self._copy_first()
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
+
+    def _copy_first(self) -> None:
+        """What is saved beside training is this rank's own copy: where it went on from those of another plan it makes one. All ranks call it."""
+        if self.copies is not None:
+            if self.trainer.steps not in self.copies.memory.steps:
+                self.copies.begin(self.record or {})
+            if any(ranks_of(self.trainer.mesh).share(self.copies.refused)):
+                self.copies.refused = self.copies.refused or copies.NO_ROOM
 
     def go_back(self) -> int:
         """From a spike of the loss to the newest checkpoint that it has not touched; the steps done. All ranks call it."""

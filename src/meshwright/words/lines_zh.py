@@ -104,6 +104,7 @@ LINES = {
     "model folder {} has no config.json": "模型文件夹 {0} 里没有 config.json",
     "a model of {} parameters: a size lies between {} and {}": "{0} 个参数的模型：大小要在 {1} 和 {2} 之间",
     "{}: expected an object of a model's configuration": "{0}：这里应该是一个模型配置对象",
+    "{}: {}, which no formula counts; meshwright.probe.describe reads such a model, or give an architecture file": "{0}：{1}，没有公式能计算；用 meshwright.probe.describe 读取这样的模型，或者给出结构文件",
     "{}: model_type {} is not one of {}{}; an architecture file with its sizes says the same": "{0}：model_type {1} 不在 {2} 之中{3}；写明各尺寸的结构文件也可以",
     "{}: model_type {} needs field {}": "{0}：model_type {1} 需要字段 {2}",
     "{}: expected sizes such as 'layers: 32'": "{0}：这里应该是 'layers: 32' 这样的尺寸",
