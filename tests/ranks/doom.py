@@ -14,7 +14,9 @@ import resource
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -40,6 +42,7 @@ from meshwright.train.trainer import Trainer
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64, "vocab": 258, "seq": 64, "kind": "llama"}
 FAULTS: list[dict[str, Any]] = []
 PAUSE: list[float] = []
+PACE: list[Pace] = []
 POISON: list[int] = []
 LEFT_OUT: list[list[int]] = []
 STEP = [0]
@@ -65,6 +68,8 @@ class Doomed(Pulse):
     def at(self, phase: Phase, step: int | None = None) -> None:
         super().at(phase, step)
         STEP[0] = self.read(Word.step)
+        if phase is Phase.backward and PACE:
+            PACE[0].sleep()
         if phase is Phase.data and PAUSE:
             time.sleep(PAUSE[0])
         for fault in FAULTS:
@@ -119,6 +124,24 @@ def happen(how: str) -> None:
     if how == "lock":
         ctypes.PyDLL(None).sleep(1000)  # the interpreter's lock is held all the while
     os.kill(os.getpid(), signal.Signals[how])
+
+
+class Pace:
+    """A rank that computes `seconds` longer than it would, and so many times as long in all as the file slow-RANK of the run's folder says while there is one."""
+
+    def __init__(self, folder: Path, rank: int, seconds: float) -> None:
+        self.file, self.seconds, self.woke = folder / f"slow-{rank}", seconds, 0.0
+        self.others: list[float] = []
+        """Seconds of steps but for those that it slept, while it was well."""
+
+    def sleep(self) -> None:
+        times = 1.0
+        with suppress(FileNotFoundError):
+            times = float(self.file.read_text() or 1.0)
+        if times == 1.0 and self.woke:
+            self.others.append(time.monotonic() - self.woke)
+        time.sleep(times * self.seconds + (times - 1.0) * median(self.others[-8:] or [0.0]))
+        self.woke = time.monotonic()
 
 
 def turn(seconds: int) -> None:
@@ -203,6 +226,7 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
         if payload["launch"]["plan"]["recompute"] != fault.get("spares")
     ]
     PAUSE[:] = [payload["pause"]] if payload["pause"] else []
+    PACE[:] = [Pace(Path(payload["folder"]), channel.rank, payload["pace"])] if "pace" in payload else []
     if "stale" in payload:
         saving.Item = Stale(channel.rank, payload["stale"])  # type: ignore[misc, assignment]
     loop.Pulse = Doomed  # type: ignore[misc]
