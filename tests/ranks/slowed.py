@@ -1,4 +1,4 @@
-"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it (slow-b2: of the node that SLOWED_NODE calls b). Each rank writes the step, its slot and whether it is slow into devices.
+"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it (slow-b2: of the node that SLOWED_NODE calls b). Each rank writes the step, how many ranks there are, its slot and whether it is slow into devices.
 
 Nothing here is a number of seconds that a slow machine could turn around: what sleeps, sleeps several times what this rank needs for a step, or a product,
 and ranks that have left a device out wait before step LATE until it is back."""
@@ -45,7 +45,7 @@ class Slowed(Pulse):
             steps.append(now - self.woke)
         slow = is_slow()
         with open(FOLDER[0] / "devices", "a") as file:
-            file.write(f"{self.read(Word.step)} {os.environ['LOCAL_RANK']} {slow:d}\n")
+            file.write(f"{self.read(Word.step)} {WORLD[0]} {os.environ['LOCAL_RANK']} {slow:d}\n")
         if slow:
             time.sleep(max(LEAST, TIMES * median(steps[-8:] or [0.0])))
         while self.read(Word.step) >= LATE and WORLD[0] < 4 and time.monotonic() < now + WAIT:
