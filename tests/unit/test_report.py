@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -123,6 +124,15 @@ def test_time_is_shown_predicted_beside_measured_in_the_same_words(run: Run) -> 
 def test_measured_times_add_up_to_the_step(run: Run) -> None:
     rows = {row.name: row.measured or 0.0 for row in summarise(run).time}
     assert sum(seconds for name, seconds in rows.items() if name != "step") == pytest.approx(rows["step"])
+
+
+def test_each_kind_of_memory_is_held_against_the_rank_that_holds_most_of_it(run: Run) -> None:
+    """As records have it: the fullest rank of a pipeline need not be the one with most parameters."""
+    assert run.estimate is not None
+    first = run.estimate.memory.model_copy(update={"parameters": 2 * run.estimate.memory.parameters, "total": 1.0})
+    several = dataclasses.replace(run, estimate=run.estimate.model_copy(update={"per_stage": (first, run.estimate.memory)}))
+    found = {row.name: row.predicted for row in summarise(several).memory}
+    assert (found["parameters"], found["total"]) == (first.parameters, run.estimate.memory.total)
 
 
 def test_memory_is_shown_by_kind_with_its_ratio(run: Run) -> None:

@@ -110,7 +110,7 @@ class Summary(Noun):
     held_out: Curve | None
     tokens_per_second: Pair
     time: tuple[Pair, ...]
-    memory: tuple[Pair, ...] = Field(description="bytes of the fullest rank")
+    memory: tuple[Pair, ...] = Field(description="bytes of each kind, of the rank that holds most of it")
     skipped: tuple[int, ...] = Field(description="steps at which no rank updated")
     checkpoints: tuple[int, ...]
     goodput: Goodput | None = None
@@ -250,6 +250,11 @@ def _first(run: Run) -> tuple[Pair, ...]:
 _WITHIN = {"recompute": "compute", "bubble": "pipeline"}
 
 
+def _most(predicted: Estimate) -> dict[str, float]:
+    """Of each kind the largest of any rank, as records have it."""
+    return {kind: max(getattr(stage, kind) for stage in (predicted.memory, *predicted.per_stage)) for kind in Memory.model_fields}
+
+
 def _memory(predicted: Estimate | None, records: tuple[StepRecord, ...]) -> tuple[Pair, ...]:
     """Rows by kind, the largest of all steps. `total` is what was allocated at the peak, `resident` what the host gave the process."""
     measured: dict[str, float] = {}
@@ -257,6 +262,6 @@ def _memory(predicted: Estimate | None, records: tuple[StepRecord, ...]) -> tupl
         for kind, size in record.memory.items():
             measured[kind] = max(size, measured.get(kind, 0.0))
     names = [*Memory.model_fields, *(kind for kind in measured if kind not in Memory.model_fields)]
-    said = {} if predicted is None else {**predicted.memory.model_dump(), "offloaded": predicted.offloaded}
+    said = {} if predicted is None else {**_most(predicted), "offloaded": predicted.offloaded}
     rows = [Pair(name=name, predicted=said.get(name), measured=measured.get(name)) for name in names]
     return tuple(row for row in rows if row.predicted or row.measured)
