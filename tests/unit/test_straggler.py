@@ -105,6 +105,28 @@ def test_when_a_link_is_slow_hosts_are_asked_which_one_and_only_then() -> None:
     ]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_link_that_becomes_slow_is_told_of_within_twenty_steps_though_its_waits_differ(seed: int) -> None:
+    """As one of 100 Mbit/s that carries a tenth: steps of 0.07 s take 0.3 to 0.7 s."""
+    watch, draw = Watch(parse_plan("dp4.z1"), 32), random.Random(seed)
+
+    def hear(low: float, high: float) -> list[Slow] | None:
+        wait = draw.uniform(low, high)
+        return watch.hear(Phases((0.03,) * 4, (0.0,) * 4, (wait,) * 4))
+
+    for _ in range(3):
+        assert [hear(0.03, 0.05) for _ in range(40)][20:] == [None] * 20
+        told = [step for step in range(20) if hear(0.28, 0.68)]
+        assert len(told) == 1 and watch.slow == {(-1, Phase.communication)}
+
+
+def test_where_all_compute_longer_too_no_link_is_slow() -> None:
+    watch = Watch(parse_plan("dp4.z1"), 32)
+    for times in (1.0, 3.0):
+        verdicts = [watch.hear(Phases((0.08 * times,) * 4, (0.0,) * 4, (0.03 * times,) * 4)) for _ in range(40)]
+        assert verdicts == [None] * 40
+
+
 def test_shares_follow_the_speeds_and_go_back_when_the_rank_recovers() -> None:
     watch = Watch(parse_plan("dp4.z1"), 32)
     steps(watch, 20, 0, slow={3: 2.0})

@@ -116,6 +116,7 @@ class Watch:
         self._seen = self._steady = self._since = 0
         self._found = frozenset[tuple[int, Phase]]()
         self._usual: float | None = None
+        self._differing = 0.0
         self._before: list[float] = []
         self._unlike = len(set(self.counts)) > 1
         self._healthy = 0.0
@@ -296,13 +297,19 @@ class Watch:
                     found.append(Slow(rank, phase, seconds[rank] / max(usual, 1e-6), than))
         if not found and min(data) > PART * step:
             found.append(Slow(-1, Phase.data, min(data) / step))
-        least, differing = min(waiting), max(self._spread("waiting", rank) for rank in range(self.plan.world))
-        more = least - (self._usual or 0.0)
-        if not found and self._usual is not None and least > RATIO * self._usual and more > max(PART * step, SPREADS * differing):
-            found.append(Slow(-1, Phase.communication, least / max(self._usual, 1e-6)))
-        elif not found and self._usual is None:
-            self._usual = least
+        longer = median(now / before for now, before in zip(each, self._before, strict=True))
+        if not found and self._usual is None:
+            self._usual, self._differing = min(waiting), max(self._spread("waiting", rank) for rank in range(self.plan.world))
+        elif not found and self._wait_longer(min(waiting), step, max(longer, 1.0)):
+            found.append(Slow(-1, Phase.communication, min(waiting) / max(self._usual or 0.0, 1e-6)))
         return found
+
+    def _wait_longer(self, least: float, step: float, longer: float) -> bool:
+        """Whether all wait longer for others than they did, and by more than they compute `longer`. What goes over a slow link takes now longer and now shorter: it is
+        how much waits differed while all was well that counts."""
+        usual = (self._usual or 0.0) * longer
+        often = sum(min(each.waiting) > (1.0 + RATIO) / 2.0 * usual for each in self._window) >= MOST * len(self._window)
+        return often and least > RATIO * usual and least - usual > max(PART * step, SPREADS * self._differing)
 
     def _alone(self, each: list[float]) -> dict[int, float]:
         """How many times as long as in the first window ranks without peers take, beside how the others have changed, where that is slow in most steps."""
