@@ -145,7 +145,9 @@ class Later:
         self.reducing = self.beside = 0.0
         """Seconds of the reductions alone; of backward from the first of them that could have begun to its end."""
         self._start, self._finish, self._waiting, self._first = zero._start, zero.finish_gradients, list[FlatUnit](), 0.0
-        zero._start, zero.finish_gradients = self.start, self.finish  # type: ignore[method-assign]
+        zero.finish_gradients = self.finish  # type: ignore[method-assign]
+        for stage in zero.stages.values():
+            stage.start = self.start
 
     def start(self, unit: FlatUnit) -> None:
         if self.on:
