@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +39,14 @@ def stopped_together(rank: int, early: str) -> Iterator[None]:
                 time.sleep(SETTLE)
             if not asked:
                 raise
+            atexit.register(_leave)
             if rank:
                 raise SystemExit(Interrupted.exit_code) from None
             raise Interrupted(f"stopped by {asked[0]} {early}; the same command starts again") from None
+
+
+def _leave() -> None:
+    """The last thing that the process does: the library of an exchange that was cut off ends it with an error where its threads still wait."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(Interrupted.exit_code)
