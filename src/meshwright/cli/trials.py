@@ -39,11 +39,9 @@ def hold_trials(
     if me is not None:
         with stopped_together(me.rank, EARLY):
             connection = known or connect(me.rank, me.world)
-            try:
-                found = conduct(question, launch, most, connection, lambda trial: note(line_of(trial)))
-            finally:
-                if known is None:
-                    connection.close()
+            found = conduct(question, launch, most, connection, lambda trial: note(line_of(trial)))
+            if known is None:
+                connection.close()
         return found if me.rank == 0 else None
     if sum(group.nodes for group in question.cluster.groups) > 1 or question.cluster.devices != launch.plan.world:
         raise InputError(

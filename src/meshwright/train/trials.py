@@ -60,16 +60,16 @@ class Ground:
         if trainer.engine.unfilled:
             trainer.load_weights(self.launch.model.folder)
         try:
-            return self._steps(trainer)
+            found = self._steps(trainer)
         except PlanRefused as error:
-            return Timed(None, str(error))
-        finally:
-            trainer.close()
-            groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]
-            del trainer
-            gc.collect()
-            for group in groups:
-                dist.destroy_process_group(group)
+            found = Timed(None, str(error))
+        trainer.close()  # what else is raised ends all trials, and comes in the middle of an exchange: groups are not torn down under their threads
+        groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]
+        del trainer
+        gc.collect()
+        for group in groups:
+            dist.destroy_process_group(group)
+        return found
 
     def _steps(self, trainer: Trainer) -> Timed:
         ranges = trainer.plan.ranges(self.launch.workload.batch, trainer.mesh.replica)
