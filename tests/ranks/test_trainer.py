@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
+from everyone import between_hosts
 from torch import nn
 from torch.nn import functional as F
 
@@ -165,3 +167,34 @@ def test_only_matrices_decay_whatever_the_plan(ranks: Any) -> None:
         assert found.keys() == model.state_dict().keys()
         for name, value in model.state_dict().items():
             assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-8), (plan, name)
+
+
+def sent_after(evaluations: int) -> dict[str, float]:
+    """What the second of two steps sent, with so many evaluations between them."""
+    with between_hosts():
+        trainer = parallelize(make_model("llama"), make_optimizer, "dp2.z3", anatomy=anatomy_of("llama"))
+        trainer.step(make_batch("llama", 0))
+        for _ in range(evaluations):
+            trainer.evaluate(make_batch("llama", 1))
+        return trainer.step(make_batch("llama", 2)).sent
+
+
+def test_a_step_behind_an_evaluation_sends_what_any_step_sends(ranks: Any) -> None:
+    plain, after = (ranks.run(2, sent_after, evaluations)[0] for evaluations in (0, 3))
+    assert plain["data"] > 0 and after == plain
+
+
+def waits(seconds: float) -> dict[str, float]:
+    """Of this rank in a step in which every block of rank 1 begins late."""
+    trainer = parallelize(make_model("llama"), make_optimizer, "dp2.z3", anatomy=anatomy_of("llama"))
+    late = seconds if trainer.mesh.rank == 1 else 0.0
+    for index in range(4):
+        block = trainer.engine.model.get_submodule(trainer.engine.anatomy.block(index))
+        block.register_forward_pre_hook(lambda module, given: time.sleep(late))
+    return trainer.step(make_batch("llama", 0)).exposed
+
+
+def test_waiting_for_gathered_weights_is_waiting_for_data(ranks: Any) -> None:
+    """The rank that is in time waits for the other's part of the next block, before any gradient is there."""
+    in_time, late = ranks.run(2, waits, 0.3)
+    assert in_time["data"] > 0.6 > late["data"]

@@ -104,7 +104,7 @@ class Parallel:
             kind: meters for kind, meters in kinds.items() if meters or kind == "data"
         }  # a tie, which only some ranks have, is of that kind
         waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items()}
-        waited |= {"data": self.zero.exposed, "pipeline": self.pipeline.wire.exposed}
+        waited["pipeline"] = self.pipeline.wire.exposed
         waited |= {"offload": self.mesh.away.exposed} if self.mesh.away is not None else {}
         if self.context is not None:
             waited["context"] = self.context.waiting.seconds

@@ -125,6 +125,7 @@ class Trainer:
         A step with a non-finite gradient is skipped by all ranks alike.
         """
         began = time.perf_counter()
+        self.engine.measured()  # what came between steps, an evaluation, say, is no part of any
         with in_words(self):
             compute = partial(self._backward, batch)
             loss, tokens, squares = compute() if self.recount is None else self.recount.settled(self, compute)

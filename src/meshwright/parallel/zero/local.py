@@ -56,14 +56,14 @@ class Outer:
             self.units, self.begun, self.velocity, strict=True
         ):  # one after the other: it is rare, and takes memory
             moved = begun - unit.master.flat
-            self.zero.wait(all_reduce(moved, _sites(unit), across=unit.across.copies))
+            all_reduce(moved, _sites(unit), across=unit.across.copies).wait()
             mean = moved.div_(self.rule.replicas)
             velocity.mul_(self.rule.momentum).add_(mean)
             begun.sub_(mean.add_(velocity, alpha=self.rule.momentum), alpha=self.rule.lr)
             unit.master.flat.copy_(begun)
             unit.write_back()
         for pending in [unit.share() for unit in self.units]:
-            self.zero.wait(pending)
+            pending.wait()
 
     @torch.no_grad()
     def begin_again(self) -> None:

@@ -9,7 +9,6 @@ the next block is gathered, on this rank as on the others, whatever the data ([N
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -81,7 +80,6 @@ class Zero:
             if unit.sharing.tensor_group is not None and (runs := _partial_runs(unit, partial)):
                 self._partial.setdefault(unit.sharing.tensor_group, []).extend(runs)
         self._pending: deque[Pending] = deque()
-        self.exposed = 0.0
         self.names: tuple[str, ...] = ()
         """All trained parameters of the model, in its order."""
         self.unreached: tuple[str, ...] = ()
@@ -95,7 +93,6 @@ class Zero:
 
     def begin_step(self, passes: int) -> None:
         """Before the first of `passes` backward passes of each stage."""
-        self.exposed = 0.0
         if self.mesh.away is not None:
             self.mesh.away.exposed = 0.0
         self.settle()
@@ -112,7 +109,7 @@ class Zero:
     def _start(self, unit: FlatUnit) -> None:
         if unit.zero >= 2:
             while len(self._pending) >= IN_FLIGHT:
-                self.wait(self._pending.popleft())
+                self._pending.popleft().wait()
         self._pending.append(unit.reduce())
         if unit.gated:
             unit.close()
@@ -145,11 +142,6 @@ class Zero:
         """This rank is through: when this returns it may end."""
         part(tuple(self.mesh.groups.values()))
 
-    def wait(self, pending: Pending) -> None:
-        began = time.perf_counter()
-        pending.wait()
-        self.exposed += time.perf_counter() - began
-
     # --- between backward and update ------------------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
@@ -157,9 +149,9 @@ class Zero:
         if self.mesh.away is not None:
             fetch_ahead(self.mesh.away, self.trained)
         while self._pending:
-            self.wait(self._pending.popleft())
+            self._pending.popleft().wait()
         for pending in [unit.reduce_over_replicas() for unit in self.trained]:
-            self.wait(pending)
+            pending.wait()
         self.settle()
         for group, runs in self._partial.items():
             joined = torch.cat(runs)
@@ -245,7 +237,7 @@ class Zero:
             run.copy_(before)
             unit.write_back()
         for pending in [unit.share() for unit in self.trained]:
-            self.wait(pending)
+            pending.wait()
 
     def close_all(self) -> None:
         for unit in self.units:
