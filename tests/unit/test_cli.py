@@ -318,3 +318,18 @@ def test_a_cluster_that_this_machine_is_not_is_said_before_its_ranks_start(monke
         lines = apart(question)
         assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True))
         assert all("machine" not in translated(line, "zh") and "ranks" not in translated(line, "zh") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "lang, said", [("en", "its host lacks 11.3 GiB for what is to wait there; 1.78 GiB (6%) to spare"), ("zh", "主机缺 11.3 GiB")]
+)
+def test_a_plan_that_only_its_host_has_no_room_for_says_what_the_host_lacks(
+    lang: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--model", "llama2-7b", "--precision", "fp16", "--batch", "8", "--seq", "512", "--cluster", "2x1:v100-32gb"]
+    asked += ["--plan", "dp2.rc-layer.off-optimizer", "--lang", lang]
+    _, out, _ = called(capsys, "estimate", *asked)
+    assert said in " ".join(out.split()) and "too much" not in out
+    assert called(capsys, "launch", *asked, "--save", str(tmp_path))[0] == 0
+    written = (tmp_path / "torchrun.sh").read_text()
+    assert said in written and "off-optimizer84" in written

@@ -242,3 +242,15 @@ def test_what_an_improvement_brings_is_said_where_the_chosen_plan_has_shares() -
     found = {it.name: it.speed for it in improvements(job, chosen.estimate.time.step, True, chosen.plan)}
     single = ["memory", "compute", "links", "network", "batch"]
     assert set(single) <= found.keys() and min(found[name] for name in single) >= 1 - TIGHT_GAIN
+
+
+@pytest.mark.parametrize("plan", ["dp4.rc-layer.off-optimizer", "dp4.rc-layer.off-optimizer.sh1-1-3-3"])
+def test_what_waits_on_hosts_counts_on_unlike_groups_as_on_equal_ones(plan: str) -> None:
+    job = unlike_job(less=0.5)
+    first, second = (group.but(host_memory=1e9, host_bandwidth=1e10) for group in job.cluster.groups)
+    job = job.but(cluster=job.cluster.but(groups=(first, second)))
+    poor = job.but(cluster=job.cluster.but(groups=(first, second.but(host_memory=2e6))))
+    roomy, crowded = (estimate(each, parse_plan(plan)) for each in (job, poor))
+    assert roomy.fits and not roomy.crowded and roomy.offloaded == crowded.offloaded > 1e6
+    assert not crowded.fits and crowded.crowded == crowded.offloaded - 1e6 and crowded.spare == roomy.spare
+    assert "wait on its host, which has 976.6 KiB for each device: off-optimizer" in crowded.notes[-1]

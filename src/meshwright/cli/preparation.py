@@ -100,7 +100,7 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
     if plan is not None:
         estimate = price(question, plan)
         expected = {"seconds": estimate.time.step, "size": estimate.memory.total}
-        why = [tell("choice.given" if given else "choice.before", plan=plan.name, **expected)]
+        why = [tell("choice.given" if given else "choice.before", plan=plan.name, **expected), *_unfit(estimate)]
     else:
         answer = search(question, 1, runnable=True)
         plan, estimate = answer.chosen.plan, answer.chosen.estimate
@@ -108,6 +108,17 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
         why = [tell("choice.found", why=first), *(tell("choice.also", why=line) for line in rest)]
         why += _without_the_slow(question, estimate.time.step) if world is not None else []
     return Choice(question, plan, estimate, [_asked(question), *why, *_instead(folder, plan)])
+
+
+def _unfit(estimate: Estimate) -> list[Sentence]:
+    """Of a plan that is run as asked and has no room: how much is missing, and where."""
+    from meshwright.words.say import tell
+    from meshwright.words.verdict import verdict
+
+    if estimate.fits:
+        return []
+    notes = [tell("choice.note", note=estimate.notes[-1])] if estimate.crowded else []
+    return [tell("choice.unfit", verdict=verdict(estimate)), *notes]
 
 
 def _without_the_slow(question: Job, step: float) -> list[Sentence]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,48 +35,81 @@ def estimate(job: Job, plan: Plan) -> Estimate:
 def estimate_of(pricer: Pricer, box: Box) -> Estimate:
     """The only plan of `box`."""
     assert box.size == 1
-    ranks = pricer.ranks(box, each=True)
-    states = pricer.states(box, ranks)
-    footprint, priced = pricer.memory(box, ranks, states), pricer.seconds(box, ranks, states)
-    per_stage = _memory_of(pricer, box, footprint)
-    busiest = max(per_stage, key=lambda memory: memory.total)
+    layers = pricer.ranks(box, each=True)
+    states = pricer.states(box, layers)
+    priced = pricer.seconds(box, layers, states)
+    ranks = _ranks_of(pricer, box, pricer.memory(box, layers, states))
+    busiest = max((rank.memory for rank in ranks), key=lambda memory: memory.total)
     seconds = _time(box, priced)
     job = pricer.setting.job
     tokens = job.workload.tokens
     _, safe = reserved(pricer.setting, np.array(busiest.total))
-    limit = usable(pricer.setting)
-    verdict = Fits.no if busiest.reserved > limit else Fits.fits if safe <= ample(pricer.setting) else Fits.tight
-    on_host, in_files = (float(part.max()) for part in (footprint.host, footprint.files))
-    notes, crowded = pricer.setting.notes, on_host > pricer.setting.host_memory
-    if crowded:
-        notes = (*notes, _crowded(pricer, box, on_host))
-        verdict = Fits.no
-    first = float(first_step(pricer.setting, box, ranks.layers).max())
+    limit, crowded = usable(pricer.setting), _most_crowded(ranks)
+    verdict = Fits.no if busiest.reserved > limit or crowded else Fits.fits if safe <= ample(pricer.setting) else Fits.tight
+    first = float(first_step(pricer.setting, box, layers.layers).max())
     return Estimate(
         memory=busiest,
-        per_stage=per_stage,
+        per_stage=tuple(rank.memory for rank in ranks),
         time=seconds,
         tokens_per_second=tokens / seconds.step,
         mfu=model_flops(job) / (seconds.step * sold(job)),
         fits=verdict != Fits.no,
         verdict=verdict,
         limit=limit,
-        offloaded=on_host + in_files,
+        offloaded=_offloaded(ranks),
+        crowded=crowded.over if crowded else 0.0,
         first=first,
-        notes=(*notes, *_of_compiler(first, seconds.step, job.workload.steps)),
+        notes=(*pricer.setting.notes, *_of_compiler(first, seconds.step, job.workload.steps), *_of_hosts(crowded)),
     )
 
 
-def _crowded(pricer: Pricer, box: Box, on_host: float) -> str:
+class Rank(NamedTuple):
+    """What one pipeline rank of a box holds: on its device, on its host, in files."""
+
+    pricer: Pricer
+    box: Box
+    at: int
+    memory: Memory
+    host: float
+    files: float
+
+    @property
+    def limit(self) -> float:
+        """Bytes that it can take of its device."""
+        return usable(self.pricer.setting)
+
+    @property
+    def left(self) -> float:
+        return self.limit - self.memory.reserved
+
+    @property
+    def over(self) -> float:
+        """Bytes that its host has no room for."""
+        return max(self.host - self.pricer.setting.host_memory, 0.0)
+
+
+def _offloaded(ranks: Sequence[Rank]) -> float:
+    return max(rank.host for rank in ranks) + max(rank.files for rank in ranks)
+
+
+def _most_crowded(ranks: Sequence[Rank]) -> Rank | None:
+    """The rank whose host lacks most, None where all have room."""
+    worst = max(ranks, key=lambda rank: rank.over)
+    return worst if worst.over else None
+
+
+def _of_hosts(rank: Rank | None) -> tuple[str, ...]:
     """What a host has no room for, and the largest share of the optimizer's states, or of the weights, that it has room for."""
-    has, share = pricer.setting.host_memory, box.offload_share
-    said = f"{show_bytes(on_host)} of each rank are to wait on its host, which has {show_bytes(has)} for each device"
-    half = replace(box, offload_share=share / 2)
-    least = pricer.memory(half, pricer.ranks(half, each=True)).host.max()
-    room = int(100 * (share - (on_host - has) * share / 2 / (on_host - least))) if on_host > least else 0
+    if rank is None:
+        return ()
+    has, box = rank.pricer.setting.host_memory, rank.box
+    said = f"{show_bytes(rank.host)} of each rank are to wait on its host, which has {show_bytes(has)} for each device"
+    share, half = box.offload_share, replace(box, offload_share=box.offload_share / 2)
+    least = _priced_ranks(rank.pricer, half)[rank.at].host
+    room = int(100 * (share - rank.over * share / 2 / (rank.host - least))) if rank.host > least else 0
     (offload,) = box.offload
     what = next((str(what) for what in offload if what in (Offload.optimizer, Offload.parameters)), "")
-    return f"{said}: off-{what}{room} would be the share that has room" if room >= 1 and goes_in_part(offload) else said
+    return (f"{said}: off-{what}{room} would be the share that has room" if room >= 1 and goes_in_part(offload) else said,)
 
 
 def _of_compiler(first: float, step: float, steps: int) -> tuple[str, ...]:
@@ -93,18 +127,14 @@ def placed(job: Job, plan: Plan) -> Estimate:
     on = unlike.pricers(job, used, plan.world)
     boxes = [replace(whole, micro_batches=(whole.micro_batches[0]._replace(size=kind.size, number=kind.micro_batches),)) for kind in kinds]
     held = [
-        {group: _per_stage(on[group], replace(box, weight=kind.weight)) for group in set(kind.placement)}
+        {group: _priced_ranks(on[group], replace(box, weight=kind.weight)) for group in set(kind.placement)}
         for kind, box in zip(kinds, boxes, strict=True)
     ]
-    ranks = [
-        (usable(on[group].setting), said[group][rank], on[group].setting)
-        for kind, said in zip(kinds, held, strict=True)
-        for rank, group in enumerate(kind.placement)
-    ]
-    left = [limit - memory.reserved for limit, memory, _ in ranks]
-    fullest = [min(range(rank, len(ranks), plan.pp), key=lambda at: left[at]) for rank in range(plan.pp)]
-    least = min(fullest, key=lambda at: left[at])
-    roomy = all(float(reserved(setting, np.array(memory.total))[1]) <= ample(setting) for _, memory, setting in ranks)
+    ranks = [said[group][at] for kind, said in zip(kinds, held, strict=True) for at, group in enumerate(kind.placement)]
+    fullest = [min(ranks[at :: plan.pp], key=lambda rank: rank.left) for at in range(plan.pp)]
+    least, crowded = min(fullest, key=lambda rank: rank.left), _most_crowded(ranks)
+    roomy = all(float(reserved(rank.pricer.setting, np.array(rank.memory.total))[1]) <= ample(rank.pricer.setting) for rank in ranks)
+    verdict = Fits.no if least.left < 0 or crowded else Fits.fits if roomy else Fits.tight
     parts = [unlike.seconds(on, kind.placement, box) for kind, box in zip(kinds, boxes, strict=True)]
     seconds = _together([_time(box, each) for box, each in zip(boxes, parts, strict=True)], parts)
     groups = job.cluster.groups
@@ -113,17 +143,19 @@ def placed(job: Job, plan: Plan) -> Estimate:
     first = float(first_step(on[used[0]].setting, whole, on[used[0]].ranks(whole).layers).max())
     unused = [group.device.name for at, group in enumerate(groups) if at not in used]
     return Estimate(
-        memory=ranks[least][1],
-        per_stage=tuple(ranks[at][1] for at in fullest),
+        memory=least.memory,
+        per_stage=tuple(rank.memory for rank in fullest),
         time=seconds,
         tokens_per_second=job.workload.tokens / seconds.step,
         mfu=model_flops(job) / (seconds.step * rates),
-        fits=left[least] >= 0,
-        verdict=Fits.no if left[least] < 0 else Fits.fits if roomy else Fits.tight,
-        limit=ranks[least][0],
+        fits=verdict != Fits.no,
+        verdict=verdict,
+        limit=least.limit,
+        offloaded=_offloaded(ranks),
+        crowded=crowded.over if crowded else 0.0,
         first=first,
         notes=((f"the devices of {' and '.join(unused)} are left out",) if unused else ())
-        + _of_compiler(first, seconds.step, job.workload.steps),
+        + (*_of_compiler(first, seconds.step, job.workload.steps), *_of_hosts(crowded)),
     )
 
 
@@ -140,12 +172,12 @@ def _together(times: Sequence[Time], parts: Sequence[Seconds]) -> Time:
     return own.but(**{name: getattr(own, name) + more for name, more in longer.items()}, step=own.step + sum(longer.values()))
 
 
-def _per_stage(pricer: Pricer, box: Box) -> tuple[Memory, ...]:
-    """Memory of every pipeline rank: each priced as if it were its own kind."""
-    return _memory_of(pricer, box, pricer.memory(box, pricer.ranks(box, each=True)))
+def _priced_ranks(pricer: Pricer, box: Box) -> tuple[Rank, ...]:
+    """Every pipeline rank, priced as if it were its own kind."""
+    return _ranks_of(pricer, box, pricer.memory(box, pricer.ranks(box, each=True)))
 
 
-def _memory_of(pricer: Pricer, box: Box, parts: Footprint) -> tuple[Memory, ...]:
+def _ranks_of(pricer: Pricer, box: Box, parts: Footprint) -> tuple[Rank, ...]:
     totals = parts.total
     taken, _ = reserved(pricer.setting, totals)
     kinds_of_memory = (
@@ -157,8 +189,12 @@ def _memory_of(pricer: Pricer, box: Box, parts: Footprint) -> tuple[Memory, ...]
         totals,
         taken,
     )
-    table = [np.broadcast_to(part, totals.shape).reshape(box.pp) for part in kinds_of_memory]
-    return tuple(Memory(**dict(zip(Memory.model_fields, map(float, column), strict=True))) for column in zip(*table, strict=True))
+    table = [np.broadcast_to(part, totals.shape).reshape(box.pp) for part in (*kinds_of_memory, parts.host, parts.files)]
+    found = []
+    for at, (*column, host, files) in enumerate(zip(*table, strict=True)):
+        memory = Memory(**dict(zip(Memory.model_fields, map(float, column), strict=True)))
+        found.append(Rank(pricer, box, at, memory, float(host), float(files)))
+    return tuple(found)
 
 
 def _time(box: Box, seconds: Seconds) -> Time:

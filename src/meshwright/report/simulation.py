@@ -50,9 +50,11 @@ def notes(simulation: Simulation) -> list[str]:
     """What the estimate says of itself, and that the plan cannot run where it does not fit."""
     estimate = simulation.estimate
     short = (
-        f"the plan does not fit: {show_bytes(estimate.memory.reserved)} on the fullest rank of {show_bytes(simulation.job.cluster.memory)}"
+        f"its host lacks {show_bytes(estimate.crowded)} for what is to wait there"
+        if estimate.is_crowded
+        else f"{show_bytes(estimate.memory.reserved)} on the fullest rank of {show_bytes(simulation.job.cluster.memory)}"
     )
-    return [*([] if estimate.fits else [short]), *estimate.notes]
+    return [*([] if estimate.fits else [f"the plan does not fit: {short}"]), *estimate.notes]
 
 
 def count(number: int, one: str, several: str = "") -> str:

@@ -45,7 +45,9 @@ def _outcome(answer: Answer, found: Against) -> list[Any]:
         "verdict": verdict(priced),
     }
     said = [tell(f"against.{found.outcome}", **values)]
-    if found.outcome == "unfit":
+    if priced.is_crowded:
+        said.append(tell("estimate.note", note=priced.notes[-1]))
+    elif found.outcome == "unfit":
         kind, size = largest_kind(priced.memory)
         alone = tell("against.alone", kind=kind, size=size) if size > priced.limit else tell("against.most", kind=kind, size=size)
         said.append(tell("against.memory", reserved=priced.memory.reserved, limit=priced.limit, alone=alone))

@@ -56,12 +56,18 @@ class Estimate(Noun):
     verdict: Fits = Fits.fits
     limit: float = Field(default=0.0, description="bytes that a rank can take of its device")
     offloaded: float = Field(default=0.0, description="bytes of the fullest rank that wait in host memory or in files, no part of `memory`")
+    crowded: float = Field(default=0.0, description="bytes of what is to wait on the host that the fullest rank's host has no room for")
     first: float = Field(default=0.0, description="seconds that the first step of a launch takes besides: blocks are compiled")
     notes: tuple[str, ...] = Field(default=(), description="what the estimate leaves out or assumes for this plan")
 
     def over(self, steps: int) -> float:
         """Seconds of one of so many steps, its part of the first one's among them."""
         return self.time.step + self.first / steps
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether it is the host alone that has no room."""
+        return self.crowded > 0 <= self.spare
 
     @property
     def spare(self) -> float:

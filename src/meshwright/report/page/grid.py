@@ -53,7 +53,7 @@ class Standing(NamedTuple):
         has one memory."""
         if priced.limits:
             return priced.estimate.verdict
-        if priced.estimate.memory.reserved > self.limit:
+        if priced.estimate.memory.reserved > self.limit or priced.estimate.crowded:
             return Fits.no
         return Fits.fits if priced.safe <= self.ample else Fits.tight
 
