@@ -80,7 +80,8 @@ def train(
     pause = 0.15 if plans else 0.0
     replan_leaner = lambda now: work_of(work.but(plan=replanned(leaner, build(Launch, now.payload["launch"]).plan)), faults, pause, **more)
     replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause, **more)
-    care = Care(work.run.retries, work.run.patience, replan if plans else None, work.run.least, replan_leaner if leaner else None)
+    instead = lambda now: f"something else than {now.plan}"
+    care = Care(work.run.retries, work.run.patience, replan if plans else None, work.run.least, replan_leaner if leaner else None, instead)
     Supervisor(work_of(work, faults, pause, **more), hear, said.append, generation=next(FIRST), care=care, lent=nursery).run()
 
 

@@ -2,44 +2,113 @@
 
 from __future__ import annotations
 
+import re
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
+from torch import nn
 
 from meshwright.base.codec import read
 from meshwright.report.memory import chart
+from meshwright.spec.estimate import Memory
+from meshwright.spec.plan import parse_plan
 from meshwright.spec.timeline import Timeline
-from meshwright.train.memory import OutOfMemory, watching
+from meshwright.train.memory import watching
 from meshwright.train.trainer import parallelize
+from meshwright.train.want import Holder, OutOfMemory, in_words, line
 
 ROOM, ROWS = 48 << 20, 8192
 
 
-def starved() -> str:
-    """A step whose activations pass what this process may still map."""
-    trainer = parallelize(make_model("llama"), make_optimizer, "dp1.mb8", anatomy=anatomy_of("llama"))
+PREDICTED = Memory(parameters=1e6, gradients=1e6, optimizer=2e6, activations=3e6, buffers=1e6, total=8e6, reserved=9e6)
+"""Of a rank that was to take next to nothing."""
+
+
+@contextmanager
+def little_room(room: int = ROOM) -> Iterator[None]:
+    """What this process may still map."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def starved(where: str, predicted: tuple[Memory, ...]) -> str:
+    """A step, or an evaluation, whose activations pass what this process may still map; a model of which no second copy has room."""
+    if where == "states":
+        model = nn.Linear(1 << 12, 1 << 12)
+        with little_room(), pytest.raises(OutOfMemory) as found:
+            parallelize(model, make_optimizer, "dp1", loss=lambda output, batch: output.mean(), predicted=predicted)
+        return str(found.value)
+    trainer = parallelize(make_model("llama"), make_optimizer, "dp1.mb8", anatomy=anatomy_of("llama"), predicted=predicted)
     trainer.step(make_batch("llama", 0))
     big = {name: value.repeat(ROWS // 8, 1) for name, value in make_batch("llama", 1).items()}
     trainer.plan = trainer.plan.but(micro_batch=ROWS)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + ROOM, before[1]))
-    try:
-        trainer.step(big)
-    except OutOfMemory as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    return ""
+    with little_room(), pytest.raises(OutOfMemory) as found:
+        trainer.step(big) if where == "step" else trainer.evaluate(big)
+    return str(found.value)
 
 
-def test_a_step_without_memory_ends_in_one_line_with_what_is_held_and_what_holds_less(ranks: Any) -> None:
-    found = ranks.run(1, starved)[0]
-    assert found.startswith("rank 0 is out of memory in step 2: ") and "\n" not in found
-    assert "parameters" in found and "rc-layer" in found and "more were asked for" in found
+@pytest.mark.parametrize(
+    ("where", "doing"), [("step", "in step 2"), ("evaluation", "in an evaluation after step 1"), ("states", "before the first step")]
+)
+def test_a_want_of_memory_is_one_line_with_what_is_held_and_what_takes_more_than_was_predicted(ranks: Any, where: str, doing: str) -> None:
+    found = ranks.run(1, starved, where, (PREDICTED,))[0]
+    assert found.startswith(f"rank 0 is out of memory {doing}: ") and "\n" not in found
+    rest = "all that it holds" if where == "states" else "activations and all else"
+    taken, more, said = re.search(
+        f"that is ([0-9.]+) MiB for {rest}, ([0-9.]+) MiB more than the ([0-9.]+) MiB that were predicted", found
+    ).groups()
+    assert float(taken) - float(more) == pytest.approx(float(said), abs=0.15)  # tenths are shown
+    assert float(said) == pytest.approx((9e6 if where == "states" else 5e6) / (1 << 20), abs=0.01)
+    assert "more were asked for beside" in found and ("parameters" in found) == (where != "states")
+
+
+def test_a_want_of_memory_without_a_prediction_says_what_holds_less(ranks: Any) -> None:
+    found = ranks.run(1, starved, "step", ())[0]
+    assert "more were asked for beside parameters" in found and "rc-layer" in found
+
+
+def holder(held: Callable[[], dict[str, float]], predicted: Memory | None = PREDICTED) -> Holder:
+    return Holder(3, parse_plan("dp4"), torch.device("cpu"), held, predicted)
+
+
+def test_the_line_names_the_kind_that_is_the_most_beyond_its_part() -> None:
+    said = line(holder(lambda: {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e13}), "in step 2", "you tried to allocate 64 bytes")
+    assert "64 B more were asked for" in said and "that is 18.2 TiB for optimizer, 18.2 TiB more than the 1.91 MiB" in said
+
+
+def test_a_kind_within_what_was_predicted_is_not_said_to_take_more() -> None:
+    ample = PREDICTED.but(total=1e15, reserved=1e15)
+    said = line(holder(lambda: {"parameters": 1e6}, ample), "in step 2", "CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert said.startswith("rank 3 is out of memory in step 2: 2.00 GiB more were asked for")
+    assert "no kind takes more than was predicted" in said
+
+
+def test_what_fails_while_the_line_is_made_does_not_take_its_place() -> None:
+    def fails() -> dict[str, float]:
+        raise MemoryError
+
+    assert line(holder(fails), "in step 2", "") == "rank 3 is out of memory in step 2, and for saying what holds it"
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError("CUDA out of memory. Tried")]
+)
+def test_every_way_in_which_memory_is_said_to_be_wanting_is_one(error: Exception) -> None:
+    with pytest.raises(OutOfMemory), in_words(holder(dict), "in step 2"):
+        raise error
+    with pytest.raises(RuntimeError, match="other"), in_words(holder(dict), "in step 2"):
+        raise RuntimeError("something other")
 
 
 def watched(folder: str, plan: str, before: int = 2) -> tuple[dict[str, float], float, int]:

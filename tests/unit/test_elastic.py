@@ -93,6 +93,12 @@ def test_what_a_person_wrote_wrong_keeps_its_line_and_its_exit_code() -> None:
     assert (type(error), error.exit_code, str(error)) == (MeshwrightError, 1, "no space left")
 
 
+def test_what_takes_less_memory_is_said_behind_what_a_rank_said_and_where_the_system_killed_it() -> None:
+    wanting = Failure(1, 1.0, 1, "OutOfMemory", "rank 1 is out of memory in step 2", known=True)
+    assert str(verdict([wanting], 2, logs, "", "plan dp2.z3 takes less")) == "rank 1 is out of memory in step 2; plan dp2.z3 takes less"
+    assert "  plan dp2.z3 takes less" in str(verdict([Failure(1, 1.0, -9)], 2, logs, "", "plan dp2.z3 takes less")).splitlines()
+
+
 def test_ranks_that_fail_of_their_own_are_not_called_innocent() -> None:
     failures = [Failure(rank, 1.0 + rank, 1, "ValueError", "no good") for rank in range(3)] + [Failure(3, 4.0, 1, "RuntimeError", LOST)]
     lines = str(verdict(failures, 4, logs)).splitlines()

@@ -238,6 +238,12 @@ def test_a_line_in_chinese_has_every_value_of_the_english_one() -> None:
             "$.workload: Workload has no field 'sequenc'; did you mean 'sequence'?",
             "$.workload：Workload 没有字段 'sequenc'；是不是 'sequence'？",
         ),
+        (
+            "rank 3 is out of memory in step 2: 2.00 GiB more were asked for beside parameters 8 B; that is 2.10 GiB for activations and all else, "
+            "1.00 GiB more than the 1.10 GiB that were predicted; no plan for 2 ranks takes less memory than dp2: use more ranks, or a smaller batch",
+            "rank 3 在第 2 步内存不足：还要 2.00 GiB，已占 parameters 8 B；activations and all else 共 2.10 GiB，比预测的 1.10 GiB 多 1.00 GiB；"
+            "2 个 rank 没有比 dp2 更省内存的方案：请用更多 rank，或更小的 batch",
+        ),
         ("a line that nobody wrote", "a line that nobody wrote"),
     ],
 )

@@ -214,6 +214,7 @@ def launch_of(file: JobFile, source: ModelSource, folder: Path, choice: Choice) 
         plan=choice.plan,
         run=file.run.but(folder=str(folder.resolve())),
         parameters=question.model.parameters if question is not None else 0,
+        predicted=choice.estimate.per_stage if choice.estimate is not None else (),
     )
 
 

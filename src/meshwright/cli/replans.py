@@ -50,14 +50,17 @@ class Replans:
 
     def leaner(self, work: Work) -> Work:
         """Raises NothingFits when no plan takes less."""
-        from meshwright.base.codec import build
         from meshwright.elastic.replan import leaner
-        from meshwright.spec.launch import Launch
 
-        now = build(Launch, work.payload).plan
+        now = _plan_of(work)
         question = self.chosen(now.world)[0]
         self._chosen[now.world] = question, leaner(question, now)
         return self._take(*self._chosen[now.world])
+
+    def instead(self, work: Work) -> str:
+        """Which plan takes less, in words; it is not taken."""
+        now = _plan_of(work)
+        return instead(self.chosen(now.world)[0], now)
 
     def predict(self, name: str, world: int) -> tuple[float, float]:
         """Seconds of a step under the plan of this name, and with so many ranks; what cannot be priced is divided among its ranks."""
@@ -74,7 +77,31 @@ class Replans:
         from meshwright.cli.preparation import Choice, write_run
         from meshwright.cost.step import estimate
 
-        other = self.launch.but(plan=plan)
+        priced = None if question is None else estimate(question, plan)
+        other = self.launch.but(plan=plan, predicted=() if priced is None else priced.per_stage)
         with contextlib.suppress(OSError):  # a full disk costs what the folder says of the plan, not the run
-            write_run(self.folder, other, Choice(question, plan, None if question is None else estimate(question, plan), []))
+            write_run(self.folder, other, Choice(question, plan, priced, []))
         return self.work_of(other)
+
+
+def _plan_of(work: Work) -> Plan:
+    from meshwright.base.codec import build
+    from meshwright.spec.launch import Launch
+
+    return build(Launch, work.payload).plan
+
+
+def instead(question: Job | None, plan: Plan) -> str:
+    """What is said behind a want of memory under `plan`: a plan of the same job and ranks that is priced, fits and takes less."""
+    from meshwright.base.errors import MeshwrightError
+    from meshwright.base.units import show_bytes
+    from meshwright.cost.step import estimate
+    from meshwright.elastic.replan import leaner
+
+    try:
+        other = leaner(question, plan)
+        assert question is not None, "what is not priced has no leaner plan"
+        before, then = (show_bytes(estimate(question, each).memory.reserved) for each in (plan, other))
+    except MeshwrightError as error:
+        return f"{error}: use more ranks, or a smaller batch"
+    return f"plan {other.name} is to take {then} on a rank where {plan.name} was to take {before}: --plan {other.name}"

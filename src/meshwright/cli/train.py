@@ -148,7 +148,7 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
         run, plans = launch.run, Replans(launch, choice, folder)
         leaving = Leaving(plans.predict, PROBE) if run.balance else None
         work = plans.work_of(launch)
-        care = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, run.rejoin, leaving, full=work.world)
+        care = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, plans.instead, run.rejoin, leaving, work.world)
         stack.callback(_sweep, folder / "checkpoints")
         stack.enter_context(announced(folder, node, screen.note))
         fleet = stack.enter_context(leading(node, work, screen.note, run)) if node else None
@@ -220,9 +220,10 @@ def _prepared(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, 
 
 def _be_a_rank(me: Launched, job: Path | None, shared: Shared, wanted: Wanted, screen: Screen) -> Path:
     """One rank among those that another launcher has started. Rank 0 plans; what it finds wrong ends them all with one line."""
-    from meshwright.base.codec import build, parse
+    from meshwright.base.codec import build, parse, read
     from meshwright.base.errors import Interrupted, MeshwrightError
     from meshwright.elastic.failure import failed_here
+    from meshwright.spec.job import Job
     from meshwright.spec.launch import Launch
     from meshwright.train.rank import Channel, connect, keep_heap
 
@@ -249,10 +250,16 @@ def _be_a_rank(me: Launched, job: Path | None, shared: Shared, wanted: Wanted, s
                 raise SystemExit(told["wrong"])
             launch = build(Launch, told)
             folder = Path(launch.run.folder)
+        from meshwright.cli.replans import instead
         from meshwright.train.loop import Loop
+        from meshwright.train.want import OutOfMemory
 
         try:
             code = Loop(launch, channel, connection).run()
+        except OutOfMemory as error:
+            with suppress(MeshwrightError, MemoryError):  # the job lies where rank 0 wrote it, which not every rank may see
+                error = OutOfMemory(f"{error}; {instead(read(Job, folder / 'job.json'), launch.plan)}")
+            raise error from None
         except Exception as error:
             raise failed_here(error, me.rank, me.world) from error
     if code == Interrupted.exit_code:

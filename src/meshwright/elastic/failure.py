@@ -118,16 +118,16 @@ def last_lines(log: Path, count: int) -> list[str]:
         return []
 
 
-def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Path], why: str = "") -> MeshwrightError:
-    """The error to raise. One of ours keeps its words and its exit code. `why`: what is to be said beside it."""
+def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Path], why: str = "", instead: str = "") -> MeshwrightError:
+    """The error to raise. One of ours keeps its words and its exit code. `why`: what is to be said beside it; `instead`: which plan needs less of what is wanting."""
     first = culprit(failures)
     if first.known:
-        error = InputError(first.message) if first.status == InputError.exit_code else MeshwrightError(first.message)
+        words = "; ".join(filter(None, (first.message, instead)))
+        error = InputError(words) if first.status == InputError.exit_code else MeshwrightError(words)
         error.exit_code = first.status
         return error
     lines = [f"rank {first.rank} of {world} on {socket.gethostname()}: {cause(first)}"]
-    if why:
-        lines.append(f"  {why}")
+    lines += [f"  {each}" for each in (why, instead) if each]
     if first.place:
         lines.append(f"  at {first.place}")
     if first.status < 0 or not first.error:

@@ -30,6 +30,8 @@ class Retries:
 
     retries: int
     in_row: int = 0
+    hungry: bool = False
+    """Whether the last failure was for want of memory."""
     _step: int = -1
     _cause: str = ""
     _rank: int = -1
@@ -39,7 +41,8 @@ class Retries:
     def is_hungry(self, failure: Failure) -> bool:
         """Whether it failed for want of memory."""
         before, self._kills = self._kills, memory_kills()
-        return starved(failure, before)
+        self.hungry = starved(failure, before)
+        return self.hungry
 
     def count(self, failure: Failure, step: int, starved: bool = False) -> str:
         """Takes note of `failure` after `step` had ended. Why it is hopeless, in words; empty while it is not."""

@@ -62,6 +62,8 @@ class Care:
     least: int = 0
     leaner: Callable[[Work], Work] | None = None
     """The same work under a plan that takes less memory. Raises NothingFits when there is none."""
+    instead: Callable[[Work], str] = lambda work: ""
+    """That plan in words, for who is told that memory was wanting."""
     rejoin: float = 0.0
     """Seconds that a lost node gets to come back."""
     leaving: Leaving | None = None
@@ -234,8 +236,7 @@ class Supervisor:
             self._nursery.released()
         if time.monotonic() < self._looked + LOOK or not now.begun or self.care.replan is None or self._deadline is not None:
             return False
-        self._looked = time.monotonic()
-        wanted = asked(self.work.folder) or self._room()
+        self._looked, wanted = time.monotonic(), asked(self.work.folder) or self._room()
         moves = self._slots.are_to_move(self.work.slots, self._nursery.slots)
         self._world = wanted if wanted not in (None, self.work.world) else self.work.world if moves else self._slots.take()
         return self._world is not None
@@ -363,7 +364,8 @@ class Supervisor:
 
     def _conclude(self, now: Generation) -> None:
         if now.failures and len(self._asked) < 2:
-            raise verdict(list(now.failures.values()), self.work.world, self.work.log, self._why)
+            instead = self.care.instead(self.work) if self._retries.hungry else ""
+            raise verdict(list(now.failures.values()), self.work.world, self.work.log, self._why, instead)
         if self._asked and not self._begun:
             raise Interrupted(f"stopped by {self._asked[0]} {self.early}; the same command starts again")
         if self._asked and (now.failures or now.stopped or self._killed):  # else the last step was done all the same

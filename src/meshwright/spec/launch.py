@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from meshwright.base.codec import Noun
 from meshwright.spec.data import Data
+from meshwright.spec.estimate import Memory
 from meshwright.spec.plan import Plan
 from meshwright.spec.rule import Rule
 from meshwright.spec.run import Run
@@ -31,7 +32,7 @@ class ModelSource(Noun):
 
 
 class Launch(Noun):
-    """One run. `parameters` is how many the planner counted, 0 when it did not."""
+    """One run. `parameters` is how many the planner counted, 0 when it did not; `predicted` what it says that each pipeline rank takes."""
 
     model: ModelSource
     workload: Workload
@@ -39,6 +40,7 @@ class Launch(Noun):
     plan: Plan
     run: Run
     parameters: int = 0
+    predicted: tuple[Memory, ...] = ()
 
     def result(self) -> dict[str, Any]:
         """What decides the result, flat: 'workload.batch' to its value. Two launches that agree here are one job under two plans.

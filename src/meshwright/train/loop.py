@@ -37,7 +37,7 @@ from meshwright.train.recovery import Recovery
 from meshwright.train.replicas import compare
 from meshwright.train.sample import why_no_sample, write_text
 from meshwright.train.straggler import Phases, Watch
-from meshwright.train.trainer import Share, parallelize
+from meshwright.train.trainer import Beside, Share, parallelize
 
 HELD_OUT_ROWS = 64
 WATCHED = 2  # which step of a launch the profiler watches for memory: the first two warm up
@@ -85,8 +85,8 @@ class Loop:
             part.quarantine = lambda line: self.channel.say("quarantine", line=line)
         self.dataset, self.loader = dataset, Loader(dataset, launch.workload.batch, launch.workload.seed)
         rule, kind = launch.workload.optimizer, recipe_of(launch.workload, launch.plan)
-        away, seed = launch.run.offload_to or self.folder, launch.workload.seed
-        self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=kind, clip=rule.clip, seed=seed, offload_to=away)
+        beside = Beside(offload_to=launch.run.offload_to or self.folder, predicted=launch.predicted)
+        self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **beside)
         self.device = self.trainer.mesh.device
         self.control = self.trainer.mesh.world if self.device.type == "cpu" else of_process(self.connection.control)
         self.stopping = False

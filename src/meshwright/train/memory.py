@@ -13,7 +13,6 @@ what is differentiated outside of all modules is the loss.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,10 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from meshwright.base.errors import InputError, MeshwrightError
 from meshwright.base.files import write_whole
-from meshwright.base.units import show_bytes
-from meshwright.spec.plan import Offload, Plan, Recompute
 from meshwright.spec.timeline import Moment, Timeline
 
 if TYPE_CHECKING:
@@ -36,8 +32,6 @@ if TYPE_CHECKING:
 
 MOMENTS = 240
 """Moments that a timeline keeps: the highest of each of so many parts of a step."""
-LET_GO = ("its data is not allocated yet", "are out of bounds for storage of size 0")
-"""What torch says of a tensor whose storage is empty."""
 MODULE, BACKWARD = "module ", "autograd::engine::evaluate_function"
 
 
@@ -54,7 +48,7 @@ class Watch:
 
     def timeline(self, trainer: Trainer) -> Timeline:
         """Of `trainer`'s last step, which was watched."""
-        held = {kind: float(size) for kind, size in trainer.bytes().items() if kind != "offloaded"}
+        held = trainer.held()
         left = self.kept - trainer.passing
         held["passing"] = float(max(-left, 0))
         if left > 0 and trainer.steps == 1:  # the first step makes the states; later ones leave nothing but what other threads free unseen
@@ -166,60 +160,6 @@ def _changes(roots: Any) -> Iterator[_Change]:
                 place = "forward of the loss"
         within = within or name.startswith(("aten::", BACKWARD))
         waiting += [(child, module, place, within) for child in reversed(event.children)]
-
-
-class OutOfMemory(MeshwrightError):
-    """There is no memory for a step."""
-
-
-def out_of_memory(error: BaseException, trainer: Trainer) -> OutOfMemory | None:
-    """The line for an error that is of memory: what was asked for, what is held, which plan holds less; None for any other."""
-    text = str(error)
-    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in text:
-        return None
-    asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", text)
-    size = "more" if asked is None else f"{show_bytes(float(asked[1])) if asked[1] else asked[2]} more"
-    held = {kind: float(size) for kind, size in trainer.bytes().items() if kind != "offloaded"}
-    on_device = torch.cuda.memory_allocated(trainer.mesh.device) if trainer.mesh.device.type == "cuda" else resident()
-    kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in held.items())
-    rest = max(on_device - sum(held.values()), 0.0)
-    return OutOfMemory(
-        f"rank {trainer.mesh.rank} is out of memory in step {trainer.steps + 1}: {size} were asked for beside {kinds}, activations and all else {show_bytes(rest)}; "
-        f"{lighter(trainer.plan)} holds less, or let `meshwright plan` find one that fits, with cluster.memory in the job file"
-    )
-
-
-@contextmanager
-def in_words(trainer: Trainer) -> Iterator[None]:
-    """A want of memory inside is said in one line, and so is a weight that is read when ZeRO 3 has let it go."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        found: MeshwrightError | None = out_of_memory(error, trainer)
-        if found is None and trainer.plan.zero == 3 and any(words in str(error) for words in LET_GO):
-            found = InputError(
-                f"plan {trainer.plan.name}: this model reads weights where ZeRO 3 has let them go, outside of the forward of the module or block "
-                "that holds them (a backward of its own, say): use z2 at most"
-            )
-        if found is None:
-            raise
-        raise found from None
-
-
-def lighter(plan: Plan) -> str:
-    """The name of a plan of the same degrees that holds less, the one that costs the least time first.
-
-    >>> from meshwright.spec.plan import parse_plan
-    >>> [lighter(parse_plan(name)) for name in ("dp4.mb2", "dp4.z1.mb2", "dp4.z1.mb2.rc-layer")]
-    ['dp4.z1.mb2', 'dp4.z1.mb2.rc-layer', 'dp4.z1.mb2.rc-layer.off-optimizer-files']
-    """
-    if plan.zero == 0 and plan.dp_replicate > 1 and plan.ep == 1:
-        return plan.but(zero=1, dp_replicate=1, dp_shard=plan.dp_replicate).name
-    if plan.recompute != Recompute.layer or plan.recompute_layers:
-        return plan.but(recompute=Recompute.layer, recompute_layers=0).name
-    if not {Offload.optimizer, Offload.optimizer_files} & set(plan.offload):
-        return plan.but(offload=(Offload.optimizer_files, *plan.offload)).name
-    return plan.but(zero=3).name if plan.zero in (1, 2) else "one of more ranks"
 
 
 def measured(trainer: Trainer, watch: Watch | None, folder: Path) -> dict[str, float]:

@@ -7,7 +7,8 @@ sum over all valid labels of the batch divided by their number, so ranks with un
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,13 +33,14 @@ from meshwright.parallel.tensor.products import check_device
 from meshwright.parallel.update.door import MakeOptimizer, check_rule, fuse, rule_of
 from meshwright.parallel.update.places import give_places
 from meshwright.parallel.zero.local import Outer
+from meshwright.spec.estimate import Memory
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.record import Mixtures, RunState, StepRecord
 from meshwright.train.agreement import agree_on_batch, agree_on_model
-from meshwright.train.memory import in_words
 from meshwright.train.scaler import LossScale
 from meshwright.train.uneven import filled
+from meshwright.train.want import Holder, in_words
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.memory import Kept
@@ -57,6 +59,8 @@ class Beside(Known, total=False):
     """What `parallelize` is given besides, where it is needed."""
 
     offload_to: str | Path | None
+    predicted: Sequence[Memory]
+    """What each pipeline rank is to take, where the plan was priced: a want of memory says what takes more."""
 
 
 def parallelize(
@@ -91,13 +95,17 @@ def parallelize(
     check_device(chosen, mesh.device)
     check_rule(mesh.device.type, rule, chosen, plan)
     known = Known(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
-    engine = parallelize_model(model, mesh, chosen, rule, **known)
-    give_places(engine, seed)
-    give_back()
-    torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
-    made = optimizer(engine.zero.masters())
-    fuse(made)
-    return Trainer(engine, made, clip, seed)
+    predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.place.pp)
+    with in_words(Holder(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
+        engine = parallelize_model(model, mesh, chosen, rule, **known)
+        give_places(engine, seed)
+        give_back()
+        torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
+        made = optimizer(engine.zero.masters())
+        fuse(made)
+        trainer = Trainer(engine, made, clip, seed)
+    trainer.predicted = predicted
+    return trainer
 
 
 class Trainer:
@@ -114,6 +122,8 @@ class Trainer:
         """Told what begins: backward, reduce, agree (after it every rank has been here), update."""
         self.recount: Recount | None = None
         """Computes gradients again that look wrong."""
+        self.predicted: Memory | None = None
+        """What this rank is to take, where the plan was priced."""
 
     # --- steps ----------------------------------------------------------------------------------------------------------------
 
@@ -124,11 +134,14 @@ class Trainer:
         may have any number of rows where the loss is one over labels (uneven.py).
         A step with a non-finite gradient is skipped by all ranks alike.
         """
+        with self._in_words(f"in step {self.steps + 1}"):
+            return self._step(batch)
+
+    def _step(self, batch: Batch | Share) -> StepRecord:
         began = time.perf_counter()
         self.engine.measured()  # what came between steps, an evaluation, say, is no part of any
-        with in_words(self):
-            compute = partial(self._backward, batch)
-            loss, tokens, squares = compute() if self.recount is None else self.recount.settled(self, compute)
+        compute = partial(self._backward, batch)
+        loss, tokens, squares = compute() if self.recount is None else self.recount.settled(self, compute)
         outer = self.engine.outer
         own = squares[0 if outer is None else outer.replica] ** 0.5 / self.scale.factor
         norm = sum(squares) ** 0.5 / len(squares) ** 0.5 / self.scale.factor
@@ -139,8 +152,7 @@ class Trainer:
             factor = 1.0 / scale_used
             if self.clip is not None and own > self.clip:
                 factor *= self.clip / (own + 1e-6)
-            with in_words(self):
-                self.engine.zero.update(self.optimizer, factor, self.steps)
+            self.engine.zero.update(self.optimizer, factor, self.steps)
             here = {mixture.experts.path for mixture in self.engine.mixtures}
             move_biases(self.engine.model, self.engine.anatomy, here, self._loads)
         self.scale.update(finite)
@@ -206,7 +218,8 @@ class Trainer:
         """Fill a model that was built without memory from safetensors or a checkpoint; every rank calls it and reads its own part."""
         from meshwright.train.start import fill
 
-        fill(self, path)
+        with self._in_words("where weights are read"):
+            fill(self, path)
 
     def _share(self, batch: Batch | Share) -> tuple[list[Batch], int]:
         """This replica's micro-batches on the device, and the valid labels of the whole batch."""
@@ -256,15 +269,16 @@ class Trainer:
         """Mean loss over the valid labels of the whole batch, without gradients, dropout off."""
         training = self.engine.model.training
         self.engine.model.eval()
-        batches, tokens = self._share(batch)
-        total = self.engine.forward_backward(batches, None) / self.plan.tp
+        with self._in_words(f"in an evaluation after step {self.steps}"):
+            batches, tokens = self._share(batch)
+            total = self.engine.forward_backward(batches, None) / self.plan.tp
         all_reduce(total, self.mesh.world).wait()
         self.engine.model.train(training)
         return float(total) / max(tokens, 1)
 
     def gradients(self, batch: Batch | Share) -> tuple[float, int, dict[str, torch.Tensor] | None]:
         """Mean loss, valid labels, and on rank 0 every full gradient by name, but for what no loss has reached. Nothing is updated."""
-        with in_words(self):
+        with self._in_words(f"for the gradients of step {self.steps + 1}"):
             loss, tokens, _ = self._backward(batch)
         full = state.gather_full(self.engine, state.gradient_pieces(self.engine))
         if full is None:
@@ -307,6 +321,13 @@ class Trainer:
             **({} if away is None else {"offloaded": away.bytes(self.engine.zero.units)}),
         }
 
+    def held(self) -> dict[str, float]:
+        """The same of this rank's device alone."""
+        return {kind: float(size) for kind, size in self.bytes().items() if kind != "offloaded"}
+
+    def _in_words(self, doing: str) -> AbstractContextManager[None]:
+        return in_words(Holder(self.mesh.rank, self.plan, self.mesh.device, self.held, self.predicted), doing)
+
     @property
     def passing(self) -> int:
         """Bytes that this rank holds for what is on its way to other ranks of its host, or to and from files."""
@@ -334,4 +355,5 @@ class Trainer:
         """Go on from a checkpoint, written under any plan; returns what was given as `extra`. All ranks must call it."""
         from meshwright.train.keep import load_trainer
 
-        return load_trainer(self, Path(path) if isinstance(path, str) else path)
+        with self._in_words("where a checkpoint is read"):
+            return load_trainer(self, Path(path) if isinstance(path, str) else path)
