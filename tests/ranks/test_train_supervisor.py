@@ -190,3 +190,33 @@ def test_a_rank_whose_process_still_lives_is_not_started_a_second_time(tmp_path:
         start(3)
         assert until("started")["generation"] == 3
     assert gone(tmp_path)
+
+
+WARMS = """
+import sys
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from meshwright.train import zygote
+
+seen = []
+register_optimizer_step_pre_hook(lambda *_: seen.append("step"))
+torch.version.cuda = sys.argv[1] or None
+zygote.warm([])
+print(zygote.accelerators(), seen)
+"""
+
+
+def test_nothing_that_could_start_an_accelerator_runs_before_the_fork() -> None:
+    def warmed(cuda: str) -> str:
+        return subprocess.run([sys.executable, "-c", WARMS, cuda], capture_output=True, text=True, check=True).stdout.strip()
+
+    assert warmed("13.0") == "['cuda'] []"
+    assert warmed("") == "[] ['step']"
+
+
+def test_a_process_that_has_started_an_accelerator_forks_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "starts.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
+    with pytest.raises(RankFailed, match=r"has started an accelerator \(torch has initialized CUDA\)"):
+        Supervisor(Work("targets:say_sum", 1, {"given": ""}, tmp_path, ("starts",)), lambda *_: None).run()
+    assert gone(tmp_path)

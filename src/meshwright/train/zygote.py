@@ -14,6 +14,11 @@ socket bound here, before any fork), and is no rank's burden: it lives in a proc
 | | ready: pid, port |
 
 Source: forking beats spawning 50 times; a first AdamW step in a child would import torch._dynamo there, seconds each.
+
+[Note: before the fork] A process that has started an accelerator cannot hand it on: torch refuses CUDA in whatever is forked from it. torch
+starts it unasked: the first backward counts the devices of every kind that torch was built for, also for tensors on the CPU, and has a thread
+for each; the step of an optimizer asks for the current stream. So only where torch was built for CPUs alone do these first calls run here
+(11 ms that each rank saves), and nothing is forked where the driver has been started all the same.
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from meshwright.base.lines import LineReader, Message, write_line
@@ -34,20 +41,56 @@ from meshwright.base.link import interface_of
 from meshwright.base.signals import REQUESTS
 from meshwright.train.rank import address, become_rank, die_with, keep_heap
 
+DRIVER = "/dev/nvidia-uvm"
+"""What a process has open once it has started CUDA. Asking the driver for the names of cards opens others."""
+
 
 def warm(modules: list[str]) -> None:
-    """The imports and first calls that would cost every rank seconds."""
+    """The imports that would cost every rank seconds, and first calls, where they start nothing ([Note: before the fork])."""
     import torch
     import torch._dynamo
     import torch.distributed.device_mesh
     import torch.distributed.tensor
 
     torch.set_num_threads(1)
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.sum().backward()
-    torch.optim.AdamW([weight]).step()
+    if not accelerators():
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.sum().backward()
+        torch.optim.AdamW([weight]).step()
     for module in modules:
         importlib.import_module(module)
+
+
+def accelerators() -> list[str]:
+    """The kinds that this torch was built for, whether or not there is one: looking for one is what may start it."""
+    import torch
+
+    built = {
+        "cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": torch.version.xpu, "mps": torch.backends.mps.is_built(),
+    }  # fmt: skip
+    return [kind for kind, version in built.items() if version]
+
+
+def why_no_fork(opened: Iterable[str], initialized: bool) -> str:
+    """Why what is forked from this process could not use its accelerators; empty where nothing forbids it. `opened`: the paths of its open files.
+
+    >>> why_no_fork(["/dev/null", "/dev/nvidiactl", "/dev/nvidia0"], False)
+    ''
+    >>> why_no_fork(["/dev/null", "/dev/nvidia-uvm"], False)
+    '/dev/nvidia-uvm is open'
+    """
+    if DRIVER in opened:
+        return f"{DRIVER} is open"
+    return "torch has initialized CUDA" if initialized else ""
+
+
+def opened() -> list[str]:
+    """The paths of this process's open files, where the system tells them."""
+    found = []
+    for handle in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(handle))
+    return found
 
 
 @dataclass
@@ -215,6 +258,10 @@ def main() -> NoReturn:
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address()) or ("lo0" if sys.platform == "darwin" else "lo")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for CUDA devices must not start its driver before the fork
     warm(sys.argv[2:])
+    import torch
+
+    if why := why_no_fork(opened(), torch.cuda.is_initialized()):
+        sys.exit(f"the process that ranks are forked from has started an accelerator ({why}), which none of them could use then")
     Zygote(commands, events).run()
 
 
