@@ -73,9 +73,9 @@ def reduce_scatter(
     if across is not None:
         return Pending(None, across.reduce_scatter(full, out, group, group).wait)
     group.meter.sent += (full.numel() - out.numel()) * full.element_size()
-    if group.native and sizes is not None:
+    if group.is_native(full) and sizes is not None:
         return Pending(dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True), None, group.meter)
-    if group.native:
+    if group.is_native(full):
         work = _native("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group.process, async_op=True)
         return Pending(work, None, group.meter)
     received = full.new_empty(out.numel() * group.size)
@@ -105,9 +105,9 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None, siz
         assert group.lanes is not None
         return Pending(None, group.lanes.all_gather(full, shard, sizes), group.meter)
     group.meter.sent += (group.size - 1) * shard.numel() * shard.element_size()
-    if group.native and sizes is not None:
+    if group.is_native(full) and sizes is not None:
         return Pending(dist.all_gather(list(full.split(list(sizes))), shard, group=group.process, async_op=True), None, group.meter)
-    if group.native:
+    if group.is_native(full):
         work = _native("all_gather_single", "all_gather_into_tensor")(full, shard, group=group.process, async_op=True)
         return Pending(work, None, group.meter)
     repeated = shard.repeat(group.size)

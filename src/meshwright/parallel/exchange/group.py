@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from meshwright.parallel.exchange.lanes import Lanes
@@ -55,10 +57,14 @@ class Group:
             each.meter.sent = each.meter.waited = 0.0
         return found
 
-    @property
-    def native(self) -> bool:
-        """NCCL, whose own flat collectives are good."""
-        return self.process is not None and dist.get_backend(self.process) == "nccl"
+    def is_native(self, tensor: torch.Tensor) -> bool:
+        """Whether NCCL carries `tensor`: its own flat collectives are good."""
+        return self.process is not None and by_nccl(self.backends, tensor.device.type)
+
+    @cached_property
+    def backends(self) -> str:
+        """What carries tensors of which devices, as torch says it: one name for a group of both would be that of neither."""
+        return dist.get_backend_config(self.process)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +85,16 @@ class Sharing:
     """Parts that the shards are of a copy; empty: equal ones."""
     sites: Sharing | None = None
     """Of a replica that goes its own way (`alone`): how it shares with the others when they meet."""
+
+
+def by_nccl(backends: str, device: str) -> bool:
+    """
+    >>> by_nccl("cpu:gloo,cuda:nccl", "cuda"), by_nccl("cuda:nccl", "cuda")
+    (True, True)
+    >>> by_nccl("cpu:gloo,cuda:nccl", "cpu"), by_nccl("cpu:gloo,cuda:gloo", "cuda")
+    (False, False)
+    """
+    return device == "cuda" and "cuda:nccl" in backends.split(",")
 
 
 def alone(sharing: Sharing) -> Sharing:
