@@ -165,6 +165,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, int | float | str) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
 
 
+HOW = ("fused", "foreach", "capturable")
+"""Options of kernels, which are this machine's: a checkpoint may come from another."""
+
+
 def prepare_optimizer(engine: Parallel, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading."""
     for unit in engine.zero.trained:
@@ -176,7 +180,7 @@ def prepare_optimizer(engine: Parallel, optimizer: torch.optim.Optimizer, saved:
             continue
         unit.master.prepare(optimizer, saved["kinds"], saved["scalars"])
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items() if key not in HOW})
 
 
 def of_first(held: Held) -> Held:

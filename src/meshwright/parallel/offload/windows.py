@@ -15,7 +15,7 @@ import torch
 from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.scratch import paged
 from meshwright.parallel.offload.shards import FileShard
-from meshwright.parallel.zero.master import WINDOW, Master, Run, is_elementwise, runs_of
+from meshwright.parallel.zero.master import WINDOW, Master, Run, is_elementwise, runs_of, scalars_of
 
 MASTER, GRADIENT, WEIGHTS = "master", "gradient", "weights"
 
@@ -110,7 +110,7 @@ class AwayWindow:
         parts = {kind: self.split(self.view(kind, dtype)) for kind, dtype in self.owner.kinds.items() if kind != MASTER}
         for at, run in enumerate(self.runs):
             state: dict[str, Any] = {kind: views[at] for kind, views in parts.items()}
-            state |= {key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()}
+            state |= scalars_of(optimizer, run, scalars)
             if state:
                 optimizer.state[run] = state
         self.made = bool(parts)

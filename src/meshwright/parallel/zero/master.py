@@ -172,7 +172,7 @@ class Master:
         parts = {key: self._split(whole) for key, whole in self._states.items()}
         for at, run in enumerate(self.runs):
             state: dict[str, Any] = {key: views[at] for key, views in parts.items()}
-            state |= {key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()}
+            state |= scalars_of(optimizer, run, scalars)
             if state:
                 optimizer.state[run] = state
 
@@ -191,6 +191,27 @@ def _cuts(numel: int, vectors: Sequence[tuple[int, int]], longest: int) -> Itera
                 yield size, is_matrix
                 first += size
         end = stop
+
+
+def scalars_of(optimizer: torch.optim.Optimizer, run: torch.Tensor, scalars: dict[str, float]) -> dict[str, torch.Tensor]:
+    """One number each, where the update of `run` reads it."""
+    group = (
+        {} if run.device.type == "cpu" else next(group for group in optimizer.param_groups if any(each is run for each in group["params"]))
+    )
+    return {key: torch.tensor(value, dtype=torch.float32, device=scalar_device(key, group, run.device)) for key, value in scalars.items()}
+
+
+def scalar_device(key: str, group: dict[str, Any], device: torch.device) -> torch.device:
+    """Where torch's rules hold a number of weights on `device` (`Optimizer.load_state_dict` lays it there too): the count of steps on the host,
+    but for kernels that read it themselves.
+
+    >>> cuda = torch.device("cuda", 1)
+    >>> scalar_device("step", {"fused": True}, cuda), scalar_device("step", {"capturable": True}, cuda), scalar_device("eta", {}, cuda)
+    (device(type='cuda', index=1), device(type='cuda', index=1), device(type='cuda', index=1))
+    >>> scalar_device("step", {"fused": None}, cuda)
+    device(type='cpu')
+    """
+    return device if key != "step" or group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def is_elementwise(value: Any, run: torch.Tensor) -> bool:
