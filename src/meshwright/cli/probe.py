@@ -131,14 +131,13 @@ def _with_others(rank: int, world: int, language: str) -> Measurement | None:
     with stopped_together(rank, EARLY):
         connection = connect(rank, world, timeout=LOST)
         try:
-            found = measure()
+            with connection:
+                found = measure()
         except (RuntimeError, TimeoutError) as error:
             raise MeshwrightError(
                 f"rank {rank} lost another rank while all measured ({str(error).strip().splitlines()[0][:160]}): nothing is saved; see which rank ended, "
                 "and start the probe again on the devices that are left"
             ) from error
-        finally:
-            connection.close()
     return found if rank == 0 else None
 
 

@@ -234,7 +234,7 @@ def _be_a_rank(me: Launched, job: Path | None, shared: Shared, wanted: Wanted, s
         screen.note(f"rank 0 of {me.world}: it joins the others, then it plans")
     connection = connect(me.rank, me.world)
     with ExitStack() as stack:
-        stack.callback(connection.close)
+        stack.enter_context(connection)
         shared = _after_trials(job, shared, wanted, connection) if wanted.trials else shared
         if me.rank == 0:
             try:

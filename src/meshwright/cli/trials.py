@@ -77,12 +77,9 @@ def rank(channel: Channel, payload: Message) -> int:
     from meshwright.spec.launch import Launch
     from meshwright.train.rank import connect
 
-    connection = connect(channel.rank, channel.world)
-    try:
+    with connect(channel.rank, channel.world) as connection:
         hear = lambda trial: channel.say("trial", trial=trial.model_dump(mode="json"))
         conduct(build(Job, payload["job"]), build(Launch, payload["launch"]), payload["most"], connection, hear)
-    finally:
-        connection.close()
     return 0
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.device import own_device
 from meshwright.parallel.exchange import processes
 from meshwright.parallel.exchange.group import Group, Sharing
 from meshwright.parallel.exchange.join import joined
@@ -86,17 +87,10 @@ class Mesh:
         return NAMES.index(name) * LANE_WORDS
 
 
-def local_device() -> torch.device:
-    """The accelerator of this rank (LOCAL_RANK), or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
 def make_mesh(plan: Plan, device: torch.device | None = None, timeout: float = 1800.0) -> Mesh:
     """The mesh of `plan` over the ranks of the default process group. `timeout`: seconds that a rank waits for another.
     Raises InputError when the plan's world is not the number of ranks: nothing is ever silently left out."""
-    device = device or local_device()
+    device = device or own_device()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     started = int(os.environ.get("WORLD_SIZE", ranks))
     if started != ranks:

@@ -48,15 +48,12 @@ def train(channel: Channel, payload: Message) -> int:
     """What every rank of `meshwright train` runs: `payload` is the `Launch`. Returns its exit status."""
     began = time.perf_counter()
     Pulse(*channel.row).at(Phase.join)
-    connection = connect(channel.rank, channel.world)
-    try:
+    with connect(channel.rank, channel.world) as connection:
         loop = Loop(build(Launch, payload), channel, connection, began)
         try:
             return loop.run()
         finally:
             loop.trainer.close()
-    finally:
-        connection.close()
 
 
 class Loop:

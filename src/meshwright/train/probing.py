@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from meshwright.base.lines import Message
-from meshwright.parallel.mesh import local_device
+from meshwright.parallel.device import own_device
 from meshwright.probe.machine import measure
 from meshwright.train.rank import Channel, connect
 
@@ -23,20 +23,17 @@ TIMES = 15
 
 def probe(channel: Channel, payload: Message) -> int:
     """Returns its exit status."""
-    connection = connect(channel.rank, channel.world, timeout=120.0)
-    try:
+    with connect(channel.rank, channel.world, timeout=120.0):
         found = measure()
         if channel.rank == 0:
             channel.say("measured", measurement=found.model_dump(mode="json"))
-    finally:
-        connection.close()
     return 0
 
 
 def speed(channel: Channel, payload: Message) -> int:
     """Says the seconds of a product on the device of `slot`, by the clock on the wall; returns its exit status. It joins nobody."""
     torch.set_num_threads(1)
-    device = local_device()
+    device = own_device()
     left = torch.ones(SIZES[device.type], SIZES[device.type], device=device)
     seconds = []
     for _ in range(TIMES):

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from meshwright.base.errors import InputError, MeshwrightError, of_the_system
@@ -207,7 +208,11 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
 
 @dataclass(frozen=True)
 class Connection:
-    """The process groups of a rank are there while this is open. `control` carries small host tensors: stop, seconds, bytes."""
+    """The process groups of a rank are there while this is open. `control` carries small host tensors: stop, seconds, bytes.
+
+    As a context it is closed where all went well. After an exception it stays: ending the groups of NCCL needs the other ranks, who wait for this
+    one, and what has failed would not be said. The process ends anyway.
+    """
 
     rank: int
     world: int
@@ -227,6 +232,13 @@ class Connection:
         dist.broadcast(data, 0, self.control)
         return bytes(data.tolist()).decode()
 
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+
     def close(self) -> None:
         import torch.distributed as dist
 
@@ -243,14 +255,14 @@ def connect(rank: int, world: int, timeout: float = 1800.0) -> Connection:
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+    from meshwright.parallel.device import own_device
+
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world)))
-    cuda = torch.cuda.is_available()
     os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", str(rank)))
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world))
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    cuda = own_device().type == "cuda"
     if world == 1:
         return Connection(rank, world)
     backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=timeout)

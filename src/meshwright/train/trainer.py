@@ -21,6 +21,7 @@ from meshwright.base.errors import InputError
 from meshwright.base.pulse import Phase
 from meshwright.parallel import state
 from meshwright.parallel.apply import Known, parallelize_model
+from meshwright.parallel.device import own_device
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.exchange.heap import give_back
@@ -86,11 +87,12 @@ def parallelize(
     for models that do not say themselves what they read: they are looked at with it before anything is shared.
     Raises InputError when the world is not the plan's or a size does not divide.
     """
+    device = own_device()
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     agree_on_model(model, plan, str(precision))
     chosen = recipe(precision) if isinstance(precision, str) else precision
     rule = rule_of(optimizer)
-    mesh = make_mesh(plan)
+    mesh = make_mesh(plan, device)
     mesh = replace(mesh, away=away_of(plan, mesh.device, beside.get("offload_to")))
     check_device(chosen, mesh.device)
     check_rule(mesh.device.type, rule, chosen, plan)

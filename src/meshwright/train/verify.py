@@ -90,8 +90,7 @@ class Finding(Noun):
 def verify(channel: Channel, payload: Message) -> int:
     """What every rank runs: rank 0 says a finding for each precision."""
     question = build(Question, payload)
-    connection = connect(channel.rank, channel.world)
-    try:
+    with connect(channel.rank, channel.world):
         for precision in question.precisions:
             ours = _under_plan(question, precision)
             found = compare(question, precision, ours) if channel.rank == 0 else None
@@ -99,8 +98,6 @@ def verify(channel: Channel, payload: Message) -> int:
             if found is not None:
                 found = found.but(first=first)
                 channel.say("found", finding=found.model_dump(), equal=found.equal)
-    finally:
-        connection.close()
     return 0
 
 
