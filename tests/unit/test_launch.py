@@ -12,7 +12,7 @@ import yaml
 from kubeflow_trainer_api import models
 
 from meshwright.base.errors import InputError, Interrupted
-from meshwright.cli.launch import Pods, Queue, launch
+from meshwright.cli.launch import Nodes, Pods, Queue, launch
 from meshwright.cli.options import Shared
 
 BIG = Shared(model="llama-7b", cluster="4x8:h100")
@@ -30,7 +30,7 @@ def written(folder: Path, on: Any, **more: Any) -> str:
 
 
 def cluster_objects(folder: Path) -> dict[str, dict[str, Any]]:
-    text = written(folder, "kubernetes", least=2, pods=Pods(image="mesh:1", claim="shared"))
+    text = written(folder, "kubernetes", nodes=Nodes(least=2), pods=Pods(image="mesh:1", claim="shared"))
     return {found["kind"]: found for found in yaml.safe_load_all(text)}
 
 
@@ -64,7 +64,7 @@ def test_a_pod_knows_its_number_the_first_one_and_the_token(tmp_path: Path) -> N
 
 
 def test_a_batch_script_is_a_script_with_options_that_sbatch_has(tmp_path: Path) -> None:
-    text = written(tmp_path, "slurm", least=2, queue=Queue(partition="gpu", hours=1.5))
+    text = written(tmp_path, "slurm", nodes=Nodes(least=2), queue=Queue(partition="gpu", hours=1.5))
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     lines = text.splitlines()
     options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH --"))
@@ -74,6 +74,24 @@ def test_a_batch_script_is_a_script_with_options_that_sbatch_has(tmp_path: Path)
     )
     first = next(at for at, line in enumerate(lines) if line and not line.startswith("#"))
     assert not any(line.startswith("#SBATCH") for line in lines[first:])  # sbatch reads no further
+
+
+@pytest.mark.parametrize("on", ["torchrun", "slurm", "kubernetes"])
+def test_every_launcher_says_of_each_setting_why_it_is_set_or_who_chooses(on: str, tmp_path: Path) -> None:
+    more = {"pods": Pods(image="mesh:1", claim="shared")} if on == "kubernetes" else {}
+    left, given = (written(tmp_path / name, on, nodes=Nodes(interface=name), **more) for name in ("", "eth1"))
+    for name, value in (("GLOO_SOCKET_IFNAME", "eth1"), ("NCCL_SOCKET_IFNAME", "=eth1")):
+        assert f"# {name}: left to each node, which takes the network device of its route" in left and f"{name}=" not in left
+        assert f"{name}={value}" in given and f"{name}: left" not in given
+    assert "# NCCL_ALGO: left to NCCL, which chooses" in left and "# NCCL_IB_DISABLE: left to NCCL: where" in left
+
+
+def test_a_pod_is_given_settings_that_have_a_value_and_no_others(tmp_path: Path) -> None:
+    written(tmp_path, "kubernetes", nodes=Nodes(interface="eth1"), pods=Pods(image="mesh:1", claim="shared"))
+    (jobset,) = [each for each in yaml.safe_load_all((tmp_path / "kubernetes.yaml").read_text()) if each["kind"] == "JobSet"]
+    (nodes,) = jobset["spec"]["replicatedJobs"]
+    environment = {it["name"]: it.get("value") for it in nodes["template"]["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert environment["NCCL_SOCKET_IFNAME"] == "=eth1" and not {"NCCL_ALGO", "NCCL_IB_DISABLE"} & environment.keys()
 
 
 def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
@@ -89,8 +107,9 @@ def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
     ("shared", "more", "words"),
     [
         (Shared(cluster="1x8:h100", model="llama-7b"), {}, "is one node"),
-        (BIG, {"least": 5}, "it may go on with 1 to 4"),
-        (Shared(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"), {"least": 2}, "only equal ones can stand in"),
+        (BIG, {"nodes": Nodes(least=5)}, "it may go on with 1 to 4"),
+        (Shared(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"), {"nodes": Nodes(least=2)}, "only equal ones can stand in"),
+        (BIG, {"nodes": Nodes(interface="eth0 ens5")}, "--interface 'eth0 ens5': is the name of one network device"),
         (BIG, {"on": "kubernetes"}, "--image"),
         (BIG, {"on": "slurm", "queue": Queue(hours=float("nan"))}, "--hours nan: must be at least 0"),
         (BIG, {"on": "slurm", "queue": Queue(hours=-3.0)}, "--hours -3: must be at least 0"),

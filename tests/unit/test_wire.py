@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
+import psutil
 import pytest
 
+from meshwright.base.link import meeting
 from meshwright.cli.verify import _lossy
 from meshwright.cost.collectives import Fabric, group
 from meshwright.cost.constants import LEAST_BUCKET
 from meshwright.cost.step import estimate
 from meshwright.intake.clusters import read_cluster
 from meshwright.intake.models import read_model
-from meshwright.report.settings import settings_of
+from meshwright.launch.settings import settings_of
 from meshwright.search.improve import improvements
 from meshwright.search.near import fastest
 from meshwright.spec.cluster import Link
@@ -73,11 +76,24 @@ def fastest_of(job: Job) -> float:
 
 def test_a_launcher_is_told_each_variable_with_its_reason() -> None:
     ours = {it.name: it for it in settings_of(read_cluster("2x8:a100-80gb@ethernet-100"), "ens5")}
-    assert ours["NCCL_SOCKET_IFNAME"].value == ours["GLOO_SOCKET_IFNAME"].value == "ens5"
+    assert (ours["GLOO_SOCKET_IFNAME"].value, ours["NCCL_SOCKET_IFNAME"].value) == (
+        "ens5",
+        "=ens5",
+    )  # to NCCL a name without = is how one begins
     assert ours["NCCL_IB_DISABLE"].value == "1" and "no InfiniBand" in ours["NCCL_IB_DISABLE"].reason
     assert all(it.reason for it in ours.values())
-    assert "NCCL_IB_DISABLE" not in {it.name for it in settings_of(read_cluster("2x8:a100-80gb"), "ens5")}
+    assert "NCCL_IB_DISABLE" not in {it.name for it in settings_of(read_cluster("2x8:a100-80gb"), "ens5") if it.value}
     assert not {it.name for it in settings_of(read_cluster("1x8:a100-80gb"), "ens5")} & {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+
+
+@pytest.mark.parametrize("link", ["100Gb", "8x100Gb", "12.5GB/s"])
+def test_a_rate_may_be_ethernet_whose_sockets_are_set_or_infiniband_which_is_not_turned_off(link: str) -> None:
+    rate, ethernet, wide = (
+        {it.name: it for it in settings_of(read_cluster(f"4x8:h100@{name}"))} for name in (link, "ethernet-100", "ib-ndr")
+    )
+    assert {name for name, it in ethernet.items() if it.value} - {name for name, it in rate.items() if it.value} == {"NCCL_IB_DISABLE"}
+    assert f"{link} is a rate" in rate["NCCL_IB_DISABLE"].reason
+    assert rate["NCCL_NSOCKS_PERTHREAD"].value == "4" and "NCCL_NSOCKS_PERTHREAD" not in wide
 
 
 def test_verify_says_what_the_workload_changes() -> None:
@@ -94,3 +110,11 @@ def test_buckets_are_smaller_where_a_wire_is_slow_and_there_is_something_to_hide
         return found.plan.bucket
 
     assert LEAST_BUCKET <= chosen("2x2:cpu@1Gb") < BUCKET == chosen("1x4:cpu")
+
+
+def test_a_node_names_the_network_device_that_has_its_address_to_gloo_and_beside_other_machines_to_nccl() -> None:
+    here = [(name, it.address) for name, found in psutil.net_if_addrs().items() for it in found if it.family == socket.AF_INET]
+    assert here
+    for name, address in here:
+        near = address.startswith("127.")
+        assert meeting(address) == {"GLOO_SOCKET_IFNAME": name} | ({} if near else {"NCCL_SOCKET_IFNAME": f"={name}"})

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Any
 
 from meshwright.base.errors import MeshwrightError
@@ -146,6 +147,18 @@ def interface_of(host: str) -> str:
     address = socket.gethostbyname(host)
     found = (name for name, addresses in psutil.net_if_addrs().items() for entry in addresses if entry.address == address)
     return next(found, "")
+
+
+def meeting(address: str) -> dict[str, str]:
+    """What gloo and NCCL are told where nobody has told them: the network interface that has this machine's `address` of the job. gloo would take the one that
+    the host's own name resolves to, often loopback, NCCL the first one that is up. Ranks of one machine alone leave NCCL its choice.
+
+    >>> meeting("127.0.0.1") in ({"GLOO_SOCKET_IFNAME": "lo"}, {"GLOO_SOCKET_IFNAME": "lo0"})
+    True
+    """
+    name, alone = interface_of(address), ip_address(socket.gethostbyname(address)).is_loopback
+    gloo = {"GLOO_SOCKET_IFNAME": name or ("lo0" if sys.platform == "darwin" else "lo")}
+    return gloo if alone or not name else gloo | {"NCCL_SOCKET_IFNAME": f"={name}"}
 
 
 def address_towards(host: str, port: int) -> str:

@@ -22,6 +22,19 @@ NAMES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes": "kube
 
 @Parameter(name="*")
 @dataclass(frozen=True)
+class Nodes:
+    """Which of them, and over which network."""
+
+    least: Annotated[int | None, Parameter(help="nodes to go on with, at the least, when others are lost or not there yet; else all")] = (
+        None
+    )
+    interface: Annotated[
+        str, Parameter(help="network device between the nodes, such as eth0; else each takes that of its route to the one that leads")
+    ] = ""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
 class Pods:
     """What Kubernetes has to be told."""
 
@@ -45,9 +58,7 @@ def launch(
     *,
     shared: Shared = Shared(),  # noqa: B008
     on: Annotated[Literal["torchrun", "slurm", "kubernetes"], Parameter(help="what starts the processes")] = "torchrun",
-    least: Annotated[
-        int | None, Parameter(help="nodes to go on with, at the least, when others are lost or not there yet; else all")
-    ] = None,
+    nodes: Nodes = Nodes(),
     save: Annotated[Path | None, Parameter(help="folder for the files; without one the script is printed")] = None,
     pods: Pods = Pods(),
     queue: Queue = Queue(),
@@ -68,7 +79,7 @@ def launch(
             "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all nodes share)"
         )
     file = shared.job_file(job)
-    start = start_of(file, least, language)
+    start = start_of(file, nodes, language)
     said = file.model_dump_json(indent=1, exclude_defaults=True)
     where = f"{save}/{JOB}" if save else JOB
     if on == "slurm":
@@ -76,7 +87,11 @@ def launch(
     elif on == "torchrun":
         text = torchrun.script(start, where)
     else:
-        text = "\n".join(start.comments()) + "\n" + _documents(kubernetes.objects(start, said, pods.image, pods.claim, pods.mount))
+        text = (
+            "\n".join((*start.comments(), *start.reasons()))
+            + "\n"
+            + _documents(kubernetes.objects(start, said, pods.image, pods.claim, pods.mount))
+        )
     if save is None:
         say(text.rstrip("\n"))
         remark(f"not saved: with --save FOLDER it is written there, and the job file beside it as {JOB}")
@@ -93,16 +108,16 @@ def launch(
     return 0
 
 
-def start_of(file: JobFile, least: int | None, language: str = "en") -> Start:
+def start_of(file: JobFile, asked: Nodes, language: str = "en") -> Start:
     """What is started for a job: the plan is searched here too, so that nothing is queued that does not fit."""
     from meshwright.base.errors import InputError
     from meshwright.cli.preparation import choose, folder_of, source_of
     from meshwright.intake.job import cluster_from
+    from meshwright.launch.settings import settings_of
     from meshwright.launch.start import Start
-    from meshwright.report.settings import settings_of
     from meshwright.words.say import say as said
 
-    cluster = cluster_from(file.cluster)
+    cluster, least = cluster_from(file.cluster), asked.least
     kinds = {group.devices for group in cluster.groups}
     nodes = sum(group.nodes for group in cluster.groups)
     if nodes < 2:
@@ -125,7 +140,7 @@ def start_of(file: JobFile, least: int | None, language: str = "en") -> Start:
         accelerator=accelerator,
         folder=str(folder),
         grace=file.run.grace,
-        settings={setting.name: (setting.value, setting.reason) for setting in settings_of(cluster)},
+        settings=settings_of(cluster, asked.interface),
         about=("Written by `meshwright launch`.", *(said(line, language).strip() for line in choice.why)),
     )
 

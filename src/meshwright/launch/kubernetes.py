@@ -74,7 +74,7 @@ def _pod(start: Start, image: str, claim: str, mount: str) -> dict[str, Any]:
         {"name": "MASTER_ADDR", "value": first},
         {"name": "MASTER_PORT", "value": str(PORT)},
         {"name": "MESHWRIGHT_TOKEN", "valueFrom": {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}},
-        *({"name": key, "value": value} for key, (value, _) in start.settings.items()),
+        *({"name": each.name, "value": each.value} for each in start.settings if each.value),
     ]
     container: dict[str, Any] = {
         "name": "node",

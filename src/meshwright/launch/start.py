@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshwright.base.errors import InputError
+from meshwright.launch.settings import Setting
 
 JOB = "job.json"
 PORT = 29400
@@ -16,7 +16,7 @@ PORT = 29400
 class Start:
     """`nodes` of `devices` each; the run goes on with `least` of them. `grace`: seconds between the request to stop and the end, for the last save.
 
-    `folder`: of the run, the same on every node. `settings`: environment variables, each with its reason. `about`: lines that say what this is.
+    `folder`: of the run, the same on every node. `settings`: environment variables, each with its reason, also of those that are left alone. `about`: lines that say what this is.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Start:
     accelerator: bool
     folder: str
     grace: float
-    settings: dict[str, tuple[str, str]] = field(default_factory=dict)
+    settings: tuple[Setting, ...] = ()
     about: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,6 +53,10 @@ class Start:
     def comments(self) -> list[str]:
         return [f"# {line}" for line in self.about]
 
+    def reasons(self) -> list[str]:
+        """Of every setting, for what has no room for them beside it."""
+        return [f"# {it.name}{it.value and '=' + it.value}: {it.reason}" for it in self.settings]
+
     def exports(self) -> list[str]:
         """Lines of a shell script."""
-        return [f"export {name}={shlex.quote(value)}  # {why}" for name, (value, why) in self.settings.items()]
+        return [setting.line for setting in self.settings]

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from meshwright.base.lines import LineReader, Message, write_line
-from meshwright.base.link import interface_of
+from meshwright.base.link import meeting
 from meshwright.base.signals import REQUESTS
 from meshwright.train.rank import address, become_rank, die_with, keep_heap
 
@@ -255,7 +255,8 @@ def main() -> NoReturn:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     keep_heap()
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address()) or ("lo0" if sys.platform == "darwin" else "lo")
+    for name, value in meeting(address()).items():
+        os.environ.setdefault(name, value)  # what a person, or a launcher, has set stands
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for CUDA devices must not start its driver before the fork
     warm(sys.argv[2:])
     import torch

@@ -97,6 +97,7 @@ MACHINES = {
     "cluster {} is one node: `meshwright train` starts its ranks itself; launch is for several, such as 4x8:h100": "集群 {0} 是一个节点：`meshwright train` 自己启动它的 rank；launch 用于多个节点，例如 4x8:h100",
     "--least {}: nodes of {} devices are unlike; only equal ones can stand in for each other": "--least {0}：各节点分别有 {1} 个设备，并不相同；只有相同的节点才能互相代替",
     "--hours {}: must be at least 0 and below {}, a year": "--hours {0}：至少是 0，小于一年的 {1}",
+    "--interface {}: is the name of one network device, such as eth0 (`ip route get ADDRESS` says it)": "--interface {0}：是一个网络设备的名字，例如 eth0（`ip route get ADDRESS` 会显示）",
     "--least {}: the job has {} nodes; it may go on with 1 to {}": "--least {0}：作业有 {1} 个节点；可以用 1 到 {2} 个继续",
     # --- a want of memory
     "rank {} is out of memory {}: {} more were asked for beside {}": "rank {0} {1}内存不足：还要 {2}，已占 {3}",
