@@ -125,7 +125,7 @@ def test_replicas_send_nothing_until_they_meet_and_less_where_compressed(ranks: 
 
 def refused(plan: str) -> str:
     try:
-        parallelize_model(make_model("llama"), make_mesh(parse_plan(plan)), recipe("fp64").but(local=RULE))
+        parallelize_model(make_model("llama"), make_mesh(parse_plan(plan)), recipe("fp64").but(local=RULE), make_optimizer)
     except InputError as error:
         return str(error)
     return ""

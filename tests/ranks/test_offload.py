@@ -231,7 +231,7 @@ def masters(folder: str) -> set[str]:
     units = made("llama", "dp1.z3.off-parameters-files", "bf16", folder).engine.zero.units
     for unit in units:
         unit.mesh = replace(unit.mesh, device=torch.device("meta"))
-        unit._make_master(recipe("bf16"))
+        unit._make_master(recipe("bf16"), {})
     return {unit.master.flat.device.type for unit in units}
 
 

@@ -9,22 +9,40 @@ from typing import Any
 import pytest
 import torch
 from equality import check
-from updates import RULES, alone, by_dimensions, copies_after, go_on, said_of_update, train
+from updates import OWN, RULES, alone, by_dimensions, copies_after, go_on, said_of_update, train
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.update.door import ELEMENTWISE, FUSED, Rule, fuse, rule_of
+from meshwright.parallel.update import door
+from meshwright.parallel.update.door import ELEMENTWISE, FUSED, Rule, fuse
+from meshwright.parallel.update.groups import Groups
+from meshwright.parallel.zero.master import Run
 from meshwright.spec.layout import ALIGN
 from meshwright.spec.plan import parse_plan
 
 SAMPLE = [
     ("muon", "llama", "dp2.tp2.z3.mb2"), ("muon", "llama-tied", "dp2.pp2.z2"), ("adafactor", "llama", "dp2.z3"),
-    ("given AdamW by dimensions", "llama", "dp2.z2"),
+    ("given AdamW by dimensions", "llama", "dp2.z2"), ("given AdamW by path", "llama", "dp2.z1"), ("own AdamW by name", "llama", "dp2.tp2.z3"),
+    ("own AdamW by name", "llama-tied", "pp2"), ("own AdamW by name", "gpt2", "dp2.z1.off-optimizer-files"), ("own Muon by name", "llama", "dp2.pp2.z1"),
 ]  # fmt: skip
 PLANS = ("dp1", "dp2", "dp2.z1", "dp4.z2", "dp2.z3.mb2", "dp2x2.z1", "tp2.mb4", "tp4.sp.mb4", "pp4", "dp2.tp2.z3.mb2",
          "tp2.pp2.mb2.interleaved2", "dp2.pp2.z1.zb1", "dp2.tp2.pp2.z2.mb2", "dp2.cp2.z1", "pp2.zbv", "dp2.z1.shards3-1")  # fmt: skip
 
 # A key's bias moves no score: its gradient is rounding, of which Adafactor makes whole steps. It trains the models without one.
-PAIRS = [(rule, model) for rule in sorted(RULES) for model in ("llama", "llama-tied", *(() if rule == "adafactor" else ("gpt2", "bert")))]
+PAIRS = [
+    (rule, model) for rule in sorted(RULES | OWN) for model in ("llama", "llama-tied", *(() if rule == "adafactor" else ("gpt2", "bert")))
+]
+
+
+SHAPES = {"blocks.0.a": (8, 6), "blocks.0.b": (8,), "blocks.1.a": (8, 6), "blocks.1.b": (8,), "head": (9, 8)}
+
+
+def groups_of(make: Any) -> Groups:
+    """What the door is shown of a small model."""
+    return Groups(make, SHAPES, {name: name.startswith("blocks") for name in SHAPES})
+
+
+def rule_of(make: Any) -> Rule:
+    return door.rule_of(groups_of(make))
 
 
 @functools.cache
@@ -62,7 +80,8 @@ def test_the_door_tells_elementwise_rules_from_those_that_need_whole_tensors() -
     plain = (torch.optim.SGD, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adadelta)
     assert all(rule_of(lambda given, kind=kind: kind(given)) == ELEMENTWISE for kind in plain)
     assert rule_of(RULES["muon"]) == Rule(matrices=True, others=False)
-    assert rule_of(RULES["adafactor"]) == rule_of(by_dimensions) == Rule(matrices=True, others=True)
+    assert rule_of(RULES["adafactor"]) == Rule(matrices=True, others=True)
+    assert rule_of(by_dimensions) == rule_of(RULES["given AdamW by path"]) == ELEMENTWISE
 
 
 @pytest.mark.parametrize("kind", FUSED)
@@ -157,9 +176,54 @@ class Joined(torch.optim.SGD):
         super().step()
 
 
+def test_groups_whose_states_are_of_unlike_kinds_are_given_whole_tensors() -> None:
+    def make(given: Any) -> torch.optim.Optimizer:
+        late, rest = ([each for each in given if ("blocks.1" in each.path) is kind] for kind in (True, False))
+        return torch.optim.SGD([{"params": late, "momentum": 0.0}, {"params": rest}], lr=0.1, momentum=0.9)
+
+    assert rule_of(make) == Rule(matrices=True, others=True)
+
+
+def test_groups_by_the_names_of_parameters_have_the_runs_of_these_whatever_a_maker_reads() -> None:
+    own = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    names = {id(tensor): name for name, tensor in own.items()}
+
+    def of_own(given: Any) -> torch.optim.Optimizer:
+        late = [tensor for name, tensor in own.items() if name.startswith("blocks.1")]
+        rest = [tensor for name, tensor in own.items() if not name.startswith("blocks.1")]
+        return torch.optim.AdamW([{"params": late, "lr": 0.5}, {"params": rest}], lr=0.1)
+
+    def by_saying(given: Any) -> torch.optim.Optimizer:
+        late, rest = ([each for each in given if getattr(each, "path", "").startswith("blocks.1") is kind] for kind in (True, False))
+        return torch.optim.Adagrad([{"params": late, "lr": 0.5}, {"params": rest}], lr=0.1)
+
+    for make in (of_own, by_saying):
+        groups = Groups(make, SHAPES, {name: name.startswith("blocks") for name in SHAPES}, names)
+        assert groups.of == {name: 0 if name.startswith("blocks.1") else 1 for name in SHAPES}
+        runs = [Run(torch.zeros(4), True, "head"), Run(torch.zeros(4), False, "blocks.1.b"), Run(torch.zeros(2), True)]
+        late, rest = groups.optimizer(runs).param_groups
+        assert late["lr"] == 0.5 and [id(each) for each in late["params"] if each.path] == [id(runs[1])]
+        assert rest["lr"] == 0.1 and id(runs[0]) in map(id, rest["params"])
+        assert len(late["params"]) + len(rest["params"]) == 3
+
+
+STRANGER = torch.nn.Parameter(torch.zeros(3, 3))
+ALWAYS_THIS = torch.optim.AdamW([STRANGER])
+
+
+class Still(torch.optim.SGD):
+    """Its groups have all, and it updates none."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
 @pytest.mark.parametrize(
     ("make", "line"),
     [
+        (lambda given: ALWAYS_THIS, r"a tensor of shape \(3, 3\) that is no parameter of the model"),
+        (lambda given: torch.optim.AdamW([each for each in given if each.ndim > 1]), "not given 2 of the 5 parameters that are trained"),
+        (Still, "did not move a tensor of the group of blocks.0.a"),
         (lambda given: Joined(given, lr=0.1), "depends on others"),
         (lambda given: torch.optim.LBFGS(given), "closure"),
         (lambda given: torch.optim.Muon(given), "Muon only supports 2D"),
@@ -170,3 +234,14 @@ def test_an_optimizer_that_no_part_of_a_model_can_follow_is_refused_in_one_line(
     with pytest.raises(InputError, match=line) as refused:
         rule_of(make)
     assert "\n" not in str(refused.value)
+
+
+def test_the_same_optimizer_of_own_parameters_each_time_and_one_with_states_from_the_start_are_refused_in_one_line() -> None:
+    own = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    names = {id(tensor): name for name, tensor in own.items()}
+    in_block = {name: name.startswith("blocks") for name in SHAPES}
+    made = torch.optim.AdamW(own.values())
+    with pytest.raises(InputError, match="is the same one each time"):
+        door.rule_of(Groups(lambda given: made, SHAPES, in_block, names))
+    with pytest.raises(InputError, match="Adagrad makes its states when it is made"):
+        door.rule_of(Groups(lambda given: torch.optim.Adagrad(own.values()), SHAPES, in_block, names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import nn
 
 from meshwright.anatomy import layers
 from meshwright.models.registry import build
-from meshwright.parallel.update.door import Whole
+from meshwright.parallel.update.groups import Whole
 from meshwright.spec.workload import Optimizer
-from meshwright.train.optimizer import optimizer_of
+from meshwright.train.optimizer import Several, optimizer_of
 from meshwright.train.trainer import Trainer, parallelize
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -34,11 +35,54 @@ def by_dimensions(given: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
 
 
-RULES["given AdamW by dimensions"] = by_dimensions
+def by_path(given: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Groups by the name that each parameter says, if it says one."""
+    held = list(given)
+    late = [each for each in held if ".3." in getattr(each, "path", "")]
+    early = [each for each in held if ".3." not in getattr(each, "path", "")]
+    return torch.optim.AdamW([{"params": late, "lr": 3e-2}, {"params": early}], lr=1e-3)
+
+
+def by_name(model: nn.Module) -> Make:
+    """What most scripts write: groups of the model's own parameters, whatever the optimizer is given."""
+
+    def make(given: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        held = dict(model.named_parameters())
+        late = [each for name, each in held.items() if ".3." in name and each.ndim > 1]
+        plain = [each for name, each in held.items() if each.ndim < 2]
+        rest = [each for name, each in held.items() if each.ndim > 1 and ".3." not in name]
+        groups = [{"params": late, "lr": 3e-2}, {"params": plain, "weight_decay": 0.0}, {"params": rest}]
+        return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.3)
+
+    return make
+
+
+def is_block(name: str) -> bool:
+    return re.search(r"\.\d\.", name) is not None
+
+
+def muon_by_name(model: nn.Module) -> Make:
+    """Two optimizers of the model's own parameters, as one."""
+
+    def make(given: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        held = dict(model.named_parameters())
+        matrices = [each for name, each in held.items() if is_block(name) and each.ndim == 2]
+        others = [each for name, each in held.items() if not (is_block(name) and each.ndim == 2)]
+        return Several([torch.optim.AdamW(others, lr=1e-3), torch.optim.Muon(matrices, lr=1e-2)], 1e-3)
+
+    return make
+
+
+RULES |= {"given AdamW by dimensions": by_dimensions, "given AdamW by path": by_path}
+
+OWN: dict[str, Callable[[nn.Module], Make]] = {"own AdamW by name": by_name, "own Muon by name": muon_by_name}
+"""Rules that are made of a model's own parameters."""
 
 
 def make_trainer(rule: str, model: str, plan: str, precision: Any = "fp64") -> Trainer:
-    return parallelize(make_model(model), RULES[rule], plan, precision=precision, clip=1.0, anatomy=anatomy_of(model))
+    whole = make_model(model)
+    make = OWN[rule](whole) if rule in OWN else RULES[rule]
+    return parallelize(whole, make, plan, precision=precision, clip=1.0, anatomy=anatomy_of(model))
 
 
 def train(rule: str, model: str, plan: str, steps: int, save: str = "") -> dict[str, Any]:
@@ -78,8 +122,9 @@ def alone(rule: str, name: str, steps: int) -> dict[str, Any]:
     """Plain PyTorch: whole parameters of the model, float64."""
     model = make_model(name).to(torch.float64)
     inside = {each: layer.startswith("block.") for layer, names in layers(model, anatomy_of(name)) for each in names}
-    held = {each: Whole(value.data, each, inside[each]) for each, value in model.named_parameters()}
-    optimizer = RULES[rule](held.values())
+    own = rule in OWN
+    held = {each: value if own else Whole(value.data, each, inside[each]) for each, value in model.named_parameters()}
+    optimizer = OWN[rule](model)(()) if own else RULES[rule](held.values())
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(steps + 1):
         model.zero_grad()

@@ -53,7 +53,8 @@ from meshwright.parallel.tensor.chunked import chunk_loss
 from meshwright.parallel.tensor.layers import partial_names, shard_model, with_whole_logits
 from meshwright.parallel.tensor.products import check_plan, use_products
 from meshwright.parallel.tensor.statistics import check_passes
-from meshwright.parallel.update.door import ELEMENTWISE, Rule
+from meshwright.parallel.update.door import check_rule, rule_of
+from meshwright.parallel.update.groups import Groups, MakeOptimizer
 from meshwright.parallel.update.whole import Needs, give_whole
 from meshwright.parallel.zero.local import outer_of
 from meshwright.parallel.zero.zero import Zero
@@ -70,8 +71,8 @@ class Known(TypedDict, total=False):
     example: Example | None
 
 
-def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, rule: Rule = ELEMENTWISE, **known: Unpack[Known]) -> Parallel:
-    """Shard `model` in place. Its parameters must be whole and the same on every rank. `rule`: which tensors the optimizer needs whole.
+def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOptimizer, **known: Unpack[Known]) -> tuple[Parallel, Groups]:
+    """Shard `model` in place. Its parameters must be whole and the same on every rank. `make`: the optimizer.
 
     Raises InputError before anything is changed when a size does not divide.
     """
@@ -95,6 +96,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, rule: Rule =
     check_left_out(model, cut, plan, wants, example)
     table = place_layers(layers_over(model, anatomy, wants) if wants else layers(model, anatomy), cut, mesh, wants)
     _account(table, shapes)
+    groups, needs = _groups(model, make, table, mesh, recipe)
     beside = beside_parameters(model, cut, table)
     reads = _reads(model, cut, table, plan, example)
     experts, context = expert_ranks(mesh, anatomy), context_of(model, anatomy, mesh)
@@ -104,7 +106,6 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, rule: Rule =
         mixtures = shard_experts(model, anatomy, experts, mesh)
     give_places(model, mesh.device, later)
     parameters = dict(model.named_parameters())
-    needs = Needs.of(rule, [(layer.name, layer.parameters) for layer in table], shapes)
     stages = plan.stages_of(mesh.place.pp)
     mine = {stage: [layer for layer in table if layer.stage == stage] for stage in stages}
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
@@ -112,8 +113,8 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, rule: Rule =
     drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute), kept_paths(cut, wants))
     objective.chunked = chunk_loss(model, anatomy, plan, objective.group, loss is not None)
     second = second_copy(model, anatomy) if tie_here and 0 in stages else None
-    flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second, needs.names)
-    by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe)
+    flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second, needs)
+    by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe, needs.groups)
     put_off_weights(model, cut, plan, stage_bounds(cut, mesh), flat)
     partial = partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set()
     zero = Zero(mesh, flat, partial, tied, tie_group(mesh) if anatomy.tied else None)
@@ -129,7 +130,18 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, rule: Rule =
     engine.statistics, engine.balance = statistics, balance_of(model, loss, mesh, context.cut_labels if context else None)
     engine.beside, engine.unfilled, engine.context, engine.experts = beside, unfilled, context, experts
     engine.mixtures = still_in(model, mixtures)
-    return _finished(engine, needs)
+    return _finished(engine, needs), groups
+
+
+def _groups(model: nn.Module, make: MakeOptimizer, table: list[Layer], mesh: Mesh, recipe: Recipe) -> tuple[Groups, Needs]:
+    """Of the optimizer, while its tensors are whole and the model's own; and what it needs whole."""
+    in_block = {name: layer.name.startswith("block.") for layer in table for name in layer.parameters}
+    own = dict(model.named_parameters())
+    trained = {name: tensor.shape for name, tensor in own.items() if tensor.requires_grad}
+    groups = Groups(make, trained, in_block, {id(tensor): name for name, tensor in own.items()})
+    rule = rule_of(groups)
+    check_rule(mesh.device.type, rule, recipe, mesh.plan)
+    return groups, Needs.of(groups, rule)
 
 
 def _finished(engine: Parallel, needs: Needs) -> Parallel:

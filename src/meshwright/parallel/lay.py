@@ -10,6 +10,7 @@ from meshwright.anatomy import Anatomy
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.gating import COPY
 from meshwright.parallel.place import Layer
+from meshwright.parallel.update.whole import NOTHING, Needs
 from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.layout import LayerSlots, Slot, units
 from meshwright.spec.precision import Recipe
@@ -23,10 +24,10 @@ def lay_flat(
     recipe: Recipe,
     parameters: dict[str, nn.Parameter],
     second: nn.Parameter | None,
-    whole: Collection[str] = (),
+    needs: Needs = NOTHING,
 ) -> tuple[dict[int, list[FlatUnit]], dict[int, bool], dict[str, list[FlatUnit]]]:
     """Flat units by stage, tied units with whether they count in the norm here, and the units of each layer: what is trained and what is
-    frozen lie apart, and what an optimizer needs `whole`. `second`: the tied weight of the last stage where another stage of this rank holds the first."""
+    frozen lie apart, and what the optimizer `needs` whole. `second`: the tied weight of the last stage where another stage of this rank holds the first."""
     plan = mesh.plan
     tied_layer = next((layer for layer in table if layer.name == "embedding"), None) if anatomy.tied else None
     stages: dict[int, list[FlatUnit]] = {}
@@ -41,16 +42,16 @@ def lay_flat(
             parameters = {**parameters, **dict.fromkeys(tied_layer.parameters, second)}
         trained = [name for name, tensor in parameters.items() if tensor.requires_grad]
         frozen = parameters.keys() - trained
-        for names in (set(trained) - set(whole), set(trained) & set(whole), frozen):
+        for names in (set(trained) - needs.names, set(trained) & needs.names, frozen):
             slots = [_slots(layer, {name: parameters[name] for name in names}, split, layer is tied_layer) for layer in present]
             for unit in units(slots, plan.zero, plan.shards, plan.bucket, recipe.size):
-                flat = FlatUnit(unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe, mesh.sharing)
+                flat = FlatUnit(unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe, mesh.sharing, needs.groups)
                 stages[stage].append(flat)
                 for name in unit.layers:
                     by_layer.setdefault(COPY if shares_tie and name == "embedding" else name, []).append(flat)
                 if tied_layer is not None and plan.stages > 1 and tied_layer.name in unit.layers:
                     tied[id(flat)] = stage == 0
-        if whole:  # units of both kinds in forward order: backward then completes them in the reverse of it
+        if needs.names:  # units of both kinds in forward order: backward then completes them in the reverse of it
             places = {layer.name: place for place, layer in enumerate(present)}
             stages[stage].sort(key=lambda flat: places[flat.unit.layers[0]])
     return stages, tied, by_layer

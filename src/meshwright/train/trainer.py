@@ -31,7 +31,8 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, rows_of
 from meshwright.parallel.offload.away import away_of
 from meshwright.parallel.tensor.products import check_device
-from meshwright.parallel.update.door import MakeOptimizer, check_rule, fuse, rule_of
+from meshwright.parallel.update.door import fuse
+from meshwright.parallel.update.groups import MakeOptimizer
 from meshwright.parallel.update.places import give_places
 from meshwright.parallel.zero.local import Outer
 from meshwright.spec.estimate import Memory
@@ -76,10 +77,10 @@ def parallelize(
 ) -> Trainer:
     """Shard `model` over the ranks of the default process group as `plan` says, and return what trains it.
 
-    `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters, of one group or several.
-    It is tried first (update/door.py): an elementwise rule (AdamW, SGD, ...) is given flat runs of tensors, one that needs whole tensors (Muon,
-    Adafactor, ...) whole ones, with their `path`; `is_matrix` of each says whether it holds elements of matrices or of vectors (biases,
-    norms), which most rules do not let decay, `in_block` whether of a repeated block. `precision`: a name or a recipe of
+    `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters, of one group or several:
+    of those that it is given, whose `path`, `is_matrix` (no bias, no norm) and `in_block` (of a repeated block) say what they are, or of the
+    model's own. Groups are made once of whole tensors (update/groups.py); what is updated in them are flat runs where the rule is elementwise
+    (AdamW, SGD, ...), as a trial finds out (update/door.py), and whole tensors where it needs them (Muon, Adafactor, ...). `precision`: a name or a recipe of
     `meshwright.recipe`. `clip` is the largest norm of the whole gradient. `loss(output, batch)`
     is needed only where the model returns no logits; it gives a mean over the rows of the batch. `anatomy` says how the model is built
     where that is known, from `meshwright.anatomy.read` or written by hand; else it is found out. `offload_to` is the folder for what the plan
@@ -91,19 +92,17 @@ def parallelize(
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     agree_on_model(model, plan, str(precision))
     chosen = recipe(precision) if isinstance(precision, str) else precision
-    rule = rule_of(optimizer)
     mesh = make_mesh(plan, device)
     mesh = replace(mesh, away=away_of(plan, mesh.device, beside.get("offload_to")))
     check_device(chosen, mesh.device)
-    check_rule(mesh.device.type, rule, chosen, plan)
     known = Known(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
     predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.place.pp)
     with in_words(Holder(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
-        engine = parallelize_model(model, mesh, chosen, rule, **known)
+        engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
         give_places(engine, seed)
         give_back()
         torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
-        made = optimizer(engine.zero.masters())
+        made = groups.optimizer(engine.zero.masters())
         fuse(made)
         trainer = Trainer(engine, made, clip, seed)
     trainer.predicted = predicted

@@ -112,6 +112,7 @@ def lay_experts(
     parameters: Mapping[str, nn.Parameter],
     mesh: Mesh,
     recipe: Recipe,
+    groups: Mapping[str, int],
 ) -> dict[str, list[FlatUnit]]:
     """Flat units for each layer's dealt experts, trained and frozen ones apart, behind the unit of the layer itself; by the layer's name and
     '.experts'."""
@@ -122,20 +123,22 @@ def lay_experts(
                 dealt = {name: parameters[name] for name in layers.get(layer, ()) if name in ranks.dealt}
                 if not dealt or f"{layer}.experts" in made:
                     continue
-                made[f"{layer}.experts"] = _dealt_units(layer, dealt, ranks, mesh, recipe)
+                made[f"{layer}.experts"] = _dealt_units(layer, dealt, ranks, mesh, recipe, groups)
                 place = units.index(dense) + 1
                 units[place:place] = made[f"{layer}.experts"]
     return made
 
 
-def _dealt_units(layer: str, dealt: dict[str, nn.Parameter], ranks: ExpertRanks, mesh: Mesh, recipe: Recipe) -> list[FlatUnit]:
+def _dealt_units(
+    layer: str, dealt: dict[str, nn.Parameter], ranks: ExpertRanks, mesh: Mesh, recipe: Recipe, groups: Mapping[str, int]
+) -> list[FlatUnit]:
     units = []
     for trained in (True, False):
         held = {name: tensor for name, tensor in dealt.items() if tensor.requires_grad == trained}
         if held:
             slots = tuple(Slot(name, tensor.numel(), ranks.shares > 1 and is_split(ranks, name)) for name, tensor in held.items())
             unit = unit_of([LayerSlots(f"{layer}.experts", slots)], ranks.sharing.shards)
-            units.append(FlatUnit(unit, held, mesh, recipe, ranks.sharing))
+            units.append(FlatUnit(unit, held, mesh, recipe, ranks.sharing, groups))
     return units
 
 

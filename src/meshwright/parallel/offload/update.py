@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.windows import AwayMaster, AwayWindow
@@ -24,10 +23,7 @@ def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Op
 
         def update(window: AwayWindow) -> None:
             window.give(scale)
-            if not few(window.runs):
-                raise InputError(
-                    "off-optimizer: the optimizer was not given all parameters that are trained; give it all, or freeze the others"
-                )
+            few(window.runs)
             optimizer.step()
             if window.take_back(optimizer) and window.number % SOME == 0:
                 give_back()

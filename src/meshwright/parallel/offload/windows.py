@@ -15,7 +15,7 @@ import torch
 from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.scratch import paged
 from meshwright.parallel.offload.shards import FileShard
-from meshwright.parallel.zero.master import WINDOW, Master, Run, is_elementwise, runs_of, scalars_of
+from meshwright.parallel.zero.master import WINDOW, Master, Run, Stretch, is_elementwise, runs_of, scalars_of
 
 MASTER, GRADIENT, WEIGHTS = "master", "gradient", "weights"
 
@@ -120,7 +120,7 @@ class AwayMaster(Master):
     """`kinds`: what is away, by name, and its type; from `border` on `held` on the host, or by `places`, where it begins in the file; before it
     `staying`."""
 
-    def __init__(self, away: Away, shard: torch.Tensor | FileShard, dtype: torch.dtype, vectors: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, away: Away, shard: torch.Tensor | FileShard, dtype: torch.dtype, stretches: Sequence[Stretch]) -> None:
         """`shard`: the weights that training reads. They are what is updated, if they have the type `dtype` and the host reaches them; in a file
         they pass by as states do."""
         self.away, self.shard, self.dtype = away, shard, dtype
@@ -145,7 +145,7 @@ class AwayMaster(Master):
         elif self.file is not None:
             self.places[MASTER] = self.file.start, dtype
         for window in self.windows:
-            inside = [(max(a, window.start), min(b, window.stop)) for a, b in vectors if a < window.stop and b > window.start]
+            inside = [each.of(window.start, window.stop) for each in stretches if each.start < window.stop and each.stop > window.start]
             updated = values[window.start : window.stop]
             if window.copies:
                 window.slot.settle()
@@ -153,7 +153,7 @@ class AwayMaster(Master):
                 away.store(window)
             elif self.file is not None:
                 updated = window.view(MASTER, dtype)
-            window.runs = runs_of(updated, [(a - window.start, b - window.start) for a, b in inside])
+            window.runs = runs_of(updated, inside)
         self.runs = [run for window in self.windows for run in window.runs]
 
     @property

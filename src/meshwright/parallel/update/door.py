@@ -5,7 +5,8 @@ flat buffer. It is **by tensor** when it depends on the one tensor (Muon's matri
 gathered for it. Matrices of blocks and all else are tried by themselves: Muon with AdamW beside it is by tensor for the former alone.
 Anything else (a norm over all tensors, a closure) would be silently wrong on a part of the model, and is refused.
 
-The trial: two steps on the same numbers, once as whole tensors, once as flat runs cut in two, once each tensor by itself; float64.
+The trial: two steps on the same numbers, once as whole tensors, once as flat runs cut in two, once each tensor by itself; float64. Each group
+of the optimizer (groups.py) has tensors of every kind that it has of the model.
 
 [Note: fused on cores] torch leaves its fused kernels out unless they are asked for. On a core they read and write each element once: 20 million
 elements of AdamW took 12 ms in runs that stay in the cache where the loop over operations took 31. Whoever says
@@ -16,38 +17,31 @@ that are exact under every plan go through the same kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.update.groups import Groups, Whole, first_line
 from meshwright.parallel.zero.master import Run
 from meshwright.spec.plan import Offload, Plan
 from meshwright.spec.precision import Recipe
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
 NEAR = 1e-6
 """Of what the steps changed: two orders of the same operations differ by roundings, two rules by more."""
 
-_SHAPES = ((6, 8), (9, 5), (7, 4), (11,))
-"""Two matrices of blocks, a table (embedding or head), a vector."""
-_IN_BLOCK = 2
+MATRIX, OTHER, VECTOR = range(3)
+_SHAPES = {MATRIX: ((6, 8), (9, 5)), OTHER: ((7, 4), (5, 6)), VECTOR: ((11,), (13,))}
+"""Of matrices of blocks, of tables (embeddings, heads), of vectors: two of each, as an update of one may depend on another."""
 
 
-class Whole(nn.Parameter):
-    """A whole tensor that an optimizer is given. `in_block`: of a repeated block; matrices elsewhere are embeddings and heads."""
+class Sample(NamedTuple):
+    """A small tensor that stands in the trial for those of its kind and group, one of which is `path`."""
 
     path: str
-    is_matrix: bool
-    in_block: bool
-
-    def __new__(cls, data: torch.Tensor, name: str, in_block: bool) -> Whole:
-        made = super().__new__(cls, data)
-        made.path, made.in_block, made.is_matrix = name, in_block, data.ndim > 1
-        return made
+    shape: tuple[int, ...]
+    kind: int
 
 
 class Rule(NamedTuple):
@@ -57,10 +51,14 @@ class Rule(NamedTuple):
     others: bool
 
     def needs(self, shape: Sequence[int], in_block: bool) -> bool:
-        return self.matrices if in_block and len(shape) == 2 else self.others
+        return self.matrices if kind_of(shape, in_block) == MATRIX else self.others
 
 
 ELEMENTWISE = Rule(False, False)
+
+
+def kind_of(shape: Sequence[int], in_block: bool) -> int:
+    return VECTOR if len(shape) < 2 else MATRIX if in_block and len(shape) == 2 else OTHER
 
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -96,47 +94,67 @@ def check_rule(device: str, rule: Rule, recipe: Recipe, plan: Plan) -> None:
         raise InputError(f"plan {plan.name}: {what} cannot wait elsewhere: leave off-{kept[0]} out, or use AdamW with bf16")
 
 
-def rule_of(make: MakeOptimizer) -> Rule:
+def rule_of(groups: Groups) -> Rule:
     """Raises InputError when the optimizer is neither elementwise nor by tensor."""
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
-    steps = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES] for _ in range(2)]
+    samples = _samples(groups)
+    start, *steps = ([torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in samples] for _ in range(3))
     try:
-        whole = _tried(make, start, steps, ())
+        whole, _ = _tried(groups, samples, start, steps)
+    except InputError:
+        raise
     except Exception as error:
-        raise InputError(f"the optimizer cannot be used: {type(error).__name__}: {_first_line(error)}") from error
-    for at in range(len(_SHAPES)):
+        raise InputError(f"the optimizer cannot be used: {type(error).__name__}: {first_line(error)}") from error
+    for at, each in enumerate(samples):
+        if torch.equal(whole[at], start[at].view(-1)):
+            raise InputError(
+                f"in two steps the optimizer did not move a tensor of the group of {each.path}: it must update what its param_groups hold"
+            )
+        one = slice(at, at + 1)
         try:
-            alone = _tried(make, start[at : at + 1], [each[at : at + 1] for each in steps], (), at)
+            alone, _ = _tried(groups, samples[one], start[one], [gradients[one] for gradients in steps])
         except Exception as error:
-            raise InputError(f"the optimizer wants all tensors at once ({_first_line(error)}), of which a rank holds a part") from error
-        if not _near(start[at : at + 1], whole[at : at + 1], alone):
+            raise InputError(f"the optimizer wants all tensors at once ({first_line(error)}), of which a rank holds a part") from error
+        if not _near(start[one], whole[one], alone):
             raise InputError(
                 "the optimizer's update of one tensor depends on others, of which a rank holds a part: "
                 "use a rule that is elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)"
             )
     for rule in (ELEMENTWISE, Rule(True, False), Rule(False, True)):
-        flat = [at for at, shape in enumerate(_SHAPES) if not rule.needs(shape, at < _IN_BLOCK)]
+        flat = [at for at, each in enumerate(samples) if not rule.needs(each.shape, each.kind == MATRIX)]
         try:
-            if _near(start, whole, _tried(make, start, steps, flat)):
-                return rule
+            cut, found = _tried(groups, samples, start, steps, flat)
         except Exception:  # a rule that wants matrices says so in its own way
             continue
+        if _near(start, whole, cut) and len({found[at] for at in flat}) < 2:  # a flat unit has the same states throughout
+            return rule
     return Rule(True, True)
 
 
+def _samples(groups: Groups) -> list[Sample]:
+    """Two for each kind of tensor in each group."""
+    first: dict[tuple[int, int], str] = {}
+    for name, shape in groups.shapes.items():
+        first.setdefault((kind_of(shape, groups.in_block[name]), groups.of[name]), name)
+    return [Sample(name, shape, kind) for (kind, _), name in sorted(first.items()) for shape in _SHAPES[kind]]
+
+
 def _tried(
-    make: MakeOptimizer, start: Sequence[torch.Tensor], steps: Sequence[Sequence[torch.Tensor]], flat: Sequence[int], first: int = 0
-) -> list[torch.Tensor]:
-    """The tensors after the steps; those at `flat` given as two runs each. `first`: the place of the first one in the table of shapes."""
+    groups: Groups,
+    samples: Sequence[Sample],
+    start: Sequence[torch.Tensor],
+    steps: Sequence[Sequence[torch.Tensor]],
+    flat: Sequence[int] = (),
+) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
+    """The tensors after the steps, and what states they have; those at `flat` given as two runs each."""
     values = [each.clone() for each in start]
-    given: list[list[nn.Parameter]] = []
-    for at, value in enumerate(values):
+    given: list[list[Run | Whole]] = []
+    for at, (value, sample) in enumerate(zip(values, samples, strict=True)):
         if at in flat:
-            given.append([Run(part, value.ndim > 1) for part in value.view(-1).split(value.numel() // 2 + 1)])
+            given.append([Run(part, value.ndim > 1, sample.path) for part in value.view(-1).split(value.numel() // 2 + 1)])
         else:
-            given.append([Whole(value, f"tensor {at}", first + at < _IN_BLOCK)])
-    optimizer = make([parameter for each in given for parameter in each])
+            given.append([Whole(value, sample.path, sample.kind == MATRIX)])
+    optimizer = groups.optimizer([parameter for each in given for parameter in each], anew=True)
     for group in optimizer.param_groups:
         group["lr"] = group.get("lr") or 1e-2  # a rate of 0 would show nothing
     for gradients in steps:
@@ -145,13 +163,10 @@ def _tried(
             for parameter, part in zip(held, parts, strict=True):
                 parameter.grad = part.clone().view(parameter.shape)
         optimizer.step()
-    return [torch.cat([parameter.detach().view(-1) for parameter in held]) for held in given]
+    kinds = [tuple(sorted(key for key, value in optimizer.state[held[0]].items() if value is not None)) for held in given]
+    return [torch.cat([parameter.detach().view(-1) for parameter in held]) for held in given], kinds
 
 
 def _near(start: Sequence[torch.Tensor], one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     pairs = zip((each.view(-1) for each in start), one, other, strict=True)
     return all(bool((a - b).norm() <= NEAR * (a - began).norm() + 1e-14 * began.norm()) for began, a, b in pairs)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -26,15 +26,12 @@ class Few:
     def _group_of(self) -> dict[int, int]:
         return {id(run): at for at, runs in enumerate(self.all) for run in runs}
 
-    def __call__(self, runs: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether all of `runs` are the optimizer's."""
+    def __call__(self, runs: Sequence[torch.nn.Parameter]) -> None:
         chosen: list[list[torch.nn.Parameter]] = [[] for _ in self.groups]
         for run in runs:
-            if (at := self._group_of.get(id(run))) is not None:
-                chosen[at].append(run)
+            chosen[self._group_of[id(run)]].append(run)
         for group, some, numbers in zip(self.groups, chosen, self.numbers, strict=True):
             group.update(numbers, params=some)
-        return sum(map(len, chosen)) == len(runs)
 
 
 @contextmanager

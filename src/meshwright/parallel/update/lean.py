@@ -22,7 +22,7 @@ import torch
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.update.rounding import TILE, Places, round_into, within
-from meshwright.parallel.zero.master import Master, Window, is_elementwise
+from meshwright.parallel.zero.master import Master, Stretch, Window, is_elementwise
 from meshwright.spec.workload import BLOCK_OF_STATES as BLOCK
 
 LEAST = 1e-30
@@ -84,8 +84,8 @@ def library() -> Any:
 class Lean(Master):
     """A master whose states, and with `rounds` whose weights, are kept in fewer bytes."""
 
-    def __init__(self, flat: torch.Tensor, vectors: Sequence[tuple[int, int]], rounds: bool) -> None:
-        super().__init__(flat, vectors)
+    def __init__(self, flat: torch.Tensor, stretches: Sequence[Stretch], rounds: bool) -> None:
+        super().__init__(flat, stretches)
         self.computed = torch.float64 if flat.dtype == torch.float64 else torch.float32
         self.rounds = rounds
         self.places: Sequence[Places] = ()

@@ -12,7 +12,7 @@ Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section 2.3, fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange.exchange import rows_from_all
 from meshwright.parallel.exchange.group import Group
 from meshwright.parallel.state import cut_of
-from meshwright.parallel.update.door import Rule, Whole
+from meshwright.parallel.update.door import Rule
+from meshwright.parallel.update.groups import Groups, Whole
 from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.layout import shard_bounds
 
@@ -83,7 +84,7 @@ def deal(parts: Sequence[Part], shards: int, ranks: int) -> dict[str, Owner]:
 class WholeUnit:
     """The tensors of one flat unit. `parameters` are those that this rank owns, without memory but while they are updated."""
 
-    def __init__(self, unit: FlatUnit, parts: Sequence[Part], owners: dict[str, Owner], in_block: dict[str, bool]) -> None:
+    def __init__(self, unit: FlatUnit, parts: Sequence[Part], owners: dict[str, Owner], in_block: Mapping[str, bool]) -> None:
         sharing = unit.sharing
         self.parts, self.owners, self.own = tuple(parts), owners, unit.own
         self.shards, self.shard, self.group = sharing.shards, sharing.shard, sharing.shard_group
@@ -246,16 +247,19 @@ def _exchange(
 
 
 class Needs(NamedTuple):
-    """What of a model an optimizer needs whole: names of parameters; and which of all lie in blocks."""
+    """What of a model an optimizer needs whole: names of parameters; which of those that are trained lie in blocks, and in which groups."""
 
     names: frozenset[str]
-    in_block: dict[str, bool]
+    in_block: Mapping[str, bool]
+    groups: Mapping[str, int]
 
     @classmethod
-    def of(cls, rule: Rule, layers: Iterable[tuple[str, Sequence[str]]], shapes: Mapping[str, torch.Size]) -> Needs:
-        """`layers`: names of layers with those of their parameters."""
-        in_block = {name: layer.startswith("block.") for layer, names in layers for name in names}
-        return cls(frozenset(name for name, inside in in_block.items() if rule.needs(shapes[name], inside)), in_block)
+    def of(cls, groups: Groups, rule: Rule) -> Needs:
+        whole = frozenset(name for name, shape in groups.shapes.items() if rule.needs(shape, groups.in_block[name]))
+        return cls(whole, groups.in_block, groups.of)
+
+
+NOTHING = Needs(frozenset(), {}, {})
 
 
 def give_whole(engine: Parallel, needs: Needs) -> None:

@@ -15,8 +15,8 @@ Source: Rajbhandari et al., ZeRO (2020). Gradients are sums, already divided by 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Mapping
+from itertools import groupby, pairwise
 from typing import Protocol
 
 import torch
@@ -33,9 +33,9 @@ from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.parallel.pipeline.backlog import Backlog
 from meshwright.parallel.update.lean import Lean
 from meshwright.parallel.zero.exact import Sums
-from meshwright.parallel.zero.master import Master
+from meshwright.parallel.zero.master import Master, Stretch
 from meshwright.spec.compression import Compression
-from meshwright.spec.layout import Unit, align, shard_bounds
+from meshwright.spec.layout import Unit, shard_bounds
 from meshwright.spec.plan import Offload
 from meshwright.spec.precision import Recipe
 
@@ -57,7 +57,10 @@ class Passing(Protocol):
 class FlatUnit:
     """One buffer. `own` is the run of elements that this rank updates."""
 
-    def __init__(self, unit: Unit, parameters: dict[str, nn.Parameter], mesh: Mesh, recipe: Recipe, sharing: Sharing) -> None:
+    def __init__(
+        self, unit: Unit, parameters: dict[str, nn.Parameter], mesh: Mesh, recipe: Recipe, sharing: Sharing, groups: Mapping[str, int]
+    ) -> None:
+        """`groups`: of the optimizer, by the names of parameters."""
         self.unit, self.parameters, self.mesh = unit, parameters, mesh
         self.zero = mesh.plan.zero
         self.dtype = getattr(torch, recipe.compute)
@@ -79,7 +82,7 @@ class FlatUnit:
         """Weights that are not trained: no gradients, no optimizer, no float32 copy, no part in any reduction."""
         self._lay_weights()
         self._lay_gradients(GRADIENTS.get(recipe.reduced, self.dtype) if self.sums is None else self.sums.dtype)
-        self._make_master(recipe)
+        self._make_master(recipe, groups)
         if recipe.compression is not None and sharing.weights:
             raise InputError(f"plan {mesh.plan.name}: compressed gradients go in equal parts: leave shards out, or compression")
         self.across = _across(self, recipe.compression)
@@ -120,20 +123,20 @@ class FlatUnit:
         self.gradients = _zeros(self, size, self.zero < 2 or self.sharing.copy_group is not None, dtype)
         self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
-    def _make_master(self, recipe: Recipe) -> None:
+    def _make_master(self, recipe: Recipe, groups: Mapping[str, int]) -> None:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
         self.has_master = bool(recipe.master) and not self.frozen
-        vectors = [(start - self.own.start, stop - self.own.start) for start, stop in _vectors(self.unit, self.parameters, self.own)]
+        stretches = _stretches(self, groups)
         file, away = self.elsewhere if isinstance(self.elsewhere, FileShard) else None, self.mesh.away
         in_files = Offload.parameters_files in self.mesh.plan.offload
         if away is not None and not self.frozen and (away.optimizer or (in_files and not self.has_master)):
             kind = torch.float32 if self.has_master else self.dtype
-            self.master: Master = AwayMaster(away, file or self.shard, kind, vectors)
+            self.master: Master = AwayMaster(away, file or self.shard, kind, stretches)
             self.has_master = self.master.copies
             return
         flat = self.shard.to(self.mesh.device, torch.float32) if self.has_master else self.shard  # also where weights wait elsewhere
         lean = (recipe.rounds or recipe.eight) and not self.frozen
-        self.master = Lean(flat, vectors, recipe.rounds) if lean else Master(flat, vectors)
+        self.master = Lean(flat, stretches, recipe.rounds) if lean else Master(flat, stretches)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside a whole buffer of this unit."""
@@ -349,10 +352,14 @@ def _gaps(unit: Unit, parameters: dict[str, nn.Parameter]) -> list[slice]:
     return gaps + ([slice(end, unit.numel)] if end < unit.numel else [])
 
 
-def _vectors(unit: Unit, parameters: dict[str, nn.Parameter], own: slice) -> Iterator[tuple[int, int]]:
-    """Where the run `own` of a buffer holds biases and norms, with the room behind each: runs of an optimizer end at multiples of ALIGN alone, so
-    that fused kernels, whose rounding is another behind the last full vector of a run, round an element alike wherever it lies."""
-    for name, offset in sorted(unit.offsets.items(), key=lambda item: item[1]):
-        start, stop = max(offset, own.start), min(offset + align(parameters[name].numel()), own.stop)
-        if parameters[name].ndim < 2 and start < stop:
-            yield start, stop
+def _stretches(flat: FlatUnit, groups: Mapping[str, int]) -> list[Stretch]:
+    """Where the own run holds matrices, or vectors (biases and norms), of one group of the optimizer, each with the room behind it: runs of an
+    optimizer end at multiples of ALIGN alone, so that fused kernels, whose rounding is another behind the last full vector of a run, round an
+    element alike wherever it lies."""
+    offsets, own = flat.unit.offsets, flat.own
+    tensors = sorted(flat.parameters.items(), key=lambda item: offsets[item[0]])
+    here = [(name, tensor) for name, tensor in tensors if offsets[name] < own.stop and offsets[name] + tensor.numel() > own.start]
+    firsts = [next(alike)[0] for _, alike in groupby(here, key=lambda item: (item[1].ndim > 1, groups.get(item[0], 0)))]
+    starts = [0, *(offsets[name] - own.start for name in firsts[1:]), own.stop - own.start]
+    named = [(flat.parameters[name].ndim > 1, name) for name in firsts] or [(True, "")]
+    return [Stretch(start, stop, *each) for (start, stop), each in zip(pairwise(starts), named, strict=True)]

@@ -2,7 +2,7 @@
 
 An optimizer passes over its parameters once for each of its operations. 18 million elements of torch's AdamW took 92 ms as one tensor on one
 thread and 27 ms in runs that stay in the cache, so on a CPU the optimizer is given such runs; an accelerator gets one tensor, one launch.
-A run holds either matrices or vectors (biases, norms), so that a rule can treat them apart. States with an element for each weight lie whole
+A run holds either matrices or vectors (biases, norms), and tensors of one group alone (update/groups.py), so that a rule can treat them apart. States with an element for each weight lie whole
 here, the optimizer holds views of them: what a checkpoint writes does not know of runs.
 """
 
@@ -25,14 +25,29 @@ WINDOW = 4 * RUN
 
 
 class Run(nn.Parameter):
-    """A flat parameter that the optimizer is given. `is_matrix`: it holds elements of tensors of two or more dimensions."""
+    """A flat parameter that the optimizer is given. `is_matrix`: it holds elements of tensors of two or more dimensions. `path`: one of these; all
+    are of its group."""
 
     is_matrix: bool
+    path: str
 
-    def __new__(cls, data: torch.Tensor, is_matrix: bool) -> Run:
+    def __new__(cls, data: torch.Tensor, is_matrix: bool, path: str = "") -> Run:
         made = super().__new__(cls, data)
-        made.is_matrix = is_matrix
+        made.is_matrix, made.path = is_matrix, path
         return made
+
+
+class Stretch(NamedTuple):
+    """Elements `start` to `stop` are of tensors of one kind and group, the first of which is `path`."""
+
+    start: int
+    stop: int
+    is_matrix: bool
+    path: str
+
+    def of(self, first: int, last: int) -> Stretch:
+        """What of it lies from `first` to `last`, counted from there."""
+        return self._replace(start=max(self.start, first) - first, stop=min(self.stop, last) - first)
 
 
 class Window(NamedTuple):
@@ -42,11 +57,12 @@ class Window(NamedTuple):
     elements: slice
 
 
-def runs_of(flat: torch.Tensor, vectors: Sequence[tuple[int, int]]) -> list[Run]:
-    """Views of `flat` for an optimizer. `vectors` says where it holds tensors of one dimension, in order."""
+def runs_of(flat: torch.Tensor, stretches: Sequence[Stretch]) -> list[Run]:
+    """Views of `flat`, which `stretches` cover, for an optimizer."""
     longest = RUN if flat.device.type == "cpu" else max(flat.numel(), 1)
-    cuts = list(_cuts(flat.numel(), vectors, longest)) or [(0, True)]
-    return [Run(part, is_matrix) for part, (_, is_matrix) in zip(flat.split([size for size, _ in cuts]), cuts, strict=True)]
+    cuts = list(_cuts(stretches, longest)) or [(flat.numel(), Stretch(0, 0, True, ""))]
+    parts = flat.split([size for size, _ in cuts])
+    return [Run(part, of.is_matrix, of.path) for part, (_, of) in zip(parts, cuts, strict=True)]
 
 
 class Master:
@@ -55,8 +71,8 @@ class Master:
     tensors: WholeUnit | None = None
     """What the optimizer is given instead of runs, where it needs whole tensors."""
 
-    def __init__(self, flat: torch.Tensor, vectors: Sequence[tuple[int, int]] = ()) -> None:
-        self._flat, self.runs = flat, runs_of(flat, vectors)
+    def __init__(self, flat: torch.Tensor, stretches: Sequence[Stretch]) -> None:
+        self._flat, self.runs = flat, runs_of(flat, stretches)
         self._states: dict[str, torch.Tensor] = {}
         self.computed = flat.dtype
         """The type of an update."""
@@ -177,20 +193,18 @@ class Master:
                 optimizer.state[run] = state
 
 
-def _cuts(numel: int, vectors: Sequence[tuple[int, int]], longest: int) -> Iterator[tuple[int, bool]]:
-    """Sizes of runs and whether they hold matrices. Runs also end at each multiple of `longest`: whoever takes some of them at a time has the same.
+def _cuts(stretches: Sequence[Stretch], longest: int) -> Iterator[tuple[int, Stretch]]:
+    """Sizes of runs and what they are of. Runs also end at each multiple of `longest`: whoever takes some of them at a time has the same.
 
-    >>> list(_cuts(10, [(4, 6), (6, 7)], 3))
-    [(3, True), (1, True), (2, False), (1, False), (2, True), (1, True)]
+    >>> [size for size, _ in _cuts([Stretch(0, 4, True, "a"), Stretch(4, 7, False, "b"), Stretch(7, 10, True, "c")], 3)]
+    [3, 1, 2, 1, 2, 1]
     """
-    end = 0
-    for start, stop in [*vectors, (numel, numel)]:
-        for first, last, is_matrix in ((end, start, True), (start, stop, False)):
-            while first < last:
-                size = min(longest - first % longest, last - first)
-                yield size, is_matrix
-                first += size
-        end = stop
+    for of in stretches:
+        first = of.start
+        while first < of.stop:
+            size = min(longest - first % longest, of.stop - first)
+            yield size, of
+            first += size
 
 
 def scalars_of(optimizer: torch.optim.Optimizer, run: torch.Tensor, scalars: dict[str, float]) -> dict[str, torch.Tensor]:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from meshwright.parallel.exchange.exchange import Pending, all_reduce
 from meshwright.parallel.exchange.group import Group, part, settle
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.update import fetch_ahead, update_away
 from meshwright.parallel.offload.windows import AwayMaster
+from meshwright.parallel.update.groups import Whole
 from meshwright.parallel.update.step import update
 from meshwright.parallel.zero import exact
 from meshwright.parallel.zero.flat import FlatUnit, own_run
@@ -198,10 +198,12 @@ class Zero:
 
     # --- update ---------------------------------------------------------------------------------------------------------------
 
-    def masters(self) -> list[nn.Parameter]:
+    def masters(self) -> list[Run | Whole]:
         """What the optimizer is given: flat runs, and of units that it needs whole the tensors that this rank updates."""
-        given = [unit.master.runs if unit.master.tensors is None else unit.master.tensors.parameters for unit in self.trained]
-        return [parameter for each in given for parameter in each] or [Run(torch.zeros(0), False)]
+        given: list[Run | Whole] = []
+        for unit in self.trained:
+            given += unit.master.runs if unit.master.tensors is None else unit.master.tensors.parameters
+        return given or [Run(torch.zeros(0), False)]
 
     def came(self) -> torch.Tensor:
         """Of each of `unreached` whether a gradient has come to it on this rank: ranks sum it."""
