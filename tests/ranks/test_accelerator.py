@@ -17,6 +17,7 @@ from meshwright.elastic.supervisor import Supervisor, Work
 from meshwright.parallel.device import own_device
 from meshwright.parallel.exchange.group import by_nccl, of_process
 from meshwright.parallel.zero.master import Master
+from meshwright.train import replicas
 
 HERE = Path(__file__).parent
 
@@ -58,3 +59,21 @@ def test_a_rank_says_what_failed_before_groups_end(target: str, words: str, tmp_
     with pytest.raises(MeshwrightError, match=words):
         Supervisor(Work(target, 2, {}, tmp_path, ("stuck",)), lambda *_: None).run()
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
+def test_what_a_device_sums_of_a_tensor_tells_a_flipped_bit_and_two_that_changed_places(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "PART", 300)
+    tensor = torch.randint(0, 200, (1001,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = replicas.sums_of(tensor)
+    assert whole.tolist() == replicas.sums_of(tensor.clone().view(7, 143)).tolist()
+    for place in (0, 299, 300, 1000):
+        other = tensor.clone()
+        other.view(torch.uint8)[place * tensor.element_size()] ^= 1
+        assert replicas.sums_of(other)[0] != whole[0]
+    first, second = tensor.tolist()[0], next(value for value in tensor.tolist() if value != tensor.tolist()[0])
+    swapped = tensor.clone()
+    swapped[0], swapped[tensor.tolist().index(second)] = second, first
+    assert replicas.sums_of(swapped)[0] == whole[0] and replicas.sums_of(swapped)[1] != whole[1]

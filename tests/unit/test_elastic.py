@@ -18,7 +18,7 @@ from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.replan import plan_for
 from meshwright.elastic.retries import Retries
 from meshwright.elastic.signs import Signs
-from meshwright.elastic.watch import Pace, Watch
+from meshwright.elastic.watch import ACCELERATORS, CORES, Pace, Terms, Watch
 from meshwright.report.faults import faults_text, read_events
 from meshwright.spec.event import EVENTS
 from meshwright.spec.launch import Launch, difference, lengthened
@@ -381,3 +381,57 @@ def test_a_model_without_a_price_goes_on_with_fewer_ranks_as_its_workload_asks()
     assert plans({"batch": 24, "local": {"replicas": 2}}, 4, 3, 2) == ["dp2", "dp2", "dp2"]
     with pytest.raises(NothingFits):
         plans({"batch": 24, "local": {"replicas": 2}}, 1)
+
+
+def named_on(terms: Terms, places: list[tuple[Phase, int]], known: bool = True, most: float = 1000.0, beats: int = -1) -> tuple[float, str]:
+    """How long nobody is called hung while silent ranks stand at `places`, and what is said then; rank `beats` goes on."""
+    holdings, clock = Holdings(len(places)), [0.0]
+    pace = Pace(first=0.4, early=3) if known else Pace()
+    watch = Watch(holdings, 1.8, clock=lambda: clock[0], signs=lambda process: Signs("S"), pace=pace, terms=terms)
+    holdings.begin()
+    living = {rank: 10 + rank for rank in range(len(places))}
+    watch.look(living)
+    for rank, (phase, step) in enumerate(places):
+        holdings.pulse(rank).at(phase, step)
+    while (hung := watch.look(living)) is None and clock[0] < most:
+        clock[0] += 0.2
+        if beats >= 0:
+            holdings.pulse(beats).at(*places[beats])
+    holdings.close()
+    return clock[0], "" if hung is None else f"{hung.rank}: {hung.words}"
+
+
+def test_ranks_on_accelerators_compare_for_minutes_where_those_on_cores_hang() -> None:
+    """16 GB of states are brought to the host, and digested there."""
+    same = [(Phase.compare, 50)] * 4
+    assert named_on(CORES, same)[0] < 3.0
+    assert named_on(ACCELERATORS, same, most=290.0)[1] == ""
+
+
+def test_a_first_step_on_an_accelerator_has_minutes_and_a_later_one_half_a_minute() -> None:
+    behind = [(Phase.agree, 1), (Phase.backward, 1)]
+    assert 60.0 < named_on(CORES, behind, known=False)[0] < 61.0
+    assert 300.0 < named_on(ACCELERATORS, behind, known=False)[0] < 301.0
+    assert 30.0 < named_on(ACCELERATORS, behind)[0] < 31.0
+
+
+def test_of_silent_ranks_on_accelerators_one_is_named_only_if_it_alone_is_behind() -> None:
+    assert named_on(ACCELERATORS, [(Phase.agree, 7), (Phase.data, 7), (Phase.agree, 7)])[1].startswith(
+        "1: hung: reading its data, no sign of life"
+    )
+    assert named_on(ACCELERATORS, [(Phase.agree, 7)] * 3)[1].startswith("-1: hung: no sign of life for 30.")
+    assert named_on(ACCELERATORS, [(Phase.agree, 7), (Phase.backward, 7), (Phase.backward, 7)])[1].endswith(
+        ", and no rank is behind the others"
+    )
+    assert named_on(ACCELERATORS, [(Phase.agree, 7), (Phase.backward, 7)], beats=1)[1] == "", "rank 0 waits for rank 1, which goes on"
+
+
+def test_a_hang_that_is_nobodys_is_told_of_all_ranks() -> None:
+    lines = str(
+        verdict(
+            [Failure(-1, 0.0, -9, words="hung: no sign of life for 31 s, and no rank is behind the others")],
+            8,
+            lambda rank: Path(f"rank-{rank}.log"),
+        )
+    )
+    assert lines.startswith("all 8 ranks on ") and "rank-0.log" in lines and "rank -1" not in lines

@@ -140,6 +140,8 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
     from meshwright.elastic.slots import Leaving
     from meshwright.elastic.starting import Starting
     from meshwright.elastic.supervisor import Care, Supervisor
+    from meshwright.elastic.watch import ACCELERATORS, CORES
+    from meshwright.intake.local import cuda_cards
 
     shared = _after_trials(job, shared, wanted) if wanted.trials else shared
     if node is not None:
@@ -148,7 +150,8 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
         run, plans = launch.run, Replans(launch, choice, folder)
         leaving = Leaving(plans.predict, PROBE) if run.balance else None
         work = plans.work_of(launch)
-        care = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, plans.instead, run.rejoin, leaving, work.world)
+        terms = ACCELERATORS if cuda_cards() else CORES
+        care = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, plans.instead, run.rejoin, leaving, work.world, terms)
         stack.callback(_sweep, folder / "checkpoints")
         stack.enter_context(announced(folder, node, screen.note))
         fleet = stack.enter_context(leading(node, work, screen.note, run)) if node else None

@@ -126,11 +126,12 @@ def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Pat
         error = InputError(words) if first.status == InputError.exit_code else MeshwrightError(words)
         error.exit_code = first.status
         return error
-    lines = [f"rank {first.rank} of {world} on {socket.gethostname()}: {cause(first)}"]
+    who = f"rank {first.rank} of {world}" if first.rank >= 0 else f"all {world} ranks"
+    lines = [f"{who} on {socket.gethostname()}: {cause(first)}"]
     lines += [f"  {each}" for each in (why, instead) if each]
     if first.place:
         lines.append(f"  at {first.place}")
-    if first.status < 0 or not first.error:
+    if first.rank >= 0 and (first.status < 0 or not first.error):
         lines += [f"  | {line}" for line in last_lines(log_of(first.rank), 3)]
     others = [failure for failure in failures if failure is not first]
     for count, what in (
@@ -139,7 +140,7 @@ def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Pat
     ):
         if count:
             lines.append(f"  {count} other rank{'s' if count > 1 else ''} {what}")
-    lines.append(f"  log: {log_of(first.rank)}")
+    lines.append(f"  log: {log_of(max(first.rank, 0))}")
     return RankFailed("\n".join(lines[:MOST_LINES]))
 
 

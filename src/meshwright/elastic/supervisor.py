@@ -35,7 +35,7 @@ from meshwright.elastic.nursery import Nursery
 from meshwright.elastic.replan import asked
 from meshwright.elastic.retries import LEMON, Retries
 from meshwright.elastic.slots import Leaving, Slots
-from meshwright.elastic.watch import Pace, Watch
+from meshwright.elastic.watch import CORES, Pace, Terms, Watch
 from meshwright.elastic.writer import Writer
 
 __all__ = ["Supervisor", "Work"]
@@ -70,6 +70,8 @@ class Care:
     """How slow devices of this machine are left out; None: they are not."""
     full: int = 0
     """As many ranks as it may have again, where it begins with fewer than it was planned for; 0: those that it begins with."""
+    terms: Terms = CORES
+    """On which a rank counts as hung, by the kind of its device."""
 
 
 @dataclass
@@ -162,6 +164,7 @@ class Supervisor:
             signs=self._nursery.signs,
             pace=self._pace,
             blind=lambda: self._nursery.is_blind,
+            terms=self.care.terms,
         )
         now.start(self._nursery, self._holdings, self._old or self._holdings)
         self._slots.started(self.work.plan)

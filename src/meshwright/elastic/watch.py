@@ -14,13 +14,17 @@ machine under load kills nobody.
 slow disk, and the others wait. So those that do not train are not silent while one of them waits for a disk or moves bytes (of files, or
 memory that it meets for the first time), or computes where there is nobody to wait for. Where ranks meet, as they join and as they agree on
 what to go on from, computing shows nothing: libraries look for each other in endless loops, and one that looks in vain hangs.
+
+[Note: accelerators] There a rank hands work to its device and waits for others inside of it: it says neither that it waits nor for whom, and a first
+step joins NCCL, loads kernels and may compile them. So limits are longer (`Terms`), nobody is judged while one of them still goes on, and of
+those that are all silent one is named only if it alone is behind the others.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -35,8 +39,24 @@ STEPS = 5
 FEW = 3
 """Steps of a generation that the others are not judged by: they warm up."""
 
-OTHERWISE = 60.0
-"""Least seconds of silence outside of training: starting, saving, evaluating have no measure yet."""
+
+@dataclass(frozen=True)
+class Terms:
+    """On which ranks are judged, by the kind of their devices."""
+
+    patience: float
+    """Seconds of silence in training that mean nothing."""
+    otherwise: float
+    """The same outside of training and in steps of which nobody knows how long they take: starting, saving, evaluating have no measure."""
+    last: Phase
+    """Up to it they train."""
+    tell: bool
+    """Whether they say whom they wait for."""
+
+
+CORES = Terms(0.0, 60.0, Phase.compare, tell=True)
+ACCELERATORS = Terms(30.0, 300.0, Phase.update, tell=False)
+"""Comparing brings what ranks hold alike through the memory of the host, or over all of it: seconds for 16 GB."""
 
 WORK, MOVED = 0.5, 1 << 20
 """Seconds of computing, and bytes, that show a rank to be at work. One that waits looks about it some times a second: that is much less a minute."""
@@ -56,6 +76,7 @@ class Hung:
     """`silent`: seconds since the culprit's last sign of life."""
 
     rank: int
+    """-1: nobody knows whose fault it is."""
     silent: float
     words: str
 
@@ -106,6 +127,7 @@ class Watch:
     pace: Pace = field(default_factory=Pace)
     blind: Callable[[], bool] = lambda: False
     """Whether signs of life cannot arrive: a node has not been heard. Nobody is judged meanwhile, for all wait for its ranks."""
+    terms: Terms = CORES
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _waits: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
@@ -176,10 +198,12 @@ class Watch:
         if self.signs(process).state == "T":
             return max(STOPPED, typical)
         if self._trains(rank) and self.pace.is_known:
-            return max(self.patience, typical, STEPS * self.pace.first if self._warm < FEW else 0.0)
-        return max(OTHERWISE, 10 * self.patience, typical)
+            return max(self.patience, self.terms.patience, typical, STEPS * self.pace.first if self._warm < FEW else 0.0)
+        return max(self.terms.otherwise, 10 * self.patience, typical)
 
     def _judge(self, late: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]) -> Hung | None:
+        if not self.terms.tell and not any(self.signs(living[rank]).state == "T" for rank in late):
+            return self._behind(late.keys(), silent, living)
         waits = {rank: self.holdings.pulse(rank).read(Word.waits) % WAITS - 1 for rank in living}
         guilty = [rank for rank in late if waits[rank] < 0 or self.signs(living[rank]).state == "T" or self._stands(rank, living[rank])]
         if guilty:
@@ -197,6 +221,16 @@ class Watch:
                 return Hung(circle[0], silent[circle[0]], f"hung: {words}: they are not in the same collective")
         return None
 
+    def _behind(self, late: Set[int], silent: Mapping[int, float], living: Mapping[int, int]) -> Hung | None:
+        """Of ranks that do not say whom they wait for the one that is behind all others; nobody while one of them goes on."""
+        if late < living.keys():
+            return None
+        first, *others = sorted(living, key=self._place)
+        if not others or self._place(first) < self._place(others[0]):
+            return Hung(first, silent[first], f"hung: {self._why(first, living[first])}no sign of life for {show_seconds(silent[first])}")
+        shortest = min(silent.values())
+        return Hung(-1, shortest, f"hung: no sign of life for {show_seconds(shortest)}, and no rank is behind the others")
+
     def _note_wait(self, rank: int, process: int, now: float) -> None:
         word = self.holdings.pulse(rank).read(Word.waits)
         if rank not in self._waits or self._waits[rank].word != word:
@@ -208,7 +242,7 @@ class Watch:
         return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)
 
     def _trains(self, rank: int) -> bool:
-        return Phase.data <= self.holdings.pulse(rank).read(Word.phase) <= Phase.compare
+        return Phase.data <= self.holdings.pulse(rank).read(Word.phase) <= self.terms.last
 
     def _place(self, rank: int) -> tuple[int, int]:
         pulse = self.holdings.pulse(rank)
