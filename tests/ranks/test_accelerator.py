@@ -16,15 +16,20 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.elastic.supervisor import Supervisor, Work
 from meshwright.parallel.device import own_device
 from meshwright.parallel.exchange.group import by_nccl, of_process
-from meshwright.parallel.zero.master import Master
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.zero.master import Master, Stretch
+from meshwright.probe.network import Network
+from meshwright.spec.grid import Grid
+from meshwright.spec.plan import Plan
 from meshwright.train import replicas
+from meshwright.train.trials import timed
 
 HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(("options", "place"), [({"fused": True}, "meta"), ({"capturable": True}, "meta"), ({}, "cpu")])
 def test_the_count_of_steps_goes_on_where_the_update_reads_it(options: dict[str, Any], place: str) -> None:
-    master = Master(torch.zeros(512, device="meta"), [(0, 64)])
+    master = Master(torch.zeros(512, device="meta"), [Stretch(0, 64, False, "bias"), Stretch(64, 512, True, "weight")])
     optimizer = torch.optim.AdamW(master.runs, fused=None)
     optimizer.param_groups[0].update(options)
     master.prepare(optimizer, {"exp_avg": "float32"}, {"step": 3.0})
@@ -77,3 +82,15 @@ def test_what_a_device_sums_of_a_tensor_tells_a_flipped_bit_and_two_that_changed
     swapped = tensor.clone()
     swapped[0], swapped[tensor.tolist().index(second)] = second, first
     assert replicas.sums_of(swapped)[0] == whole[0] and replicas.sums_of(swapped)[1] != whole[1]
+
+
+def test_messages_between_hosts_and_cards_are_sent_from_where_training_sends_them() -> None:
+    mesh = Mesh(Plan(), Grid(Plan()), 0, Grid(Plan()).place(0), torch.device("meta"))
+    out, sent = Network(mesh, ((0,),)).messages(1024)
+    assert (out.device.type, sent.device.type, sent.numel()) == ("meta", "meta", 512)
+
+
+def test_a_step_is_timed_until_its_device_is_through() -> None:
+    order: list[str] = []
+    assert timed(lambda: order.append("step"), lambda: (order.append("through"), time.sleep(0.05))[0]) >= 0.05
+    assert order == ["step", "through"]

@@ -61,13 +61,23 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Meas
     )
 
 
+def numbers(kind: str) -> Callable[..., torch.Tensor]:
+    """What a device of this kind is given to work on. Cores take as long for any; of an accelerator, which is as fast as its power allows, equal
+    bits draw less of it, and it would be faster than in training.
+
+    >>> numbers("cpu") is torch.ones, numbers("cuda") is torch.randn
+    (True, True)
+    """
+    return torch.ones if kind == "cpu" else torch.randn
+
+
 def products(device: torch.device) -> Iterator[Product]:
     """Square products of each type, larger and larger; a type that the device multiplies slowly is measured small."""
     for name, dtype in PRECISIONS.items():
         if device.type == "cuda" and name == "fp64":
             continue
         for size in CARD_SIZES if device.type == "cuda" else CORE_SIZES:
-            left = torch.ones(size, size, device=device, dtype=dtype)
+            left = numbers(device.type)(size, size, device=device, dtype=dtype)
             out = torch.empty_like(left)
             seconds = timed(lambda left=left, out=out: torch.mm(left, left, out=out), device)  # type: ignore[misc]
             yield Product(precision=name, size=size, rate=2.0 * size**3 / seconds)
@@ -80,7 +90,7 @@ def trained(device: torch.device) -> float:
     tokens, inputs, outputs = (512, 256, 1024) if device.type == "cpu" else (8192, 4096, 8192)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     hidden, weight, gradient = (
-        torch.ones(shape, device=device, dtype=dtype) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+        numbers(device.type)(shape, device=device, dtype=dtype) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
     )
 
     def layer() -> None:
@@ -94,8 +104,7 @@ def trained(device: torch.device) -> float:
 def stream(device: torch.device) -> float:
     """Bytes/s of element-wise work: a sum, a SiLU and a softmax, read and written. On cores an exponential costs more than the memory."""
     size = CARD_STREAM if device.type == "cuda" else CORE_STREAM
-    first = torch.ones(size // 4 // ROW, ROW, device=device)
-    second = torch.ones_like(first)
+    first, second = (numbers(device.type)(size // 4 // ROW, ROW, device=device) for _ in range(2))
 
     def work() -> None:
         torch.add(first, second)
@@ -109,7 +118,7 @@ def attention(device: torch.device) -> float:
     """FLOP/s of fused attention: two products of all positions with all positions, in fp32 on cores, in bf16 elsewhere."""
     heads, sequence, width = (4, 256, 64) if device.type == "cpu" else (32, 4096, 128)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    query = torch.ones(1, heads, sequence, width, device=device, dtype=dtype)
+    query = numbers(device.type)(1, heads, sequence, width, device=device, dtype=dtype)
     work = lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query)
     return 4.0 * heads * sequence**2 * width / timed(work, device)
 

@@ -112,9 +112,13 @@ class Network:
 
     def _pair(self, group: Group | None, size: int) -> float:
         """Seconds until both have the other's `size` bytes, on every rank."""
-        sent = torch.ones(2 * size // 4)
-        out = torch.empty_like(sent)
+        out, sent = self.messages(size)
         return self._time(lambda: all_to_all(out, sent, group).wait(), group)
+
+    def messages(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of `size` bytes to each of two, and room for theirs, where training has what it sends: messages of cores take another way."""
+        sent = torch.ones(2 * size // 4, device=self.mesh.device)
+        return torch.empty_like(sent), sent
 
     # --- collectives ------------------------------------------------------------------------------------------------------------
 

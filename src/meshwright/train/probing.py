@@ -12,6 +12,7 @@ import torch
 
 from meshwright.base.lines import Message
 from meshwright.parallel.device import own_device
+from meshwright.probe.device import numbers
 from meshwright.probe.machine import measure
 from meshwright.train.rank import Channel, connect
 
@@ -34,7 +35,7 @@ def speed(channel: Channel, payload: Message) -> int:
     """Says the seconds of a product on the device of `slot`, by the clock on the wall; returns its exit status. It joins nobody."""
     torch.set_num_threads(1)
     device = own_device()
-    left = torch.ones(SIZES[device.type], SIZES[device.type], device=device)
+    left = numbers(device.type)(SIZES[device.type], SIZES[device.type], device=device)
     seconds = []
     for _ in range(TIMES):
         began = time.perf_counter()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +67,7 @@ class Ground:
             found = Timed(None, str(error))
         trainer.close()  # what else is raised ends all trials, and comes in the middle of an exchange: groups are not torn down under their threads
         groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]
+        groups += [channel for _, channel in sorted(trainer.mesh.channels.items(), key=lambda item: item[0])]  # in one order on all ranks
         del trainer
         gc.collect()
         for group in groups:
@@ -78,11 +81,25 @@ class Ground:
         for step in range(FIRST + self.steps):
             batches = [self.loader.rows(step, first, size) for first, size in ranges]
             _slowest(trainer, 0.0)
-            record = trainer.step(Share(batches, self.loader.labels_per_step))
-            seconds.append(_slowest(trainer, record.seconds))
+            share = Share(batches, self.loader.labels_per_step)
+            seconds.append(_slowest(trainer, timed(partial(trainer.step, share), partial(through, trainer.mesh.device))))
         ranks = _sum(trainer, time.process_time() - ours)
         others = (busy_seconds() - all_before - ranks) / (time.perf_counter() - began) if all_before else 0.0
         return Timed(sorted(seconds[FIRST:])[(self.steps - 1) // 2], "", max(others, 0.0))
+
+
+def timed(work: Callable[[], object], through: Callable[[], None]) -> float:
+    """Seconds of `work`, and of what it has only handed over: the update, and the weights that are gathered behind it."""
+    began = time.perf_counter()
+    work()
+    through()
+    return time.perf_counter() - began
+
+
+def through(device: torch.device) -> None:
+    """Wait until `device` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _slowest(trainer: Trainer, seconds: float) -> float:
