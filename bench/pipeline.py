@@ -99,7 +99,7 @@ def measure(plan: str) -> list[Measured]:
         dist.barrier()
         began = time.monotonic()
         pipeline.run(batches, 1.0)
-        found.append(Measured(began, ended := time.monotonic(), ended - began - pipeline.wire.exposed))
+        found.append(Measured(began, ended := time.monotonic(), ended - began - pipeline.wire.meter.clock.read()))
         trainer.engine.zero.finish_gradients()
     trainer.close()
     return found[1:]

@@ -14,6 +14,7 @@ from hosts import hosts
 from pool import Pool
 
 from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.clock import Clock
 from meshwright.parallel.exchange.group import Group
 from meshwright.parallel.exchange.tiers import Tiers
 from meshwright.parallel.mesh import make_mesh
@@ -106,3 +107,39 @@ def test_ranks_between_the_ends_of_a_tie_name_the_same_kinds_as_those_ends(ranks
     """Records are agreed on number by number: one kind more on some ranks and they do not meet."""
     found = ranks.run(int(plan[2]), kinds_of_a_step, plan)
     assert all(each == found[0] for each in found) and "data" in found[0][1]
+
+
+class Hour:
+    """An event of a stream that stands still for 1,000 s at every wait."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1e6
+
+
+def by_events(plan: str) -> tuple[dict[str, float], float]:
+    with between_hosts(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Clock, "of", lambda device: Clock(Hour))
+        trainer = parallelize(make_model("llama"), make_optimizer, plan, anatomy=anatomy_of("llama"))
+        record = trainer.step(make_batch("llama", 0))
+    return record.exposed, record.seconds
+
+
+@pytest.mark.parametrize(
+    ("plan", "kinds"),
+    [
+        ("dp2.tp2.z3", {"data", "tensor"}),
+        ("pp2.mb4", {"pipeline"}),
+        ("dp2.cp2.z1", {"data", "context"}),
+        ("dp1.off-optimizer", {"offload"}),
+    ],
+)
+def test_every_wait_of_a_stream_is_timed_by_its_events(ranks: Pool, plan: str, kinds: set[str]) -> None:
+    """Where the host only says that the device is to wait, its own clock knows of none."""
+    for exposed, seconds in ranks.run(parse_plan(plan).world, by_events, plan):
+        assert {kind for kind, waited in exposed.items() if waited} == kinds and seconds < 1000.0
+        assert all(waited % 1000.0 == 0.0 for waited in exposed.values())

@@ -74,8 +74,6 @@ class Parallel:
             self.zero.begin_step(len(batches))
             for mixture in self.mixtures:
                 mixture.begin_step(batches)
-        if self.context is not None:
-            self.context.waiting.seconds = 0.0
         self._open_ungated()
         total = self.pipeline.run(batches, scale)
         self.zero.close_all()
@@ -104,14 +102,13 @@ class Parallel:
             kind: meters for kind, meters in kinds.items() if meters or kind == "data"
         }  # a tie, which only some ranks have, is of that kind
         waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items()}
-        waited["pipeline"] = self.pipeline.wire.exposed
-        waited |= {"offload": self.mesh.away.exposed} if self.mesh.away is not None else {}
-        if self.context is not None:
-            waited["context"] = self.context.waiting.seconds
+        messages = self.pipeline.wire.meter.read()
+        waited["pipeline"] = messages.waited
+        waited |= {"offload": self.mesh.away.clock.read()} if self.mesh.away is not None else {}
         if self.mesh.device_mesh is None:
             return waited, {}
         sent = {kind: sum(each.sent for each in meters) for kind, meters in kinds.items()}
-        return waited, sent | ({"pipeline": self.pipeline.wire.sent} if self.mesh.plan.pp > 1 else {})
+        return waited, sent | ({"pipeline": messages.sent} if self.mesh.plan.pp > 1 else {})
 
     def _open_ungated(self) -> None:
         """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""

@@ -17,7 +17,6 @@ from torch import nn
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.call import Attending, Call
 from meshwright.parallel.context.pieces import Pieces
-from meshwright.parallel.context.waiting import Waiting
 from meshwright.parallel.pipeline.absent import hidden_of
 from meshwright.parallel.pipeline.gates import with_hidden
 
@@ -43,10 +42,8 @@ class Context:
     """One model over context ranks. `attend` computes a call for this rank's piece; of what enters a block sequence parallelism leaves each
     of `tensor_ranks` a part."""
 
-    def __init__(
-        self, pieces: Pieces, attend: Callable[[Call], torch.Tensor], way: Way, tensor_ranks: int = 1, waiting: Waiting | None = None
-    ) -> None:
-        self.cuts, self.waiting = pieces.ranks * tensor_ranks, waiting or Waiting()
+    def __init__(self, pieces: Pieces, attend: Callable[[Call], torch.Tensor], way: Way, tensor_ranks: int = 1) -> None:
+        self.cuts = pieces.ranks * tensor_ranks
         self.pieces, self.places, self.placed = pieces, way.places, way.placed
         self.mode = Attending(attend)
         self._cut: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}

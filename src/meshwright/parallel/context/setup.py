@@ -18,7 +18,6 @@ from meshwright.parallel.context.call import Call, attend_plainly
 from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.context.proof import Objection, prove
 from meshwright.parallel.context.travel import travel_of
-from meshwright.parallel.context.waiting import Waiting
 from meshwright.parallel.exchange.among import among
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.absent import Absent
@@ -38,14 +37,13 @@ def context_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> Context | None
         way = prove(model, anatomy, plan.cp)
     except Objection as error:
         raise InputError(f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1") from None
-    waiting = Waiting()
-    attend = attending(mesh, waiting)
+    attend = attending(mesh)
     if plan.recompute == plans.Recompute.selective:
         attend = partial(checkpoint, attend, use_reentrant=False)
-    return Context(Pieces(group.size, group.index), attend, way, plan.tp if plan.sequence_parallel else 1, waiting)
+    return Context(Pieces(group.size, group.index), attend, way, plan.tp if plan.sequence_parallel else 1)
 
 
-def attending(mesh: Mesh, waiting: Waiting) -> Callable[[Call], torch.Tensor]:
+def attending(mesh: Mesh) -> Callable[[Call], torch.Tensor]:
     """How this rank attends: neighbours exchange heads (all context ranks, some of them, or none), the others go round in rings."""
     grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.head_ranks
     turn, place = divmod(mesh.place.cp, heads)
@@ -53,12 +51,12 @@ def attending(mesh: Mesh, waiting: Waiting) -> Callable[[Call], torch.Tensor]:
     attend: Callable[[Call], torch.Tensor] = attend_plainly
     rings = mesh.group("cp") if heads == 1 else among(mesh, "rings", lambda rank: (column(rank), grid.place(rank).cp % heads))
     if rings is not None:
-        attend = partial(ring.attend, pieces=Pieces(cp // heads, turn), travel=travel_of(rings, waiting))
+        attend = partial(ring.attend, pieces=Pieces(cp // heads, turn), travel=travel_of(rings))
     if heads == 1:
         return attend
     together = mesh.group("cp") if heads == cp else among(mesh, "heads", lambda rank: (column(rank), grid.place(rank).cp // heads))
     assert together is not None
-    return partial(ulysses.attend, pieces=Pieces(heads, place), way=ulysses.Way(together, waiting, cp, attend))
+    return partial(ulysses.attend, pieces=Pieces(heads, place), way=ulysses.Way(together, cp, attend))
 
 
 def by_torch(model: nn.Module) -> None:

@@ -17,7 +17,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.context.waiting import Waiting
 from meshwright.parallel.exchange import exchange
 from meshwright.parallel.exchange.group import Group
 
@@ -37,15 +36,15 @@ class Travel(Protocol):
 class Gathering:
     """Through a collective of the group."""
 
-    def __init__(self, group: Group, waiting: Waiting) -> None:
-        self.group, self.waiting = group, waiting
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = self.group
         pieces = torch.empty(group.size, *piece.shape, dtype=piece.dtype, device=piece.device)
         gathering = exchange.all_gather(pieces.view(-1), piece.view(-1), group)
         yield group.index, piece
-        self.waiting.wait([gathering])
+        gathering.wait()
         for turn in range(1, group.size):
             source = (group.index - turn) % group.size
             yield source, pieces[source]
@@ -59,15 +58,15 @@ class Gathering:
             shares[source] = found
         assert shares is not None
         own = torch.empty_like(shares[0])
-        self.waiting.wait([exchange.reduce_scatter(shares.view(-1), own.view(-1), self.group)])
+        exchange.reduce_scatter(shares.view(-1), own.view(-1), self.group).wait()
         return own
 
 
 class Ring:
     """Through messages to the next rank and from the last one."""
 
-    def __init__(self, group: Group, waiting: Waiting) -> None:
-        self.group, self.waiting = group, waiting
+    def __init__(self, group: Group) -> None:
+        self.group = group
         self.next, self.last = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -75,7 +74,7 @@ class Ring:
         for turn in range(self.group.size):
             works, coming = self._pass_on(here) if turn < self.group.size - 1 else ([], here)
             yield (self.group.index - turn) % self.group.size, here
-            self.waiting.wait(works)
+            self._wait(works)
             here = coming
 
     def collect(self, piece: torch.Tensor, share: Visit) -> torch.Tensor:
@@ -83,12 +82,17 @@ class Ring:
         coming: torch.Tensor | None = None
         for source, here in self.visits(piece):
             found = share(source, here)
-            self.waiting.wait(works)
+            self._wait(works)
             total = found if coming is None else found + coming
             works, coming = self._pass_on(total)
-        self.waiting.wait(works)
+        self._wait(works)
         assert coming is not None
         return coming
+
+    def _wait(self, works: list[dist.Work]) -> None:
+        with self.group.meter.clock:
+            for work in works:
+                work.wait()
 
     def _pass_on(self, tensor: torch.Tensor) -> tuple[list[dist.Work], torch.Tensor]:
         """`tensor` on its way to the next rank, and where the last rank's one arrives."""
@@ -100,6 +104,6 @@ class Ring:
         return dist.batch_isend_irecv(ways), coming
 
 
-def travel_of(group: Group, waiting: Waiting) -> Travel:
+def travel_of(group: Group) -> Travel:
     """The quicker way for `group`."""
-    return Gathering(group, waiting) if group.process is None else Ring(group, waiting)
+    return Gathering(group) if group.process is None else Ring(group)

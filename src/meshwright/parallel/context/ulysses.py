@@ -19,7 +19,6 @@ import torch
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.call import Call, attend_plainly
 from meshwright.parallel.context.pieces import Pieces
-from meshwright.parallel.context.waiting import Waiting
 from meshwright.parallel.exchange import exchange
 from meshwright.parallel.exchange.group import Group
 from meshwright.parallel.tensor import collectives
@@ -29,7 +28,6 @@ class Way(NamedTuple):
     """Over which ranks heads and positions are exchanged, into how many pieces all of them cut the sequence, and what attends in between."""
 
     group: Group
-    waiting: Waiting
     cuts: int
     attending: Callable[[Call], torch.Tensor] = attend_plainly
 
@@ -56,7 +54,7 @@ def to_heads(x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
     """(B, H, T / c, D), a piece of all heads, to (B, H / c, T, D), some heads of all positions in order."""
     sent = x.unflatten(1, (pieces.ranks, -1)).movedim(1, 0).contiguous()
     received = torch.empty_like(sent)
-    way.waiting.wait([exchange.all_to_all(received.view(-1), sent.view(-1), way.group)])
+    exchange.all_to_all(received.view(-1), sent.view(-1), way.group).wait()
     return pieces.in_order(received.movedim(0, 2).flatten(2, 3), 2)
 
 
@@ -64,5 +62,5 @@ def to_pieces(x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
     """The inverse of `to_heads`."""
     sent = pieces.stacked(x, 2).unflatten(2, (pieces.ranks, -1)).movedim(2, 0).contiguous()
     received = torch.empty_like(sent)
-    way.waiting.wait([exchange.all_to_all(received.view(-1), sent.view(-1), way.group)])
+    exchange.all_to_all(received.view(-1), sent.view(-1), way.group).wait()
     return received.movedim(0, 1).flatten(1, 2)

@@ -7,8 +7,8 @@ host without accelerators read each other's memory (lanes.py); on several hosts 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,13 @@ class Pending:
     def wait(self) -> None:
         work, then = self._work, self._then
         self._work = self._then = None
-        began = time.perf_counter() if self._meter is not None and (work or then) else 0.0
-        if work is not None:
-            work.wait()
-        if then is not None:
-            then()
-        if began and self._meter is not None:
-            self._meter.waited += time.perf_counter() - began
+        if work is None and then is None:
+            return
+        with self._meter.clock if self._meter is not None else nullcontext():
+            if work is not None:
+                work.wait()
+            if then is not None:
+                then()
 
     def before(self, then: Callable[[], None]) -> Pending:
         """The same with something done behind it, which must wait for this one."""
@@ -54,7 +54,7 @@ def all_reduce(flat: torch.Tensor, group: Group | None, largest: bool = False, a
     if group.lanes is not None:
         return Pending(None, group.lanes.all_reduce(flat.view(-1), largest, across), group.meter)
     if across is not None:
-        return Pending(None, across.all_reduce(flat.view(-1), group, group).wait)
+        return Pending(None, across.all_reduce(flat.view(-1), group, group).wait, group.meter)
     group.meter.sent += 2 * (group.size - 1) / group.size * flat.numel() * flat.element_size()  # around a ring
     operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     return Pending(dist.all_reduce(flat, operation, group=group.process, async_op=True), None, group.meter)
@@ -71,7 +71,7 @@ def reduce_scatter(
         assert group.lanes is not None
         return Pending(None, group.lanes.reduce_scatter(full, out, across, sizes), group.meter)
     if across is not None:
-        return Pending(None, across.reduce_scatter(full, out, group, group).wait)
+        return Pending(None, across.reduce_scatter(full, out, group, group).wait, group.meter)
     group.meter.sent += (full.numel() - out.numel()) * full.element_size()
     if group.is_native(full) and sizes is not None:
         return Pending(dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True), None, group.meter)

@@ -10,20 +10,33 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.exchange.clock import Clock
 from meshwright.parallel.exchange.lanes import Lanes
+
+
+class Measured(NamedTuple):
+    """Bytes that this rank has sent over the network, and seconds that it has waited for the others."""
+
+    sent: float
+    waited: float
 
 
 @dataclass
 class Meter:
-    """Bytes that this rank has sent through a process group, and seconds that it has waited for the others."""
+    """Of one way to others. `clock` runs while this rank waits."""
 
+    clock: Clock = field(default_factory=Clock)
     sent: float = 0.0
-    waited: float = 0.0
+
+    def read(self) -> Measured:
+        """Since it was last read."""
+        found, self.sent = Measured(self.sent, self.clock.read()), 0.0
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +62,10 @@ class Group:
         between = self.lanes.between if self.lanes is not None else ()
         return [each.process for each in (self, *between) if each.process is not None]
 
-    def measured(self) -> Meter:
+    def measured(self) -> Measured:
         """Since it was last asked; what was sent between hosts too, waits for that are in its own."""
-        between = self.lanes.between if self.lanes is not None else ()
-        found = Meter(sum(each.meter.sent for each in (self, *between)), self.meter.waited)
-        for each in (self, *between):
-            each.meter.sent = each.meter.waited = 0.0
-        return found
+        own, *between = [each.meter.read() for each in (self, *(self.lanes.between if self.lanes is not None else ()))]
+        return Measured(own.sent + sum(each.sent for each in between), own.waited)
 
     def is_native(self, tensor: torch.Tensor) -> bool:
         """Whether NCCL carries `tensor`: its own flat collectives are good."""

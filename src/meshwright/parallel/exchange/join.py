@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from meshwright.parallel.exchange.group import Group, of_lanes, of_process
+from meshwright.parallel.exchange.clock import Clock
+from meshwright.parallel.exchange.group import Group, Meter, of_lanes, of_process
 from meshwright.parallel.exchange.tiers import WAYS, Tiers, table_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def joined(mesh: Mesh, name: str, parts: Sequence[Sequence[int]], process: dist.
         if own:
             flat = of_process(made)
             assert flat is not None
-            mine = Group(flat.ranks, flat.index, flat.process, tiers)
+            mine = Group(flat.ranks, flat.index, flat.process, tiers, Meter(Clock.of(mesh.device)))
     return mine
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from meshwright.parallel.exchange.clock import Clock
 from meshwright.parallel.offload.scratch import Scratch, aligned, paged
 from meshwright.parallel.zero.master import RUN, WINDOW
 from meshwright.spec.plan import FILES, OPTIMIZER, PARAMETERS, Offload, Plan
@@ -111,8 +111,8 @@ class Away:
         """The file that states wait in; None where they are in memory."""
         self.slots = [Slot(device.type == "cuda") for _ in range(SLOTS)]
         self.windows = 0
-        self.exposed = 0.0
-        """Seconds that this step waited for what was on its way."""
+        self.clock = Clock.of(device)
+        """Runs while what is on its way is waited for."""
         self._idle: list[torch.Tensor] = []
         self._lent = self._most = 0
         self._pool = ThreadPoolExecutor(SLOTS, "offload")
@@ -215,9 +215,8 @@ class Away:
 
     def wait(self, wait: Callable[[], None]) -> None:
         """For something under way, on the clock."""
-        began = time.perf_counter()
-        wait()
-        self.exposed += time.perf_counter() - began
+        with self.clock:
+            wait()
 
 
 def spread(windows: Sequence[W]) -> list[W]:

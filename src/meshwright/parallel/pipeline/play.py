@@ -61,7 +61,6 @@ class Pipeline:
         self.wire.expect({source: [(part, keys[part.micro_batch]) for each in line for part in self._each(each)] for source, line in lines})
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         alive: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
-        self.wire.exposed = self.wire.sent = 0.0
         for position, action in enumerate(order):
             for ahead in order[position + 1 : position + 2]:
                 self._post(ahead)

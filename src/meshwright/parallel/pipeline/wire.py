@@ -10,7 +10,6 @@ that it needs first), so receives are posted in the order of sending, which the 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.exchange.clock import Clock
+from meshwright.parallel.exchange.group import Meter
 from meshwright.parallel.exchange.shared import PAGE, Host, Segment
 from meshwright.parallel.mesh import WIRES, Mesh
 from meshwright.schedules.action import Kind
@@ -57,9 +58,8 @@ class Wire:
     sending: deque[tuple[dist.Work | None, torch.Tensor]] = field(default_factory=deque)
     posted: dict[Message, tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
     lines: dict[int, deque[tuple[Message, Any]]] = field(default_factory=dict)
-    exposed: float = 0.0
-    sent: float = 0.0
-    """Bytes, but for shapes."""
+    meter: Meter = field(default_factory=Meter)
+    """What was sent but for shapes."""
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self.mesh.channels.get((source, target))
@@ -78,7 +78,7 @@ class Wire:
             header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
             header = header.to(tensor.device)
             self.sending.append((dist.isend(header, rank, group=group), header))
-        self.sent += tensor.numel() * tensor.element_size()
+        self.meter.sent += tensor.numel() * tensor.element_size()
         while self.sending and _is_sent(self.sending[0][0]):
             self.sending.popleft()
         self.sending.append((dist.isend(tensor, rank, group=group), tensor))
@@ -103,12 +103,11 @@ class Wire:
             line.popleft()
 
     def receive(self, message: Message, source: int) -> torch.Tensor:
-        began = time.perf_counter()
-        self.post(message, source, wait_for_shape=True)
-        work, tensor = self.posted.pop(message)
-        if work is not None:
-            work.wait()
-        self.exposed += time.perf_counter() - began
+        with self.meter.clock:
+            self.post(message, source, wait_for_shape=True)
+            work, tensor = self.posted.pop(message)
+            if work is not None:
+                work.wait()
         return tensor
 
     def flush(self) -> None:
@@ -137,7 +136,7 @@ class SharedWire:
 
     def __init__(self, mesh: Mesh, host: Host) -> None:
         self.mesh, self.host = mesh, host
-        self.exposed = self.sent = 0.0
+        self.meter = Meter()
         self._sent = [0, 0]
         self._heard = [0, 0]
         self._there: dict[int, tuple[int, torch.Tensor]] = {}
@@ -168,15 +167,14 @@ class SharedWire:
         """Nothing to do: what is sent can be read."""
 
     def receive(self, message: Message, source: int) -> torch.Tensor:
-        began = time.perf_counter()
         rank, tag = self.mesh.pipeline_rank(source), message.tag(self.mesh.plan.stages)
         way = self._way(message.kind, source, self.mesh.place.pp)
-        while tag not in self._there:
-            self._hear(rank, way)
-        number, sent = self._there.pop(tag)
-        tensor = sent.clone()
-        self.host.say(self._taken(way, number), number)
-        self.exposed += time.perf_counter() - began
+        with self.meter.clock:
+            while tag not in self._there:
+                self._hear(rank, way)
+            number, sent = self._there.pop(tag)
+            tensor = sent.clone()
+            self.host.say(self._taken(way, number), number)
         return tensor
 
     def flush(self) -> None:
@@ -224,4 +222,4 @@ def wire_of(mesh: Mesh) -> Wire | SharedWire:
     """What carries the messages of this rank's pipeline."""
     if mesh.host is not None and mesh.shares_memory(mesh.grid.along(mesh.rank, "pp")):
         return SharedWire(mesh, mesh.host)
-    return Wire(mesh)
+    return Wire(mesh, meter=Meter(Clock.of(mesh.device)))

@@ -93,8 +93,6 @@ class Zero:
 
     def begin_step(self, passes: int) -> None:
         """Before the first of `passes` backward passes of each stage."""
-        if self.mesh.away is not None:
-            self.mesh.away.exposed = 0.0
         self.settle()
         for stage in self.stages.values():
             stage.passes = 0
