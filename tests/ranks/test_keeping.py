@@ -13,7 +13,10 @@ from meshwright.base.errors import InputError
 from meshwright.parallel.offload.activations import Activations
 from meshwright.train.trainer import parallelize
 
-WAYS = ("rc-layer", "rc-layer1", "rc-selective", "off-activations", "rc-layer.off-activations", "rc-layer1.off-activations")
+WAYS = (
+    *("rc-layer", "rc-layer1", "rc-selective", "rc-operations", "rc-operations1", "rc-layer1-operations"),
+    *("off-activations", "rc-layer.off-activations", "rc-layer1.off-activations", "rc-operations.off-activations"),
+)
 
 
 def gradients(name: str, plan: str) -> dict[str, torch.Tensor] | None:
@@ -32,11 +35,34 @@ def test_gradients_are_bit_for_bit_those_of_keeping_everything(ranks: Any, aroun
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
 
-@pytest.mark.parametrize("plan", ["dp1.mb4.rc-layer2", "dp1.mb4.rc-selective", "pp2.mb2.rc-layer1", "tp2.mb4.rc-selective"])
-def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str) -> None:
+OTHERS = ("llama-tied", "gpt2", "bert", "hf-llama", "hf-gpt2", "convnet", "mixtral")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_model_recomputes_by_operation_to_the_bit(ranks: Any, name: str) -> None:
+    plain, kept = (ranks.run(1, gradients, name, f"dp1.mb4{way}")[0] for way in ("", ".rc-operations"))
+    assert plain.keys() == kept.keys()
+    assert all(torch.equal(plain[name], kept[name]) for name in plain)
+
+
+ESTIMATED = (
+    *("dp1.mb4.rc-layer2", "dp1.mb4.rc-selective", "pp2.mb2.rc-layer1", "tp2.mb4.rc-selective"),
+    *(
+        "dp1.mb8.rc-operations",
+        "dp1.mb8.rc-operations2",
+        "dp1.mb8.rc-layer2-operations",
+        "tp2.sp.mb8.rc-operations",
+        "pp2.mb4.rc-operations",
+    ),
+)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("plan", ESTIMATED)
+def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str, model: str) -> None:
     from meshwright.spec.plan import parse_plan
 
-    assert expected("llama", plan, "fp32") == pytest.approx(max(ranks.run(parse_plan(plan).world, most, "llama", plan, "fp32")), rel=0.05)
+    assert expected(model, plan, "fp32") == pytest.approx(max(ranks.run(parse_plan(plan).world, most, model, plan, "fp32")), rel=0.05)
 
 
 def test_what_a_block_keeps_twice_waits_once_and_what_was_written_between_twice() -> None:

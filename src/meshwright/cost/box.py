@@ -93,21 +93,22 @@ class MicroBatch(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What recomputes: all blocks alike, or the first `layers`, or `part` of PARTS, of each virtual stage. `fewer`: only where a stage has more
-    than that, else it is another name for all of them."""
+    """What recomputes: all blocks alike, or the first `layers`, or `part` of PARTS, of each virtual stage, and the others as `rest` says. `fewer`:
+    only where a stage has more than that, else it is another name for all of them."""
 
     kind: Recompute
     layers: int = 0
     part: int = 0
     fewer: bool = False
+    rest: Recompute = Recompute.none
 
     @property
     def some(self) -> bool:
-        """Whether of a stage some blocks recompute and some do not."""
+        """Whether of a stage some blocks recompute, and others do less."""
         return bool(self.layers or self.part)
 
     def blocks(self, order: Order) -> int:
-        """How many blocks of a stage recompute beside others that do not; 0: all are alike.
+        """How many blocks of a stage recompute beside others that do less; 0: all are alike.
 
         >>> Again(Recompute.layer, part=3).blocks(Order(Schedule.gpipe, 1, (10, 9)))
         4
@@ -311,6 +312,7 @@ class Box:
             layers_per_stage=order.stage_layers if order.given else (),
             recompute=again.kind,
             recompute_layers=again.blocks(order) if again.some else 0,
+            recompute_rest=again.rest,
             offload=offload,
             offload_share=round(100 * self.offload_share) if goes_in_part(offload) else 100,
             bucket=self.bucket,
@@ -336,7 +338,7 @@ def box_of(plan: Plan, batch: int, blocks: int) -> Box:
         orders=(Order(plan.schedule, plan.virtual_stages, plan.stage_layers(max(blocks, 1)), bool(plan.layers_per_stage), plan.actions),),
         micro_batches=(MicroBatch(plan.micro_batch, plan.micro_batches(batch), cp, plan.context, plan.ulysses),),
         sequence_parallel=(plan.sequence_parallel,),
-        recompute=(Again(plan.recompute, plan.recompute_layers),),
+        recompute=(Again(plan.recompute, plan.recompute_layers, rest=plan.recompute_rest),),
         shards=(Shards(plan.zero, plan.dp_replicate, plan.dp_shard * cp) if plan.zero else Shards(0, dp * cp, 1),),
         offload=(plan.offload,),
         weight=plan.shard_weight(),

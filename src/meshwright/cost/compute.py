@@ -25,7 +25,7 @@ from meshwright.spec.model import Layer
 
 class Work(NamedTuple):
     """Seconds of one layer of each entry, arrays over (entry, b, s). `attention` is the part of forward that its core takes, `weights` the
-    part of backward that can be put off: the gradients of plain matrices of blocks."""
+    part of backward that can be put off: the gradients of plain matrices of blocks; `derived` what recompute by operation takes."""
 
     forward: Array
     backward: Array
@@ -33,6 +33,7 @@ class Work(NamedTuple):
     tensor_backward: Array
     attention: Array
     weights: Array
+    derived: Array
 
 
 class Matrices(NamedTuple):
@@ -76,21 +77,23 @@ def work(setting: Setting, cut: Cut, stride: int, tokens: Array, sequence_parall
     rows = []
     for entry in setting.entries:
         if entry.copy:
-            rows.append(np.zeros((6, len(tokens), len(sequence_parallel))))
+            rows.append(np.zeros((7, len(tokens), len(sequence_parallel))))
             continue
-        *computing, attention, weights = _compute(setting, entry.layer, cut, tokens, sequence_parallel)
+        *computing, attention, weights, derived = _compute(setting, entry.layer, cut, tokens, sequence_parallel)
         exchange = _exchange(setting, entry.layer, (cut.tp, stride), tokens, sequence_parallel)
         launching = _launching(setting, entry.layer, cut, sequence_parallel)
         if setting.on_host:
             computing = [seconds + host for seconds, host in zip(computing, launching, strict=True)]
         else:
             computing = [np.maximum(each, host - wait) for each, host, wait in zip(computing, launching, exchange, strict=True)]
-        rows.append(np.stack([*computing, *exchange, attention, weights]))
+        part = entry.layer.derived_moved / entry.layer.moved if entry.layer.moved else 0.0
+        derived = derived + part * launching[0] if setting.on_host else np.maximum(derived, part * launching[0])
+        rows.append(np.stack([*computing, *exchange, attention, weights, derived]))
     return Work(*np.stack(rows, axis=1))
 
 
 def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_parallel: Array) -> tuple[Array, ...]:
-    """Forward, backward, of forward the attention core, of backward the gradients of weights that can be put off, (b, s)."""
+    """Forward, backward, of forward the attention core, of backward the gradients of weights that can be put off, recompute by operation, (b, s)."""
     tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_SHARE
     parts = matrices(layer, cut, setting.imbalance)
@@ -102,7 +105,8 @@ def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_p
     rate = sustained(setting, setting.recipe.rate) * device.attention * practice.attention
     attention = layer.attention_flops / tp * context * tokens / rate
     scores = layer.context_moved / tp * context * tokens * (size / bandwidth)
-    rest = layer.moved * tokens[:, None] * local_share(layer, size, tp, sequence_parallel) * (size / bandwidth) + scores[:, None]
+    each = tokens[:, None] * local_share(layer, size, tp, sequence_parallel) * (size / bandwidth)
+    rest = layer.moved * each + scores[:, None]
     forward = (forward_products + attention)[:, None] + rest
     held = parts.weights.sum() * constants.ACCUMULATION_PASSES * setting.gradient / bandwidth * (not frozen)
     backward = (backward_products + constants.ATTENTION_BACKWARD * attention)[:, None] + constants.BACKWARD * rest + held
@@ -115,7 +119,7 @@ def _compute(setting: Setting, layer: Layer, cut: Cut, tokens: Array, sequence_p
     plain = sum(weight.numel for weight in layer.parameters if len(weight.shape) == 2) * (layer.name == BLOCK)
     share = plain / max(sum(weight.numel for weight in layer.parameters if len(weight.shape) >= 2), 1)
     weights = np.broadcast_to((share * (not frozen) * (backward_products / 2.0 + held))[:, None], forward.shape)
-    return forward, backward, core, weights
+    return forward, backward, core, weights, layer.derived_moved * each
 
 
 def _launching(setting: Setting, layer: Layer, cut: Cut, sequence_parallel: Array) -> tuple[Array, Array]:

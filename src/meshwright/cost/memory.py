@@ -198,20 +198,25 @@ def message(setting: Setting, box: Box, tokens: Array) -> Array:
 
 class Kept(NamedTuple):
     """Bytes that a layer keeps of one micro-batch until its backward, over (b, s): all of it, when it recomputes only what entered, of all of it
-    the attention core; and what it needs besides while it runs backward."""
+    the attention core, and what follows from the rest by cheap operations; and what it needs besides while it runs backward."""
 
     whole: Array
     entering: Array
     core: Array
+    derived: Array
     passing: Array
 
-    def when(self, recompute: Array, core: Array) -> tuple[Array, Array]:
-        """What is kept, and needed besides, where the layer recomputes (c), and where only its core does (c): over (b, s, c)."""
-        whole, entering, inner, passing = (part[..., None] for part in self)
-        return (
-            np.where(recompute, entering, whole - np.where(core, inner, 0.0)),
-            passing + np.where(recompute, whole, np.where(core, inner, 0.0)),
-        )
+    def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
+        """What is kept, and needed besides, where the layer does each of `kinds` (c): over (b, s, c)."""
+        again = {
+            Recompute.none: 0.0 * self.whole,
+            Recompute.selective: self.core,
+            Recompute.operations: self.derived,
+            Recompute.layer: self.whole,
+        }
+        alive = np.stack([again[kind] for kind in kinds], axis=-1)
+        kept = np.stack([self.entering if kind == Recompute.layer else self.whole - again[kind] for kind in kinds], axis=-1)
+        return kept, self.passing[..., None] + alive
 
 
 def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
@@ -226,6 +231,8 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
     routed = layer.routed_saved * (setting.imbalance - 1.0) if box.layout.ep > 1 else 0.0
     split = ((layer.saved_split + routed) * size + layer.fixed_split + layer.core_context * sequence) / box.tp
     split += layer.key_value_width * size * repeated(layer, box.tp)
+    derived_split = ((layer.derived_split * size) + layer.derived_fixed_split) / box.tp
+    derived = tokens[:, None] * (derived_split + (layer.derived_whole * size + layer.derived_fixed_whole) / divided)
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None]
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     passing = tokens[:, None] * (layer.transient * size * local_share(layer, size, box.tp, sequence_parallel))
@@ -239,6 +246,7 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
         tokens[:, None] * (split + whole),
         tokens[:, None] * (layer.output * size / divided),
         np.broadcast_to(core, shape),
+        np.broadcast_to(derived, shape),
         passing + gradient,
     )
 
@@ -257,9 +265,8 @@ def _chunked(setting: Setting, entry: Entry, box: Box, tokens: Array, whole: flo
     passing = (some * (layer.transient * size + layer.fixed_split) / box.tp)[:, None] + host_copy(setting, layer, box.tp, some)
     held = tokens[:, None] * whole + entry.largest(box.cut) * size
     shape = (len(tokens), len(box.sequence_parallel))
-    return Kept(
-        np.broadcast_to(held, shape), np.broadcast_to(tokens[:, None] * 0.0, shape), np.zeros(shape), np.broadcast_to(passing, shape)
-    )
+    none = np.zeros(shape)
+    return Kept(np.broadcast_to(held, shape), none, none, none, np.broadcast_to(passing, shape))
 
 
 def host_copy(setting: Setting, layer: Layer, tp: int, tokens: Array) -> Array:
@@ -293,13 +300,12 @@ def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[
     wide = [each if each.at_head.shape[2] == length else Fullest(*(part[:, :, fill % part.shape[2]] for part in each)) for each in at_once]
     table = stack([each.layers for each in wide], kinds=1)
     at_head = stack([each.at_head for each in wide], kinds=1)[..., None]
-    again = np.array([choice.kind == Recompute.layer for choice in chosen])
-    core = np.array([choice.kind == Recompute.selective for choice in chosen])
-    never = np.zeros(len(chosen), dtype=bool)
+    kinds, rest = [choice.kind for choice in chosen], [choice.rest for choice in chosen]
+    never = [Recompute.none] * len(chosen)
     pairs = [
-        each.when(*which)
+        each.when(which)
         for each, entry in zip(layers, setting.entries, strict=True)
-        for which in (([(again, core), (never, never)] if some else [(again, core)]) if entry.is_block else [(never, never)] * (1 + some))
+        for which in ((kinds, rest) if entry.is_block else (never, never))[: 1 + some]
     ]
     keeps = np.stack([pair[0] for pair in pairs], axis=1)
     live = np.stack([pair[1] for pair in pairs], axis=1)

@@ -26,7 +26,7 @@ from meshwright.cost.setting import Setting, setting
 from meshwright.cost.stages import Kind, kinds, ranks
 from meshwright.cost.units import FlatUnits
 from meshwright.spec.job import Job
-from meshwright.spec.plan import AXES, Recompute
+from meshwright.spec.plan import AXES, IN_BLOCKS, Recompute
 
 
 class Seconds(NamedTuple):
@@ -103,14 +103,15 @@ class Ranks(NamedTuple):
             numbers[: len(held.kinds), o] = held.numbers
         return cls(tuple(found), stack([held.layers for held in found], kinds=0), numbers)
 
-    def again(self, recompute: Sequence[Again], blocks: Array) -> Array:
-        """Blocks that recompute as a whole (r, o, entry, c)."""
-        found = np.zeros((*self.layers.shape, len(recompute)))
+    def doing(self, recompute: Sequence[Again], blocks: Array, *kinds: Recompute) -> Array:
+        """Blocks that recompute as one of `kinds` (r, o, entry, c)."""
+        found, every = np.zeros((*self.layers.shape, len(recompute))), self.layers * blocks
         for c, choice in enumerate(recompute):
             if choice.some:
-                found[..., c] = stack([held.again(choice.blocks(held.order)) for held in self.of_order], kinds=0)
-            elif choice.kind == Recompute.layer:
-                found[..., c] = self.layers * blocks
+                first = stack([held.again(choice.blocks(held.order)) for held in self.of_order], kinds=0)
+                found[..., c] = (choice.kind in kinds) * first + (choice.rest in kinds) * (every - first)
+            elif choice.kind in kinds:
+                found[..., c] = every
         return found
 
 
@@ -195,17 +196,21 @@ class Pricer:
         forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = _over(
             ranks.layers, np.stack([*one[:4], *waits])
         )
-        kinds_of_recompute = [choice.kind for choice in box.recompute]
+        kinds_of_recompute = {kind for choice in box.recompute for kind in (choice.kind, choice.rest)}
         recompute = tensor_again = context_again = dispatch_again = np.zeros((1,) * forward.ndim)
         if Recompute.layer in kinds_of_recompute:
             again = np.stack([one.forward, one.tensor_forward, waits[0], waits[2]])
-            recompute, tensor_again, context_again, dispatch_again = _over_some(ranks.again(box.recompute, self._blocks), again)
+            recompute, tensor_again, context_again, dispatch_again = _over_some(
+                ranks.doing(box.recompute, self._blocks, Recompute.layer), again
+            )
+        if Recompute.operations in kinds_of_recompute:
+            recompute = recompute + _over_some(ranks.doing(box.recompute, self._blocks, Recompute.operations), one.derived[None])[0]
         if Recompute.selective in kinds_of_recompute:
-            core = lift([kind == Recompute.selective for kind in kinds_of_recompute], "c")
+            core = lift([choice.kind == Recompute.selective for choice in box.recompute], "c")
             recompute = recompute + core * _over(ranks.layers * self._blocks, one.attention[None])[0]
         weights = np.zeros((1,) * forward.ndim)
         if separate(box.orders):
-            rest = (ranks.layers * self._blocks)[..., None] - ranks.again(box.recompute, self._blocks)
+            rest = (ranks.layers * self._blocks)[..., None] - ranks.doing(box.recompute, self._blocks, *IN_BLOCKS)
             weights = _over_some(rest, one.weights[None])[0]
         repeated = tensor_again + context_again + dispatch_again
         if whole:
@@ -220,7 +225,7 @@ class Pricer:
             forward=forward + tensor_forward + context_forward + dispatch,
             backward=backward + tensor_backward + context_backward + dispatch + recompute + repeated,
             weights=weights,
-            block_backward=self._block_backward(one, lift([kind == Recompute.layer for kind in kinds_of_recompute], "c")),
+            block_backward=self._block_backward(one, lift([choice.kind == Recompute.layer for choice in box.recompute], "c")),
         )
 
     def work(self, box: Box) -> Work:
@@ -263,13 +268,13 @@ class Pricer:
 
     def saved(self, box: Box, ranks: Ranks) -> Array:
         """Bytes that the blocks of each of `ranks` keep of a micro-batch until its backward."""
-        tokens, core = self._tokens(box), np.array([choice.kind == Recompute.selective for choice in box.recompute])
-        never = np.zeros(len(core), dtype=bool)
+        tokens = self._tokens(box)
         layers = [kept(self.setting, entry, box, tokens) for entry in self.setting.entries]
-        plain, entering = (np.stack([each.when(which, core)[0] for each in layers]) for which in (never, ~never))
-        again = ranks.again(box.recompute, self._blocks)
-        rest = (ranks.layers * self._blocks)[..., None] - again
-        return lift(np.einsum("roec,ebsc->robsc", again, entering) + np.einsum("roec,ebsc->robsc", rest, plain), "robsc")
+        found = 0.0
+        for kind in {kind for choice in box.recompute for kind in (choice.kind, choice.rest)}:
+            each = np.stack([layer.when([kind])[0][..., 0] for layer in layers])
+            found = found + np.einsum("roec,ebs->robsc", ranks.doing(box.recompute, self._blocks, kind), each)
+        return lift(found, "robsc")
 
     def _bubble(self, box: Box, ranks: Ranks, each: Array, one: Passes) -> Array:
         counts = lift(ranks.numbers, "ro")

@@ -3,7 +3,7 @@
 [Note: least bytes] No number of recomputed blocks holds less than all of them but for what enters one block. While a block that recomputes runs
 backward, every other one holds at least what enters it, as when all recompute; while one runs that does not, it holds all of itself, as one that
 recomputes does then, but for what entered it. So states, what moves, and activations where all blocks recompute, less one such entry, is a bound
-below; it stands where a block keeps no less, without its attention core, than enters it.
+below; it stands where a block keeps no less, without its attention core or what follows from the rest, than enters it.
 
 [Note: least seconds] Of the optimizer elsewhere nothing is hidden: the step changes by the update. Weights from the host cost at least the
 slowdown of what runs beside them, and no micro-batch goes faster than the link. Activations K seconds from the host, beside passes of P seconds,
@@ -70,7 +70,7 @@ def _entering(pricer: Pricer, box: Box) -> Array:
     blocks = [kept(setting, entry, box, box.tokens(setting.job.workload.sequence)) for entry in setting.entries if entry.is_block]
     if not blocks:
         return lift(np.inf, "")
-    stands = all((each.whole - each.core >= each.entering).all() for each in blocks)
+    stands = all((each.whole - np.maximum(each.core, each.derived) >= each.entering).all() for each in blocks)
     return lift(np.maximum.reduce([each.entering for each in blocks]), "bs") if stands else lift(np.inf, "")
 
 

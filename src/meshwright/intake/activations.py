@@ -6,6 +6,8 @@ storage (a test counts them). Rules of autograd that decide it:
 - RMSNorm in float32 keeps a float32 input (4 bytes), the normed input in the compute type, and 1/rms; LayerNorm its input, mean and 1/std;
 - silu and gelu keep their input, a product both factors, relu its output; the hand-written gelu of GPT-2 keeps four tensors;
 - a sum keeps nothing, so a residual costs only what the norm behind it keeps.
+- where a block recomputes by operation (anatomy/derived.py), what norms, activations, rotations and copies give follows from what products and
+  attention give and from the two sums of the residual stream; of a norm in float32 the input is held in the compute type.
 `transient` is what a layer's own pass adds on top at its fullest: behind a gated product two gradients of its width, behind gelu one.
 Tensor parallelism divides what lies behind a column weight; sequence parallelism divides the rest. Attention without a fused kernel (ALiBi
 in some libraries) would keep the probabilities, sequence x heads a token, and is not counted. Dropout is off in the reference models; each mask
@@ -20,12 +22,15 @@ from meshwright.intake.sizes import Sizes
 
 
 class Kept(NamedTuple):
-    """One saved tensor: elements a token in the compute type, or bytes a token in a fixed type; `split` when tensor ranks share it."""
+    """One saved tensor: elements a token in the compute type, or bytes a token in a fixed type; `split` when tensor ranks share it; `derived` when it
+    follows from others, for which `instead` elements are held."""
 
     what: str
     elements: float = 0.0
     fixed: float = 0.0
     split: bool = False
+    derived: bool = False
+    instead: float = 0.0
 
 
 class Account(TypedDict):
@@ -37,9 +42,16 @@ class Account(TypedDict):
     fixed_split: float
     fixed_whole: float
     transient: float
+    derived_split: float
+    derived_whole: float
+    derived_fixed_split: float
+    derived_fixed_whole: float
+    derived_moved: float
 
 
-def account(kept: list[Kept], moved: float, transient: float) -> Account:
+def account(kept: list[Kept], moved: float, transient: float, again: float = 0.0) -> Account:
+    """`again`: elements that are moved to derive what is derived; 0 for layers that are no blocks, which recompute nothing."""
+    derived = [entry for entry in kept if entry.derived and again]
     return Account(
         moved=moved,
         saved_split=sum(entry.elements for entry in kept if entry.split),
@@ -47,6 +59,11 @@ def account(kept: list[Kept], moved: float, transient: float) -> Account:
         fixed_split=sum(entry.fixed for entry in kept if entry.split),
         fixed_whole=sum(entry.fixed for entry in kept if not entry.split),
         transient=transient,
+        derived_split=sum(entry.elements - entry.instead for entry in derived if entry.split),
+        derived_whole=sum(entry.elements - entry.instead for entry in derived if not entry.split),
+        derived_fixed_split=sum(entry.fixed for entry in derived if entry.split),
+        derived_fixed_whole=sum(entry.fixed for entry in derived if not entry.split),
+        derived_moved=again,
     )
 
 
@@ -54,16 +71,16 @@ def norm_kept(sizes: Sizes, width: float, split: bool = False, groups: float = 1
     """A norm of `width` features in `groups`, without its output, which the next product keeps."""
     if sizes.norm == "rms":
         return [
-            Kept("norm: input in float32", fixed=4 * width, split=split),
-            Kept("norm: normed input", width, split=split),
-            Kept("norm: 1/rms", fixed=4 * groups, split=split),
+            Kept("norm: input in float32", fixed=4 * width, split=split, derived=True, instead=width),
+            Kept("norm: normed input", width, split=split, derived=True),
+            Kept("norm: 1/rms", fixed=4 * groups, split=split, derived=True),
         ]
     return [Kept("norm: input", width, split=split), Kept("norm: mean and 1/std", fixed=8 * groups, split=split)]
 
 
 def attention_kept(sizes: Sizes) -> list[Kept]:
     h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
-    kept = [Kept("input of query, key, value", h)]
+    kept = [Kept("input of query, key, value", h, derived=sizes.kind != "bert")]
     if sizes.qk_norm:
         kept += norm_kept(sizes, q, True, sizes.heads) + norm_kept(sizes, k, True, sizes.kv_heads)
     if sizes.mla is not None:
@@ -73,11 +90,13 @@ def attention_kept(sizes: Sizes) -> list[Kept]:
         kept += [Kept("low ranks, before and behind their norms", 2 * ranks, fixed=4 * ranks)]
         kept += [Kept("query, key, value", q + k + sizes.heads * part.v, split=True), Kept("output", sizes.heads * part.v, split=True)]
     else:
-        kept += [Kept("query", q, split=True), Kept("key", k, split=True), Kept("value", k, split=True), Kept("output", q, split=True)]
+        made = sizes.qk_norm or sizes.kind == "neox"  # from what is kept anyway
+        kept += [Kept("query", q, split=True, derived=made), Kept("key", k, split=True, derived=made)]
+        kept += [Kept("value", k, split=True), Kept("output", q, split=True)]
     if sizes.kind == "neox":
         kept += [
             Kept("query and key before rotation, in the fused projection", 2 * q, split=True),
-            Kept("output, laid out anew", q, split=True),
+            Kept("output, laid out anew", q, split=True, derived=True),
         ]
     return [*kept, Kept("log-sum-exp", fixed=4 * sizes.heads, split=True)]
 
@@ -92,13 +111,13 @@ def feed_forward_kept(sizes: Sizes, width: float) -> list[Kept]:
         "relu": ("output of relu",),
         "relu2": ("output of relu", "its square"),
     }[sizes.mlp]
-    return [Kept(what, width, split=True) for what in kept]
+    return [Kept(what, width, split=True, derived=what not in ("gate", "up", "input of gelu", "output of relu")) for what in kept]
 
 
 def expert_kept(sizes: Sizes) -> list[Kept]:
     """Routed tokens go through `top_k` experts each; the router keeps scores in float32."""
     sent = sizes.top_k * sizes.hidden
-    kept = feed_forward_kept(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))
+    kept = [each._replace(derived=False) for each in feed_forward_kept(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))]
     return [*kept, Kept("tokens sent and returned", 2 * sent), Kept("scores of the router", fixed=8 * sizes.experts)]
 
 
@@ -129,15 +148,18 @@ def block_kept(sizes: Sizes, experts: bool) -> Account:
     kept = attention_kept(sizes)
     for _ in range(sizes.norms):
         kept += norm_kept(sizes, h)
-    kept.append(Kept("input of the feed-forward", h))
+    kept.append(Kept("input of the feed-forward", h, derived=True))
     if sizes.kind == "neox":
         kept.append(Kept("both norms read one input", -h))
     if sizes.norms == 1:
-        kept.append(Kept("attention and feed-forward read one input", -h))
+        kept.append(Kept("attention and feed-forward read one input", -h, derived=True))
     kept += expert_kept(sizes) if experts else feed_forward_kept(sizes, width)
     rotated = 10 * (q + k) if sizes.pos == "rope" else 0
+    again = (sizes.norms - (sizes.kind == "bert")) * norm_moved(sizes, h) + (0 if experts else (5 if sizes.gated else 2) * width)
     moved = sizes.norms * norm_moved(sizes, h) + rotated + 6 * h + (5 if sizes.gated else 2) * width
-    return account(kept, moved, transient=h + (2 if sizes.gated else 1) * width)
+    if sizes.qk_norm or sizes.kind == "neox":
+        again += rotated
+    return account(kept, moved, transient=h + (2 if sizes.gated else 1) * width, again=again)
 
 
 def norm_moved(sizes: Sizes, width: float) -> float:

@@ -128,13 +128,15 @@ def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, ru
 
 def _per_token(few: Tally, many: Tally, run: Run, tokens: int) -> dict[str, float]:
     """The fields of `Layer` from what as many rows again as those of `run` add."""
-    added = {name: max((value - getattr(few, name)) / (run.rows * tokens), 0.0) for name, value in vars(many).items()}
+    added = {name: (value - getattr(few, name)) / (run.rows * tokens) for name, value in vars(many).items()}
+    added = {name: value if name.startswith("derived") else max(value, 0.0) for name, value in added.items()}
     return {
         "flops": added["flops"],
         "attention_flops": added["attention"] / tokens,
         "moved": added["moved"] / run.size,
         "transient": added["transient"] / run.size,
-        **{name: value for name, value in added.items() if name not in ("flops", "attention", "moved", "transient")},
+        "derived_moved": max(added["derived_moved"], 0.0) / run.size,
+        **{name: value for name, value in added.items() if name not in ("flops", "attention", "moved", "transient", "derived_moved")},
     }
 
 

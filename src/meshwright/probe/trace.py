@@ -146,8 +146,12 @@ def placed(model: nn.Module, anatomy: Anatomy, watch: Watch) -> Iterator[None]:
             stack.append(watch.place)
             if place != EMBEDDING or watch.place == FRONT:  # a later stack looks its words up where it begins
                 watch.place = place
+            if place in behind:
+                watch.enter((args, kwargs))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            if place in behind:
+                watch.leave()
             outside = stack.pop()
             made = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), None)
             watch.tallies[place].output = float(made.numel()) if made is not None else 0.0
@@ -163,6 +167,7 @@ def placed(model: nn.Module, anatomy: Anatomy, watch: Watch) -> Iterator[None]:
     try:
         yield
     finally:
+        watch.stop()
         for handle in handles:
             handle.remove()
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.anatomy import Split
+from meshwright.anatomy.derived import Tape, Value, cut_of
 from meshwright.probe.attention import attention
 from meshwright.probe.work import FUSED, GROUPED, cost, name_of
 
@@ -58,6 +60,11 @@ class Tally:
     routed: float = 0.0
     transient: float = 0.0
     output: float = 0.0
+    derived_split: float = 0.0
+    derived_whole: float = 0.0
+    derived_fixed_split: float = 0.0
+    derived_fixed_whole: float = 0.0
+    derived_moved: float = 0.0
 
 
 class Origin(NamedTuple):
@@ -98,6 +105,11 @@ class Watch:
     kept: weakref.WeakKeyDictionary[Any, Kept] = field(default_factory=weakref.WeakKeyDictionary)
     alive: dict[weakref.ref[Any], int] = field(default_factory=dict)
     live: int = 0
+    derived: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    """Storages that recompute by operation drops, by the block that keeps them."""
+    tape: Tape | None = None
+    packed: list[torch.Tensor] = field(default_factory=list)
+    """Of the block that runs."""
     before: dict[str, float] | None = None
     """In backward: bytes that each layer and those before it keep."""
 
@@ -127,8 +139,37 @@ class Watch:
 
     # --- what is kept ---------------------------------------------------------------------------------------------------------
 
+    def enter(self, given: Any) -> None:
+        """A block begins."""
+        self.tape = Tape(tree_leaves(given), plain=(FakeTensor,))
+        self.tape.__enter__()
+
+    def leave(self) -> None:
+        """The block is through: what recompute by operation would make of it."""
+        tape = self.stop()
+        assert tape is not None
+        asked = tape.asked(self.packed)
+        self.packed.clear()
+        held, needed, remade = cut_of(asked, {})
+        for value in (*(value for value in held if value not in asked), *(value for value in needed if value.entered)):
+            if (storage := value.storage()) not in self.kept:
+                self._add("derived", self.place, storage, value.ghost.dtype, -value.nbytes)
+        for value in asked:
+            if value not in held:
+                self.derived[value.storage()] = self.place
+        self.tallies[self.place].derived_moved += sum(_passed(value) for value in remade)
+
+    def stop(self) -> Tape | None:
+        """No block runs any more."""
+        tape, self.tape = self.tape, None
+        if tape is not None:
+            tape.__exit__(None, None, None)
+        return tape
+
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
         storage = tensor.untyped_storage()
+        if self.tape is not None:
+            self.packed.append(tensor)
         if storage in self.kept:
             self.kept[storage].places[self.place] = None
         elif storage not in self.origins or self.origins[storage].weight is None:
@@ -146,12 +187,20 @@ class Watch:
                 continue
             first = next(iter(kept.places))
             blocks = sum(place.startswith("block.") for place in kept.places)
-            tally = self.tallies[origin.place if blocks > 1 and origin.place else first]
-            is_element = kept.dtype == self.compute and not origin.is_statistic and not origin.is_core
-            amount = kept.size / kept.dtype.itemsize * (1 if is_element else STATISTIC if origin.is_statistic else kept.dtype.itemsize)
-            name = f"{'saved' if is_element else 'fixed'}_{'split' if origin.is_share else 'whole'}"
-            setattr(tally, name, getattr(tally, name) + amount)
-            tally.core_fixed += amount if origin.is_core and name == "fixed_split" else 0.0
+            place = origin.place if blocks > 1 and origin.place else first
+            self._add("saved", place, storage, kept.dtype, kept.size)
+            if self.derived.get(storage) == place and len(kept.places) == 1:
+                self._add("derived", place, storage, kept.dtype, kept.size)
+
+    def _add(self, what: str, place: str, storage: Any, dtype: torch.dtype, size: float) -> None:
+        """Books `size` bytes as `saved`, or as `derived`."""
+        tally, origin = self.tallies[place], self.origins.get(storage, Origin(""))
+        is_element = dtype == self.compute and not origin.is_statistic and not origin.is_core
+        amount = size / dtype.itemsize * (1 if is_element else STATISTIC if origin.is_statistic else dtype.itemsize)
+        side = "split" if origin.is_share else "whole"
+        name = f"{what}_{side}" if is_element else f"fixed_{side}" if what == "saved" else f"{what}_fixed_{side}"
+        setattr(tally, name, getattr(tally, name) + amount)
+        tally.core_fixed += amount if origin.is_core and name == "fixed_split" else 0.0
 
     # --- operations -----------------------------------------------------------------------------------------------------------
 
@@ -221,7 +270,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function is not torch.ops.prim.device.default:
+        if function not in (torch.ops.prim.device.default, torch.ops.aten.set_.source_Storage_storage_offset):
             self.watch.see(function, args, kwargs or {}, result)
         return result
 
@@ -240,6 +289,11 @@ class _Functions(TorchFunctionMode):
         if function is torch.cat and len(args[0]) == 2 and args[0][0].numel() == 0:
             return args[0][1]
         return function(*args, **kwargs)
+
+
+def _passed(value: Value) -> int:
+    """Bytes that making a value again reads and writes."""
+    return value.nbytes + sum(view.size.numel() * view.dtype.itemsize for view in value.sources)
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

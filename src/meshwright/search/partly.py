@@ -1,4 +1,5 @@
 """How many blocks of a stage recompute, where plans that keep everything leave no margin: the fewest with which each fits, and with a margin.
+Rung by rung: some by operation and others not at all, then some as a whole and others by operation.
 
 More recompute takes longer, so that of the numbers of blocks of one plan the first that fits with a margin ends the search, or the first that is
 too slow. Not so where activations are offloaded: what recomputes need not go to the host, and the quickest is somewhere between; there all are
@@ -20,15 +21,13 @@ import numpy as np
 
 from meshwright.cost.box import CHOICES, PARTS, Again, Array, Box
 from meshwright.search.ranking import Priced
-from meshwright.spec.plan import Offload, Recompute
+from meshwright.spec.plan import Offload
 
 FEW = 4096
 """Plans of a box that are priced as quickly as a part of them."""
 
 STAGES = ((PARTS // 2,), (PARTS // 4, 3 * PARTS // 4), tuple(range(1, PARTS, 2)))
 """Parts of a valley in the order in which they are tried."""
-
-COARSE = tuple(Again(Recompute.layer, part=part) for part in range(1, PARTS))
 
 
 class Span(NamedTuple):
@@ -41,17 +40,18 @@ class Span(NamedTuple):
 
 
 class Partly:
-    """Plans of `box` with some of their blocks recomputed; `price` prices a box, and above `record` a score is not the best. `quickest`: the
-    least seconds of each plan (obs1zf), whether it fits or not."""
+    """Plans of `box` of which some blocks do as `rung` says, and others as its rest; `price` prices a box, and above `record` a score is not the best.
+    `quickest`: the least seconds of each plan (obs1zf), whether it fits or not."""
 
-    def __init__(self, box: Box, price: Callable[[Box], Priced], record: float) -> None:
-        self.box, self.price, self.record = box, price, record
+    def __init__(self, box: Box, rung: Again, price: Callable[[Box], Priced], record: float) -> None:
+        self.box, self.rung, self.price, self.record = box, rung, price, record
+        self.coarse = tuple(rung._replace(part=part) for part in range(1, PARTS))
         self.valley = any(Offload.activations in choice for choice in box.offload)
         self.found: list[tuple[Box, Any, Priced]] = []
         self.quickest = np.empty(0)
 
     def explore(self, asked: Array, seconds: Array, whole: Array) -> Iterator[tuple[Box, Priced]]:
-        """The best number of blocks of each plan `asked` for, over obs1zf, that takes `seconds` without recompute and `whole` with all of it."""
+        """The best number of blocks of each plan `asked` for, over obs1zf, that takes `seconds` where all do as the rest, and `whole` where none does."""
         asked, self.quickest = asked.copy(), np.minimum(seconds, whole)
         for span in [*(self._valley(asked, seconds, whole) if self.valley else self._parts(asked, np.where(asked, seconds, np.inf)))]:
             self._between(span)
@@ -63,7 +63,7 @@ class Partly:
 
     def _parts(self, asked: Array, before: Array) -> Iterator[Span]:
         """Part after part until one is enough, several in one go where that are few plans; then what lies behind the last."""
-        parts = COARSE
+        parts = self.coarse
         while parts and asked.any():
             part, at = crop(self.box, asked)
             count = max(FEW // (part.size // len(part.recompute)), 1)
@@ -86,7 +86,7 @@ class Partly:
             stage = tuple(part for part in stage if open_at[part].any())
             if stage:
                 box, at = crop(self.box, near)
-                each = self._priced(replace(box, recompute=tuple(COARSE[part - 1] for part in stage)), at)
+                each = self._priced(replace(box, recompute=tuple(self.coarse[part - 1] for part in stage)), at)
                 for c, part in enumerate(stage):
                     known[part] = _spread(asked.shape, at, each.seconds[:, :, :, c : c + 1], np.inf)
                     fits[part] = _spread(asked.shape, at, np.isfinite(each.score[:, :, :, c : c + 1]), False)
@@ -105,14 +105,14 @@ class Partly:
             return
         together: dict[range, list[int]] = {}
         for o in np.flatnonzero(near.any(axis=(1, 2, 3, 4, 5))).tolist():
-            ends = [Again(Recompute.layer, part=part).blocks(self.box.orders[o]) for part in (span.until - 1, span.until)]
+            ends = [self.rung._replace(part=part).blocks(self.box.orders[o]) for part in (span.until - 1, span.until)]
             together.setdefault(range(ends[0] + 1, ends[1]), []).append(o)
         for counts, orders in together.items():
             mask = np.zeros_like(near)
             mask[orders] = near[orders]
             if counts and mask.any():
                 part, at = crop(self.box, mask)
-                self._priced(replace(part, recompute=tuple(Again(Recompute.layer, count, fewer=True) for count in counts)), at)
+                self._priced(replace(part, recompute=tuple(self.rung._replace(layers=count, fewer=True) for count in counts)), at)
 
     def _priced(self, part: Box, at: Any) -> Priced:
         each = self.price(part)

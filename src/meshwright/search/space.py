@@ -4,7 +4,7 @@ The space is the product
 
     tp x pp x cp x dp_replicate x dp_shard = devices,  ep divides the experts and dp_shard x cp x tp,  ZeRO 0 (one shard) or 1 to 3 (two holders or more),  micro-batch divides batch,
     1f1b, gpipe, interleaved with 2 to blocks / pp stages a rank, zb1, zbv, dualpipev where pp > 1,  blocks as even as can be or the last stage with a few less,
-    recompute none, selective where the attention core is worth it, layer, or the first blocks of each stage, any number of them,  sequence parallelism where tp > 1,
+    recompute none, selective where the attention core is worth it, by operation where much follows from the rest, layer, or of the first blocks of each stage, any number of them,  sequence parallelism where tp > 1,
     offload of any of optimizer, parameters and activations where devices have a link to their host;
 
     where cp > 1 a ring, ulysses, or both with as many ranks exchanging heads as heads allow,
@@ -17,23 +17,37 @@ their products are plans (`Box.legal`). Context ranks change what a micro-batch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.base.errors import InputError, did_you_mean
 from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards, new_parts
 from meshwright.cost.collectives import fabric
 from meshwright.search.division import divisors, even, relieved
-from meshwright.search.worth import CORE_WORTH, core_share, relief
+from meshwright.search.pinned import check_pins
+from meshwright.search.worth import CORE_WORTH, DERIVED_WORTH, core_share, derived_share, relief
 from meshwright.spec.choices import goes_in_part
 from meshwright.spec.job import Job
-from meshwright.spec.plan import AXES, BUCKET, FILES, HELD, OPTIMIZER, PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule
+from meshwright.spec.plan import (
+    AXES,
+    BUCKET,
+    FILES,
+    HELD,
+    IN_BLOCKS,
+    OPTIMIZER,
+    PARAMETERS,
+    Axis,
+    Context,
+    Offload,
+    Plan,
+    Recompute,
+    Schedule,
+)
 from meshwright.spec.rules import (
     Fault,
     batch_faults,
@@ -129,8 +143,10 @@ class Space:
         links = fabric(self.job.cluster)
         self._domain = links.domain
         worth = core_share(self.job) >= CORE_WORTH or self.pins.get("recompute") == Recompute.selective
-        self._recompute = [Recompute.none, *([Recompute.selective] if worth else []), Recompute.layer]
-        self._partly = not {"recompute", "recompute_layers"} & self.pins.keys()
+        follows = derived_share(self.job) >= DERIVED_WORTH or self.pins.get("recompute") == Recompute.operations
+        inside = [Recompute.selective] * worth + [Recompute.operations] * follows
+        self._recompute = [Recompute.none, *([] if self.pins.get("compile") else inside), Recompute.layer]
+        self._partly = not {"recompute", "recompute_layers", "recompute_rest"} & self.pins.keys()
         self._reliefs = range(1, relief(self.job) + 1)
         self._offloads = self._ways_to_offload()
         self._away = [bool(set(choice) & set(PARAMETERS)) for choice in self._offloads]
@@ -316,14 +332,14 @@ class Space:
     def _whole(self) -> tuple[Again, ...]:
         """What recomputes where all blocks are alike."""
         if self.pins.get("recompute_layers"):
-            return (Again(Recompute.layer, self.pins["recompute_layers"]),)
-        kinds = self._choices("recompute", self._recompute)
-        return tuple(Again(kind) for kind in kinds if not (self.pins.get("compile") and kind == Recompute.selective))
+            kind, rest = self.pins.get("recompute", Recompute.layer), self.pins.get("recompute_rest", Recompute.none)
+            return (Again(kind, self.pins["recompute_layers"], rest=rest),)
+        return tuple(Again(kind) for kind in self._choices("recompute", self._recompute))
 
     def _parts(self, orders: list[Order]) -> tuple[Again, ...]:
-        """Every number of blocks of a stage that recompute beside others that do not."""
+        """Every number of blocks of a stage that recompute beside others that do less."""
         most = max((max(order.stage_layers) for order in orders), default=0) if self._partly else 0
-        return tuple(Again(Recompute.layer, count, fewer=True) for count in range(1, most))
+        return tuple(rung._replace(layers=count, fewer=True) for rung in rungs(self._recompute) for count in range(1, most))
 
     def _ways_to_offload(self) -> list[tuple[Offload, ...]]:
         """What may wait on the host, nothing first."""
@@ -350,6 +366,12 @@ class Space:
         self.refuse(fault.reason, count, f"{plan.name}: {fault.message}")
 
 
+def rungs(kinds: Sequence[Recompute]) -> tuple[Again, ...]:
+    """What the first blocks of a stage can do, and the others beside them: each kind with the one before it, from all to nothing."""
+    steps = [kind for kind in (Recompute.none, *IN_BLOCKS) if kind in kinds]
+    return tuple(Again(more, rest=less) for less, more in pairwise(steps))
+
+
 def first_fault(job: Job, plan: Plan) -> Fault | None:
     """The first rule that all plans of a layout break."""
     model = job.model
@@ -368,32 +390,3 @@ def first_fault(job: Job, plan: Plan) -> Fault | None:
 def against_cut(job: Job, plan: Plan) -> Fault | None:
     """Why the sequence cannot be cut as `plan` does."""
     return next(sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence), None)
-
-
-def check_pins(job: Job) -> None:
-    """InputError when a pin is no field of a plan, or pins contradict each other or the devices."""
-    pins: dict[str, Any] = dict(job.pins)
-    devices = job.cluster.devices
-    known = ("dp", *(name for name in Plan.model_fields if name != "version"))
-    for name in pins:
-        if name not in known:
-            raise InputError(f"pin {name!r} is no field of a plan{did_you_mean(name, known)}; pins are {', '.join(known)}")
-    share: Any = pins.get("offload_share", 100)
-    offload: Any = pins.get("offload", (Offload.optimizer,))
-    if share < 100 and not goes_in_part(offload):
-        raise InputError(
-            f"pins offload_share={share} and offload={[str(what) for what in offload]}: a share is of the optimizer's states "
-            "or of the weights, not of both: pin off=[optimizer], off=[parameters], or one of them with -files"
-        )
-    if {"dp_replicate", "dp_shard"} <= pins.keys():
-        pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
-    axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")
-    factors = [(name, degree) for name in axes if isinstance(degree := pins.get(name), int) and (degree > 1 or name != "cp")]
-    product = 1
-    for _, degree in factors:
-        product *= degree
-    equation = " * ".join(f"{name}({degree})" for name, degree in factors)
-    if all(name in pins for name in axes) and product != devices:  # no axis is left to take the rest of the devices
-        raise InputError(f"{equation} = {product} but the cluster has {devices} devices")
-    if factors and devices % product:
-        raise InputError(f"pins {equation} = {product} but the cluster has {devices} devices, which {product} does not divide")

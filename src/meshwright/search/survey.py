@@ -37,7 +37,7 @@ from meshwright.cost.relief import least
 from meshwright.search.answer import Objective
 from meshwright.search.partly import FEW, Partly, crop
 from meshwright.search.ranking import ROUNDING, Candidate, Priced, Ranking
-from meshwright.search.space import Region, Space
+from meshwright.search.space import Region, Space, rungs
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Offload, Recompute
 
@@ -237,13 +237,21 @@ class Survey:
 
     def _partly(self, region: Region, box: Box, asked: Array, priced: Priced) -> Array:
         """Of the numbers of blocks that recompute, the best of each plan that is asked for; the least seconds of each."""
-        none, whole = priced.seconds[:, :, :, :1], priced.seconds[:, :, :, -1:]
-        if not (region.parts and box.recompute[0].kind == Recompute.none and asked.any()):
-            return np.minimum(none, whole)
-        partly = Partly(box, lambda part: self.price(part, self.ranking.limit), self.ranking.record)
-        for part, each in partly.explore(asked, none, whole):
-            self.ranking.take(part, each, with_families=False)
-        return partly.quickest
+        kinds = [choice.kind for choice in box.recompute]
+        if not (region.parts and kinds[0] == Recompute.none and asked.any()):
+            return np.minimum(priced.seconds[:, :, :, :1], priced.seconds[:, :, :, -1:])
+        at = {kind: np.s_[:, :, :, kinds.index(kind) : kinds.index(kind) + 1] for kind in kinds}
+        quickest = np.full(asked.shape, np.inf)
+        valley = any(Offload.activations in choice for choice in box.offload)
+        for rung in rungs(kinds):
+            less, more = at[rung.rest], at[rung.kind]
+            enough = priced.roomy[less] & (rung.rest != Recompute.none)  # then none of these blocks needs to do more
+            there = np.isfinite(priced.score[more]) | (rung.kind == Recompute.layer)  # else no number of them fits
+            partly = Partly(box, rung, lambda part: self.price(part, self.ranking.limit), self.ranking.record)
+            for part, each in partly.explore(asked & (valley | (there & ~enough)), priced.seconds[less], priced.seconds[more]):
+                self.ranking.take(part, each, with_families=False)
+            quickest = np.minimum(quickest, partly.quickest)
+        return quickest
 
 
 def _lone(box: Box) -> Array:

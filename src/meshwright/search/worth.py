@@ -25,6 +25,22 @@ def core_share(job: Job) -> float:
     return core / (plain + context) if core else 0.0
 
 
+DERIVED_WORTH = 0.1
+"""The same for recompute by operation and what follows from the rest."""
+
+
+def derived_share(job: Job) -> float:
+    """The part of what blocks keep for backward that follows from the rest by cheap operations."""
+    size = recipe(job.workload.precision).size
+    blocks = [layer for layer in job.model.layers if layer.name == "block"]
+    derived = sum(
+        layer.repeat * ((layer.derived_split + layer.derived_whole) * size + layer.derived_fixed_split + layer.derived_fixed_whole)
+        for layer in blocks
+    )
+    kept = sum(layer.repeat * ((layer.saved_split + layer.saved_whole) * size + layer.fixed_split + layer.fixed_whole) for layer in blocks)
+    return derived / kept if kept else 0.0
+
+
 def relief(job: Job) -> int:
     """How many blocks less the last stage may have."""
     work = {layer.name: layer.flops + layer.attention_flops * job.workload.sequence for layer in job.model.layers}

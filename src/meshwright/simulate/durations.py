@@ -23,7 +23,7 @@ from meshwright.cost.reduction import axis_groups, expert_groups
 from meshwright.cost.setting import Setting
 from meshwright.cost.stages import Kind, held, ranks
 from meshwright.spec.layout import ALIGN, align
-from meshwright.spec.plan import Plan, Recompute, rank_of
+from meshwright.spec.plan import Plan, rank_of
 
 PIECES = 8
 
@@ -170,12 +170,12 @@ def _numbers(group: Group) -> Group:
 
 
 def layers_of(pricer: Pricer, box: Box) -> list[tuple[Layer, Layer]]:
-    """One layer of each entry as the plan has it, and as it is where blocks do not recompute."""
+    """One layer of each entry as the plan has it, and as its blocks are behind the first ones, where only these recompute."""
     entries = pricer.setting.entries
     alone = [_kind(at, len(entries)) for at in range(len(entries))]
     both = [
         pricer.passes(replace(box, recompute=(Again(kind),)), pricer.alone(box, alone), whole=False)
-        for kind in (box.recompute[0].kind, Recompute.none)
+        for kind in (box.recompute[0].kind, box.recompute[0].rest)
     ]
     found = []
     for at, entry in enumerate(entries):

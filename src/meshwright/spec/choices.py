@@ -45,11 +45,17 @@ def lies_as_v(schedule: Schedule, actions: tuple[str, ...] = ()) -> bool:
 
 
 class Recompute(StrEnum):
-    """Activation checkpointing: what backward computes again instead of keeping. Selective: the attention core (arXiv 2205.05198, section 5)."""
+    """Activation checkpointing: what backward computes again instead of keeping. Selective: the attention core (arXiv 2205.05198, section 5).
+    Operations: all but matrix products and attention, where less is held for it (anatomy/derived.py). Layer: whole blocks."""
 
     none = "none"
     selective = "selective"
+    operations = "operations"
     layer = "layer"
+
+
+IN_BLOCKS = (Recompute.operations, Recompute.layer)
+"""What some of the blocks of a stage can do beside others that do less."""
 
 
 class Offload(StrEnum):

@@ -59,15 +59,9 @@ class Parameter(Noun):
         return self.numel // size * local
 
 
-class Layer(Noun):
-    """A run of `repeat` equal layers: the unit of pipeline cuts, recompute and ZeRO-3 gathering."""
+class Kept(Noun):
+    """What a layer keeps for backward, a token; of it, what follows from the rest by cheap operations, less what is held for that (`derived`)."""
 
-    name: str = Field(description="'embedding', 'block', 'norm', 'head', ...: the role; blocks are what pipelines cut")
-    repeat: int = Field(default=1, ge=1)
-    parameters: tuple[Parameter, ...]
-    flops: float = Field(default=0.0, ge=0, description="forward FLOPs of matrix products per token, on one device")
-    attention_flops: float = Field(default=0.0, ge=0, description="forward FLOPs of attention per token and token of context")
-    moved: float = Field(default=0.0, ge=0, description="elements per token read or written by memory-bound operations, forward")
     saved_split: float = Field(default=0.0, ge=0, description="elements per token kept for backward that tensor parallelism divides")
     saved_whole: float = Field(default=0.0, ge=0, description="elements per token kept for backward that only sequence parallelism divides")
     fixed_split: float = Field(default=0.0, ge=0, description="bytes per token kept in a fixed type that tensor parallelism divides")
@@ -76,6 +70,22 @@ class Layer(Noun):
     core_context: float = Field(
         default=0.0, ge=0, description="bytes per token and token of context that attention without a fused kernel keeps, divided by tp"
     )
+    derived_split: float = Field(default=0.0, description="of saved_split, what recompute by operation drops")
+    derived_whole: float = Field(default=0.0, description="of saved_whole; below 0 where more of it is held for what else is dropped")
+    derived_fixed_split: float = Field(default=0.0, description="of fixed_split, what recompute by operation drops")
+    derived_fixed_whole: float = Field(default=0.0, description="of fixed_whole, what recompute by operation drops")
+    derived_moved: float = Field(default=0.0, ge=0, description="elements per token that this recompute reads or writes")
+
+
+class Layer(Kept):
+    """A run of `repeat` equal layers: the unit of pipeline cuts, recompute and ZeRO-3 gathering."""
+
+    name: str = Field(description="'embedding', 'block', 'norm', 'head', ...: the role; blocks are what pipelines cut")
+    repeat: int = Field(default=1, ge=1)
+    parameters: tuple[Parameter, ...]
+    flops: float = Field(default=0.0, ge=0, description="forward FLOPs of matrix products per token, on one device")
+    attention_flops: float = Field(default=0.0, ge=0, description="forward FLOPs of attention per token and token of context")
+    moved: float = Field(default=0.0, ge=0, description="elements per token read or written by memory-bound operations, forward")
     context_moved: float = Field(
         default=0.0, ge=0, description="elements per token and token of context that such attention moves forward, divided by tp"
     )

@@ -4,7 +4,7 @@ Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (Z
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
 micro-batch; `mb8-2` of each data replica), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2, then 1),
-`rc-selective`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `off-optimizer`, `off-optimizer-files`, `off-optimizer-files60`
+`rc-selective`, `rc-operations`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `rc-layer8-operations` (the others by operation), `off-optimizer`, `off-optimizer-files`, `off-optimizer-files60`
 (of each rank's optimizer states 60 hundredths wait in files), `off-parameters-files`, `off-parameters50`, `ulysses` (how context ranks attend; else
 by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `shards3-1` (parts of
 the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
@@ -26,6 +26,7 @@ from meshwright.spec.choices import (
     BUCKET,
     FILES,
     HELD,
+    IN_BLOCKS,
     IN_PART,
     OPTIMIZER,
     PARAMETERS,
@@ -51,6 +52,7 @@ class Plan(Rows):
     layers_per_stage: tuple[int, ...] = Field(default=(), description="blocks of each virtual stage; empty: as even as can be")
     recompute: Recompute = Recompute.none
     recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
+    recompute_rest: Recompute = Field(default=Recompute.none, description="of the blocks behind these: none, or operations")
     offload: tuple[Offload, ...] = ()
     offload_share: int = Field(
         default=100, ge=1, le=100, description="of each rank's optimizer states, or of its weights, the hundredths that wait elsewhere"
@@ -81,8 +83,7 @@ class Plan(Rows):
             )
         if self.layers_per_stage and min(self.layers_per_stage) < 1:
             raise ValueError("every stage needs at least one block")
-        if self.recompute_layers and self.recompute != Recompute.layer:
-            raise ValueError(f"recompute_layers {self.recompute_layers} counts blocks that recompute as a whole: write recompute layer")
+        self._recomputes()
         if self.context == Context.ulysses and self.cp == 1:
             raise ValueError("ulysses says how context ranks attend and needs cp > 1")
         if self.ulysses and (self.context == Context.ring or self.ulysses < 2 or self.cp % self.ulysses or self.ulysses == self.cp):
@@ -107,6 +108,17 @@ class Plan(Rows):
                 f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)"
             )
         return self
+
+    def _recomputes(self) -> None:
+        if self.recompute_layers and self.recompute not in IN_BLOCKS:
+            raise ValueError(
+                f"recompute_layers {self.recompute_layers} counts blocks that recompute as a whole or by operation: write recompute layer or operations"
+            )
+        whole = self.recompute == Recompute.layer and self.recompute_layers > 0
+        if self.recompute_rest not in ((Recompute.none, Recompute.operations) if whole else (Recompute.none,)):
+            raise ValueError(
+                f"recompute_rest {self.recompute_rest} is of the blocks behind the first ones that recompute as a whole: write rc-layer8-operations"
+            )
 
     @model_validator(mode="after")
     def _waits_in_part(self) -> Plan:
@@ -197,6 +209,10 @@ class Plan(Rows):
         """The stages of a pipeline rank, ascending."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
+    def recompute_at(self, place: int) -> Recompute:
+        """What the block of this place in its virtual stage computes again."""
+        return self.recompute if not self.recompute_layers or place < self.recompute_layers else self.recompute_rest
+
     def shard_weight(self, replica: int | None = None) -> float:
         """The shard of `replica`, or the largest one, as so many equal shards; of its context ranks the largest.
 
@@ -261,7 +277,8 @@ def plan_name(plan: Plan) -> str:
     elif plan.schedule != Schedule.one_f_one_b:
         parts.append(str(plan.schedule))
     parts += ["ls" + listed(plan.layers_per_stage)] if plan.layers_per_stage else []
-    parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}"] if plan.recompute != Recompute.none else []
+    rest = f"-{plan.recompute_rest}" if plan.recompute_rest != Recompute.none else ""
+    parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}{rest}"] if plan.recompute != Recompute.none else []
     parts += [f"lc{plan.loss_chunks}"] if plan.loss_chunks > 1 else []
     parts += away_parts(plan)
     parts += [f"{plan.context}{plan.ulysses or ''}"] if plan.context != Context.ring else []
@@ -291,9 +308,12 @@ _KNOWN = (
     *(
         "ls10-11-11",
         "rc-selective",
+        "rc-operations",
+        "rc-operations8",
         "rc-layer",
         "compile",
         "rc-layer8",
+        "rc-layer8-operations",
         "lc8",
         "off-optimizer",
         "off-optimizer-files",
@@ -344,9 +364,9 @@ def parse_plan(name: str) -> Plan:
         elif re.fullmatch(r"ulysses\d+", part):
             put("context", "ulysses", part)
             fields["ulysses"] = int(part[7:])
-        elif (again := re.fullmatch(r"rc-(none|selective|layer)(\d*)", part)) is not None:
+        elif (again := re.fullmatch(r"rc-(none|selective|operations|layer)(\d*)(?:-(operations))?", part)) is not None:
             put("recompute", again[1], part)
-            fields["recompute_layers"] = int(again[2] or 0)
+            fields["recompute_layers"], fields["recompute_rest"] = int(again[2] or 0), again[3] or Recompute.none
         elif (sizes := re.fullmatch(r"mb(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)+)", part)) is not None:
             put("micro_batch", max(unlisted(sizes[1])), part)
             fields["micro_batch_sizes"] = unlisted(sizes[1])
@@ -371,6 +391,6 @@ def parse_plan(name: str) -> Plan:
 
 
 __all__ = [
-    "AXES", "BUCKET", "FILES", "HELD", "IN_PART", "OPTIMIZER", "PARAMETERS", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
+    "AXES", "BUCKET", "FILES", "HELD", "IN_BLOCKS", "IN_PART", "OPTIMIZER", "PARAMETERS", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
     "away_parts", "goes_in_part", "lies_as_v", "parse_plan", "plan_name", "rank_of",
 ]  # fmt: skip

@@ -97,9 +97,10 @@ def offload_faults(plan: Plan, cluster: Cluster) -> Iterator[Fault]:
 
 
 def compile_faults(plan: Plan) -> Iterator[Fault]:
-    """torch.compile sees attention where it is torch's own, computed once."""
-    if plan.compile and (plan.cp > 1 or plan.recompute == Recompute.selective):
-        what = f"cp{plan.cp}" if plan.cp > 1 else "rc-selective"
+    """torch.compile sees attention where it is torch's own, computed once; what of a compiled block is made again it decides itself."""
+    inside = next((kind for kind in (plan.recompute, plan.recompute_rest) if kind in (Recompute.selective, Recompute.operations)), None)
+    if plan.compile and (plan.cp > 1 or inside):
+        what = f"cp{plan.cp}" if plan.cp > 1 else f"rc-{inside}"
         yield Fault(f"compile does not go with {what.strip('0123456789')}", f"compile does not go with {what}: leave one of them out")
 
 

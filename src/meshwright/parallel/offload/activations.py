@@ -32,12 +32,12 @@ class Activations:
         self._last = self._opened = _nobody
 
     @contextmanager
-    def kept_by(self, place: int) -> Iterator[None]:
+    def kept_by(self, place: int) -> Iterator[Block]:
         """Around the forward of the block number `place` of its stage."""
         before = self._last()
         block = Block(self, before if before is not None and before.place == place - 1 else None, place)
-        with saved_tensors_hooks(block.keep, _taken):
-            yield
+        with saved_tensors_hooks(block.keep, taken):
+            yield block
         if before is not None:
             before.let_go()
         block.leave()
@@ -143,7 +143,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _taken(kept: Any) -> torch.Tensor:
+def taken(kept: Any) -> torch.Tensor:
     if isinstance(kept, torch.Tensor):
         return kept
     block, place = kept

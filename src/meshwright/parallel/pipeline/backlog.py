@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.anatomy import Anatomy, is_plain
-from meshwright.spec.plan import Plan, Recompute
+from meshwright.spec.plan import IN_BLOCKS, Plan
 
 if TYPE_CHECKING:
     from meshwright.parallel.zero.flat import FlatUnit
@@ -68,7 +68,7 @@ def put_off_weights(
     for stage, held in flat.items():
         unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
         for place, index in enumerate(range(*bounds[stage])) if plan.separates(stage) and anatomy.blocks is not None else ():
-            if plan.recompute == Recompute.layer and (not plan.recompute_layers or place < plan.recompute_layers):
+            if plan.recompute_at(place) in IN_BLOCKS:
                 continue
             path = anatomy.block(index)
             for inside, module in model.get_submodule(path).named_modules():

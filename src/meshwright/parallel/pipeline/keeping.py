@@ -1,5 +1,6 @@
 """What a block keeps between its forward and its backward, by the plan: everything, only its input (recompute `layer`), everything but what
-attention makes inside (`selective`), and any of them on the device or in host memory (offload `activations`).
+attention makes inside (`selective`), what the rest follows from by cheap operations (`operations`, anatomy/derived.py), and any of them on the
+device or in host memory (offload `activations`).
 
 Gradients are bit for bit the same: what is computed again is computed by the same kernels from the same numbers and random state.
 Source of `selective`: Korthikanti et al., arXiv 2205.05198, section 5.
@@ -9,51 +10,68 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.anatomy.derived import Cuts, Tape
 from meshwright.base.errors import InputError
-from meshwright.parallel.offload.activations import Activations
+from meshwright.parallel.offload.activations import Activations, Block, taken
 from meshwright.spec.plan import Offload, Plan, Recompute
 
 Forward = Callable[..., Any]
 
 
+def _nothing(place: int) -> Recompute:
+    return Recompute.none
+
+
 @dataclass(frozen=True)
 class Keeping:
-    """For all blocks of a rank. `layers`: the first blocks of each stage that recompute, 0 for all. `away`: where what they keep waits; None where
-    it stays."""
+    """For all blocks of a rank. `how`: what the block of a place in its stage computes again. `away`: where what they keep waits; None where it stays.
+    `cuts`: what was decided of forms of blocks, by operation."""
 
-    recompute: Recompute = Recompute.none
-    layers: int = 0
+    how: Callable[[int], Recompute] = _nothing
     away: Activations | None = None
+    cuts: Cuts = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan, device: torch.device, weights: Collection[int]) -> Keeping:
         """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its core themselves (context/setup.py)."""
         elsewhere = plan.recompute == Recompute.selective and plan.cp > 1
-        recompute = Recompute.none if elsewhere else plan.recompute
-        return cls(recompute, plan.recompute_layers, Activations(device, weights) if Offload.activations in plan.offload else None)
+        away = Activations(device, weights) if Offload.activations in plan.offload else None
+        return cls(_nothing if elsewhere else plan.recompute_at, away)
 
     def __call__(self, forward: Forward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], once: Sequence[torch.Tensor]) -> Any:
         """The block's `forward`; it is the block number `place` of its stage. `once`: buffers that a pass moves on, and the same pass again must not."""
-        again = not self.layers or place < self.layers
-        if self.recompute == Recompute.layer and again:
-            run: Forward = _again(forward, once)
-        elif self.recompute == Recompute.selective:
-            run = _core_again(forward)
-        else:
-            run = forward
         if self.away is None:
-            return run(*args, **kwargs)
-        with self.away.kept_by(place):
-            return run(*args, **kwargs)
+            return self._run(forward, place, once, None, args, kwargs)
+        with self.away.kept_by(place) as block:
+            return self._run(forward, place, once, block, args, kwargs)
+
+    def _run(
+        self, forward: Forward, place: int, once: Sequence[torch.Tensor], block: Block | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        how = self.how(place)
+        if how == Recompute.layer:
+            return _again(forward, once)(*args, **kwargs)
+        if how == Recompute.selective:
+            return _core_again(forward)(*args, **kwargs)
+        return self._by_operation(forward, block, args, kwargs) if how == Recompute.operations else forward(*args, **kwargs)
+
+    def _by_operation(self, forward: Forward, block: Block | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = Tape(tree_leaves((args, kwargs)), block.keep if block else None, taken if block else None)
+        with saved_tensors_hooks(tape.pack, tape.unpack), tape:
+            output = forward(*args, **kwargs)
+        tape.finish(self.cuts)
+        return output
 
 
 def _again(forward: Forward, once: Sequence[torch.Tensor]) -> Forward:

@@ -1,0 +1,364 @@
+"""Which of the tensors that a block keeps follow from others by operations that cost next to nothing, and what must be held so that they do.
+
+A `Tape` watches one forward of a block. Elementwise operations, norms, sums and copies are written down (`CHEAP`); what matrix products, attention,
+random numbers and functions of ours give cannot be made again. At the end every tensor that autograd asked to keep is either held or derived: made
+again from what is held when backward asks for it, by the same kernels from the same numbers, so bit for bit the same.
+
+[Note: least bytes] What is held is a smallest cut: of all sets of storages from which everything kept can be made again, the one of least bytes; of
+equal ones that which leaves least to do. What enters the block, weights and buffers are there anyway and cost nothing. Source: what
+torch.compile does for compiled graphs (H. He, Min-cut optimal recomputation with AOTAutograd, 2022), here for eager blocks, a storage a vertex.
+
+[Note: no longer than needed] The tape keeps no memory alive that the block would have let go of, but for what is smaller than the tensor made of it
+(the 16-bit input of a float32 copy): values that are gone can be passed through, not held.
+
+[Note: written between] A value that was written after it was read would be made again from other numbers. Versions tell: such a value is held, and where
+something is written after the block has run, backward ends with an error as autograd's own does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import networkx  # type: ignore[import-untyped]
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+
+# fmt: off
+CHEAP = frozenset([
+    "add", "sub", "rsub", "mul", "div", "true_divide", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log",
+    "log1p", "log2", "abs", "sign", "sin", "cos", "tanh", "sigmoid", "erf", "float_power", "silu", "gelu", "relu", "relu6", "elu",
+    "selu", "celu", "leaky_relu", "mish", "hardswish", "hardsigmoid", "hardtanh", "softplus", "logsigmoid", "softsign", "glu", "clamp",
+    "clamp_min", "clamp_max", "maximum", "minimum", "where", "masked_fill", "lerp", "addcmul", "addcdiv", "float", "half", "bfloat16",
+    "double", "to", "type", "type_as", "contiguous", "clone", "reshape", "flatten", "cat", "concat", "concatenate", "stack", "repeat",
+    "repeat_interleave", "roll", "tile", "mean", "sum", "amax", "amin", "layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax",
+    "normalize", "pad", "index_select", "gather", "take_along_dim", "__getitem__", "__radd__", "__rsub__", "__rmul__", "__rdiv__",
+    "__rtruediv__", "__rpow__", "__add__", "__sub__", "__mul__", "__truediv__", "__pow__", "__neg__",
+])
+# fmt: on
+"""Names of torch functions that read and write their tensors once or so, and give the same whenever they are called."""
+
+PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+STEPS = 4096
+"""Steps of work that count as much as a byte: they decide between cuts of equal bytes."""
+REMEMBERED = 64
+"""Forms of blocks whose cuts are remembered."""
+
+Keep = Callable[[torch.Tensor], Any]
+Take = Callable[[Any], torch.Tensor]
+Cuts = dict[Any, tuple[int, ...]]
+
+
+class Value:
+    """One storage. `function` made it, as its result number `place`, of `args` and `kwargs`, in which views stand for tensors; None where it cannot be
+    made again. `free`: it is there anyway. `entered`: what the block was given. `kept`: what is held of it; `again`: what was made again."""
+
+    __slots__ = (
+        "again",
+        "args",
+        "entered",
+        "free",
+        "function",
+        "ghost",
+        "kept",
+        "kwargs",
+        "nbytes",
+        "place",
+        "sources",
+        "storage",
+        "version",
+    )
+
+    def __init__(self, tensor: torch.Tensor, free: bool = False, entered: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        self.storage, self.nbytes, self.free, self.entered = weakref.ref(storage), storage.nbytes(), free, entered
+        self.ghost, self.version = _ghost(tensor), tensor._version
+        self.forget()
+        self.kept: Any = None
+        self.again: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        """It cannot be made again."""
+        self.function: Any = None
+        self.args: Any = ()
+        self.kwargs: Any = {}
+        self.place, self.sources = 0, list[View]()
+
+    @property
+    def is_written(self) -> bool:
+        """Since it was made, read first, or held."""
+        return self.ghost._version != self.version
+
+    @property
+    def can_be_made(self) -> bool:
+        return self.function is not None and not self.is_written and all(view.version == view.value.ghost._version for view in self.sources)
+
+    @property
+    def is_there(self) -> bool:
+        """Without being held."""
+        return self.free and self.storage() is not None
+
+
+class View(NamedTuple):
+    """A tensor: how it lies in the storage of a value, and the version that was read."""
+
+    value: Value
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    version: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of the storage of `whole`."""
+        part: Any = torch.empty(0, dtype=self.dtype, device=whole.device)
+        return part.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
+
+
+class Cut(NamedTuple):
+    """What is held; what is there anyway and must stay within reach; what is made again of both, in the order in which it was made."""
+
+    held: list[Value]
+    needed: list[Value]
+    remade: list[Value]
+
+
+class Saved:
+    """What autograd holds in place of a tensor: the tensor itself while the block runs forward, then a view, or what keeps it."""
+
+    __slots__ = ("ghost", "kept", "tensor", "version", "view")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.ghost, self.version = _ghost(tensor), tensor._version
+        self.view: View | None = None
+        self.kept: Any = None
+
+
+class Tape(TorchFunctionMode):
+    """One forward of a block that was given `entering`, then what its backward asks for. `keep`, `take`: where what is held waits meanwhile."""
+
+    def __init__(self, entering: Iterable[Any] = (), keep: Keep | None = None, take: Take | None = None, plain: tuple[type, ...] = PLAIN):
+        super().__init__()
+        self.keep, self.take, self.plain = keep or _as_it_is, take or _as_it_is, plain
+        self.values: weakref.WeakKeyDictionary[Any, Value] = weakref.WeakKeyDictionary()
+        self.saved: list[Saved] = []
+        self.small: list[torch.Tensor] = []
+        self.entering = [tensor for tensor in entering if self._is_plain(tensor)]
+        self.remade: list[Value] = []
+        self.derived = self.waiting = 0
+        for tensor in self.entering:
+            self.values.setdefault(tensor.untyped_storage(), Value(tensor, free=True, entered=True))
+
+    # --- forward --------------------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (is_cheap(function, kwargs) and torch.is_grad_enabled()):
+            return function(*args, **kwargs)
+        sources: list[View] = []
+        seen = self._seen([args, kwargs], sources)
+        result = function(*args, **kwargs)
+        if seen is not None and sources and not torch.is_autocast_enabled(sources[0].value.ghost.device.type):
+            for place, tensor in enumerate(result if isinstance(result, tuple | list) else [result]):
+                if self._is_plain(tensor) and tensor.untyped_storage() not in self.values:
+                    self._made(tensor, function, seen, sources, place)
+        return result
+
+    def _made(self, tensor: torch.Tensor, function: Any, seen: Any, sources: list[View], place: int) -> None:
+        value = self.values[tensor.untyped_storage()] = Value(tensor)
+        value.function, (value.args, value.kwargs), value.sources, value.place = function, seen, sources, place
+        given = {view.value: None for view in sources if not view.value.free}
+        if value.nbytes > sum(each.nbytes for each in given):  # [Note: no longer than needed]
+            self.small += [flat(each) for each in given]
+
+    def _seen(self, given: Any, sources: list[View]) -> Any:
+        """`given` with views in place of tensors, which `sources` gets too; None where one of them is of a kind that is not followed."""
+        if isinstance(given, torch.Tensor):
+            if not self._is_plain(given):
+                return None
+            sources.append(self.view(given))
+            return sources[-1]
+        if isinstance(given, dict):
+            values = self._seen([*given.values()], sources)
+            return None if values is None else dict(zip(given, values, strict=True))
+        if type(given) not in (tuple, list):
+            return given
+        found = [self._seen(each, sources) for each in given]
+        return None if any(one is None and each is not None for one, each in zip(found, given, strict=True)) else type(given)(found)
+
+    def view(self, tensor: torch.Tensor) -> View:
+        value = self.values.get(tensor.untyped_storage())
+        if value is None:  # weights, buffers and what others made of them; or what cannot be made again
+            value = self.values[tensor.untyped_storage()] = Value(tensor, free=tensor.grad_fn is None)
+        return View(value, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version)
+
+    def _is_plain(self, tensor: Any) -> bool:
+        return type(tensor) in self.plain and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For `saved_tensors_hooks`, as is `unpack`."""
+        if not self._is_plain(tensor):
+            return tensor
+        self.saved.append(Saved(tensor.detach()))
+        return self.saved[-1]
+
+    # --- between --------------------------------------------------------------------------------------------------------------
+
+    def finish(self, cuts: Cuts) -> None:
+        """The block's forward is over: what must be held is, all else goes. `cuts`: of the forms of blocks that were seen before."""
+        asked = self.asked(saved.tensor for saved in self.saved if saved.tensor is not None)
+        cut = cut_of(asked, cuts)
+        for value in (*cut.held, *cut.needed):
+            value.kept, value.version = self.keep(flat(value)), value.ghost._version
+        for saved in self.saved:
+            tensor, saved.tensor = saved.tensor, None
+            assert tensor is not None
+            if self.values.get(tensor.untyped_storage()) in asked:
+                saved.view = self.view(tensor)
+                self.derived += saved.view.value.kept is None
+            else:
+                saved.kept = self.keep(tensor)
+        for value in cut.held:
+            value.forget()
+        self.waiting = self.derived
+        self.saved, self.small, self.entering = [], [], []
+        self.values.clear()
+
+    def asked(self, tensors: Iterable[torch.Tensor]) -> dict[Value, None]:
+        """The values of `tensors` that are known and not there anyway."""
+        found = (self.values.get(tensor.untyped_storage()) for tensor in tensors)
+        return {value: None for value in found if value is not None and not value.is_there}
+
+    # --- backward -------------------------------------------------------------------------------------------------------------
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if saved.tensor is not None:  # an error ended the forward
+            return saved.tensor  # type: ignore[no-any-return]
+        if saved.ghost._version != saved.version:
+            raise written(saved.ghost.dtype, saved.ghost._version, saved.version)
+        if saved.view is None:
+            return self.take(saved.kept)
+        found = self._tensor(saved.view)
+        if saved.view.value.kept is None:
+            self.waiting -= 1
+            if not self.waiting:
+                self.waiting = self.derived
+                for value in self.remade:
+                    value.again = None
+                self.remade.clear()
+        return found
+
+    def _tensor(self, view: View) -> torch.Tensor:
+        value = view.value
+        if value.kept is not None:
+            if value.is_written and (value.entered or not value.free):  # weights are gathered anew
+                raise written(view.dtype, value.ghost._version, value.version)
+            return view.of(self.take(value.kept))
+        if value.again is None:
+            with torch.no_grad():
+                result = value.function(*self._given(value.args), **self._given(value.kwargs))
+            value.again = result[value.place] if isinstance(result, tuple | list) else result
+            self.remade.append(value)
+        return view.of(value.again)
+
+    def _given(self, seen: Any) -> Any:
+        if isinstance(seen, View):
+            return self._tensor(seen)
+        if isinstance(seen, dict):
+            return {name: self._given(each) for name, each in seen.items()}
+        return type(seen)(self._given(each) for each in seen) if type(seen) in (tuple, list) else seen
+
+
+def written(dtype: torch.dtype, now: int, then: int) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor of {dtype} that a block's backward needs was written in place after it was kept (version {now} for {then}; rc-operations): "
+        "let the model make a new tensor instead"
+    )
+
+
+def is_cheap(function: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether what a torch function gives can be made again for next to nothing."""
+    return getattr(function, "__name__", "") in CHEAP and "out" not in kwargs and not isinstance(function, OpOverload | OpOverloadPacket)
+
+
+def flat(value: Value) -> torch.Tensor:
+    """All of a storage that is there, as one dimension."""
+    storage = value.storage()
+    assert storage is not None
+    dtype = value.ghost.dtype
+    whole: Any = torch.empty(0, dtype=dtype, device=value.ghost.device)
+    return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[no-any-return]
+
+
+def cut_of(asked: dict[Value, None], cuts: Cuts) -> Cut:
+    """How all of `asked` is come by; see [Note: least bytes]."""
+    order = _before(asked)
+    number = {value: at for at, value in enumerate(order)}
+    form = tuple(
+        (
+            *(value.function, value.nbytes, value.is_there, value in asked, value.can_be_made, value.storage() is None),
+            *(number[view.value] for view in value.sources),
+        )
+        for value in order
+    )
+    if form not in cuts:
+        if len(cuts) >= REMEMBERED:
+            cuts.clear()
+        cuts[form] = _smallest(order, asked)
+    held = [order[at] for at in cuts[form]]
+    made = _before({value: None for value in asked if value not in held}, {*held})
+    return Cut(held, [value for value in made if value.is_there], [value for value in made if not value.is_there and value not in held])
+
+
+def _before(asked: Iterable[Value], known: Collection[Value] = ()) -> list[Value]:
+    """`asked` and all that they are made of, but what `known` is made of: sources first."""
+    found: dict[Value, None] = {}
+    ahead = [*asked][::-1]
+    while ahead:
+        value = ahead[-1]
+        sources = [] if value.is_there or value in known else [view.value for view in value.sources if view.value not in found]
+        if sources and value not in found:
+            ahead += sources[::-1]
+        else:
+            found[ahead.pop()] = None
+    return [*found]
+
+
+def _smallest(order: list[Value], asked: Collection[Value]) -> tuple[int, ...]:
+    """Numbers in `order` of what is held."""
+    steps = dict.fromkeys(order, 0)
+    for value in reversed(order):
+        for view in value.sources:
+            steps[view.value] = max(steps[view.value], steps[value] + 1)
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(("start", "end"))
+    for at, value in enumerate(order):
+        if value.is_there:
+            continue
+        size = {} if value.storage() is None else {"capacity": value.nbytes * STEPS + steps[value]}
+        graph.add_edge((at, "made"), (at, "used"), **size)
+        if not value.can_be_made:
+            graph.add_edge("start", (at, "made"))
+        for source in {view.value for view in value.sources} if value.can_be_made else ():
+            if not source.is_there:
+                graph.add_edge((order.index(source), "used"), (at, "made"))
+        if value in asked:
+            graph.add_edge((at, "used"), "end")
+    before, _ = networkx.minimum_cut(graph, "start", "end")[1]
+    return tuple(at for at in range(len(order)) if (at, "made") in before and (at, "used") not in before)
+
+
+def _ghost(tensor: torch.Tensor) -> torch.Tensor:
+    """It has the version of `tensor`, and no memory."""
+    ghost = tensor.detach()
+    ghost.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return ghost
+
+
+def _as_it_is(kept: Any) -> Any:
+    return kept

@@ -1,0 +1,42 @@
+"""Pins that are no fields of a plan, or that cannot all hold: refused before anything is searched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.base.errors import InputError, did_you_mean
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Offload, Plan, goes_in_part
+
+
+def check_pins(job: Job) -> None:
+    """InputError when a pin is no field of a plan, or pins contradict each other or the devices."""
+    pins: dict[str, Any] = dict(job.pins)
+    devices = job.cluster.devices
+    known = ("dp", *(name for name in Plan.model_fields if name != "version"))
+    for name in pins:
+        if name not in known:
+            raise InputError(f"pin {name!r} is no field of a plan{did_you_mean(name, known)}; pins are {', '.join(known)}")
+    share: Any = pins.get("offload_share", 100)
+    offload: Any = pins.get("offload", (Offload.optimizer,))
+    if share < 100 and not goes_in_part(offload):
+        raise InputError(
+            f"pins offload_share={share} and offload={[str(what) for what in offload]}: a share is of the optimizer's states "
+            "or of the weights, not of both: pin off=[optimizer], off=[parameters], or one of them with -files"
+        )
+    if "recompute_rest" in pins and "recompute_layers" not in pins:
+        raise InputError(
+            f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind the first ones that recompute: pin recompute_layers too"
+        )
+    if {"dp_replicate", "dp_shard"} <= pins.keys():
+        pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
+    axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+    factors = [(name, degree) for name in axes if isinstance(degree := pins.get(name), int) and (degree > 1 or name != "cp")]
+    product = 1
+    for _, degree in factors:
+        product *= degree
+    equation = " * ".join(f"{name}({degree})" for name, degree in factors)
+    if all(name in pins for name in axes) and product != devices:  # no axis is left to take the rest of the devices
+        raise InputError(f"{equation} = {product} but the cluster has {devices} devices")
+    if factors and devices % product:
+        raise InputError(f"pins {equation} = {product} but the cluster has {devices} devices, which {product} does not divide")
