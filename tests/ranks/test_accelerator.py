@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from pool import Pool
 
 from meshwright.base.errors import MeshwrightError
+from meshwright.checkpoint.lift import in_turn
+from meshwright.checkpoint.memory import Layout, Memory, Run
 from meshwright.elastic.supervisor import Supervisor, Work
 from meshwright.parallel.device import own_device
 from meshwright.parallel.exchange.group import by_nccl, of_process
@@ -94,3 +97,20 @@ def test_a_step_is_timed_until_its_device_is_through() -> None:
     order: list[str] = []
     assert timed(lambda: order.append("step"), lambda: (order.append("through"), time.sleep(0.05))[0]) >= 0.05
     assert order == ["step", "through"]
+
+
+def test_a_copy_that_comes_in_parts_from_a_device_is_whole_and_has_its_digest(tmp_path: Path) -> None:
+    (tmp_path / "own").touch()
+    memory, there = Memory(str(tmp_path / "own")), torch.randint(0, 256, (5000,), dtype=torch.uint8)
+    layout = Layout(b"{}", [Run(torch.empty(5000, dtype=torch.uint8, device="meta"), 64)], [], 5064)
+    chunks = [torch.empty(700, dtype=torch.uint8) for _ in range(2)]
+
+    def parts(source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        start = lambda chunk, at, size: chunks[chunk][:size].copy_(there[at : at + size])
+        for chunk, at, size in in_turn(source.numel(), 700, start, lambda chunk: None):
+            yield at, chunks[chunk][:size]
+
+    memory.lay(layout)
+    memory.write(3, layout, [], b"state", parts)
+    assert memory.steps == {3} and memory.is_good(3)
+    assert torch.equal(memory.data(3)[64:], there)

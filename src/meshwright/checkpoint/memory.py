@@ -16,7 +16,7 @@ import json
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,15 @@ CHUNK = 1 << 20
 
 GAP = 1 << 12
 """Bytes between two runs of one buffer that are copied along, so that a buffer is one run."""
+
+
+Parts = Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]
+"""The bytes of a tensor on the host, part by part, and where each begins."""
+
+
+def whole(source: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+    """At once."""
+    return ((0, source.cpu()),)
 
 
 class Run(NamedTuple):
@@ -126,8 +135,8 @@ class Memory:
         self.head.lay(layout.text, layout.size, slots)
         self._index = layout.text
 
-    def write(self, step: int, layout: Layout, local: Sequence[torch.Tensor], state: bytes) -> None:
-        """A copy of `step` in the slot whose step is oldest; one that is held is passed over."""
+    def write(self, step: int, layout: Layout, local: Sequence[torch.Tensor], state: bytes, parts: Parts = whole) -> None:
+        """A copy of `step` in the slot whose step is oldest; one that is held is passed over. `parts`: how bytes come to the host."""
         assert len(state) <= STATE, f"the state of the run takes {len(state)} bytes, {STATE} are kept for it"
         slot = self.head.take()
         begin, digest, end = self.head.begin(slot), xxhash.xxh3_64(), 0
@@ -135,23 +144,21 @@ class Memory:
         for source, to in (*layout.runs, *flat):
             digest.update(memoryview(self._map)[begin + end : begin + to])
             end = to + source.numel()
-            self._copy(source, begin + to, digest)
+            self._copy(source, begin + to, digest, parts)
         place = self.head.begin(slot) + up(layout.size)
         self._map[place : place + len(state)] = state
         digest.update(state)
         self.head.name(slot, step, digest.intdigest(), len(state))
 
-    def _copy(self, source: torch.Tensor, to: int, digest: Any) -> None:
-        """`source` to byte `to` of the file; on the host in parts that are digested while they are in the cache. Other threads run meanwhile."""
-        size = source.numel()
-        target, view, here = self.bytes[to : to + size], memoryview(self._map)[to : to + size], source.device.type == "cpu"
-        if not here:
-            target.copy_(source)
-        for at in range(0, size, CHUNK):
-            part = min(CHUNK, size - at)
-            if here:
-                ctypes.memmove(target.data_ptr() + at, source.data_ptr() + at, part)
-            digest.update(view[at : at + part])
+    def _copy(self, source: torch.Tensor, to: int, digest: Any, parts: Parts) -> None:
+        """`source` to byte `to` of the file, in parts that are digested while they are in the cache. Other threads run meanwhile."""
+        for first, part in parts(source) if source.device.type != "cpu" else whole(source):
+            begin, size = to + first, part.numel()
+            target, view = self.bytes[begin : begin + size], memoryview(self._map)[begin : begin + size]
+            for at in range(0, size, CHUNK):
+                length = min(CHUNK, size - at)
+                ctypes.memmove(target.data_ptr() + at, part.data_ptr() + at, length)
+                digest.update(view[at : at + length])
 
     # --- reading --------------------------------------------------------------------------------------------------------------
 

@@ -147,7 +147,8 @@ def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dic
     whole = any(optimizer.state.get(parameter) for parameter in owned)
     for unit in engine.zero.trained:
         kinds |= {key: str(parts[0].dtype).removeprefix("torch.") for key, parts in unit.master.state_parts(optimizer).items() if parts}
-        scalars |= dict(unit.master.scalars(optimizer))
+    for unit in reversed(engine.zero.trained):  # of one that has any: reading a number of a device waits for all that it does
+        scalars = scalars or dict(unit.master.scalars(optimizer))
     options = [{key: value for key, value in group.items() if key != "params" and _is_plain(value)} for group in optimizer.param_groups]
     return {"kinds": kinds, "scalars": scalars, "groups": options, **({"whole": True} if whole else {})}
 

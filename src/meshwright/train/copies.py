@@ -24,7 +24,8 @@ from meshwright.base.pulse import Pulse, Word
 from meshwright.base.slots import SLOTS
 from meshwright.base.units import show_bytes
 from meshwright.checkpoint.distant import memory_at
-from meshwright.checkpoint.memory import Kept, Layout, Memory, lay_out
+from meshwright.checkpoint.lift import Lift
+from meshwright.checkpoint.memory import Kept, Layout, Memory, lay_out, whole
 from meshwright.checkpoint.save import Ranks
 from meshwright.parallel.state import BUFFER, addresses
 from meshwright.spec.piece import Piece
@@ -51,6 +52,7 @@ class Copies:
         self._places: list[int] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What a forward may move on (running means), and where the copy reads it instead: as it is when the step ends."""
+        self._lift: Lift | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
@@ -68,6 +70,10 @@ class Copies:
             self._copy(self.trainer.steps, layout, local, state)
             self.finish()
             return
+        if self._lift is None and self.trainer.mesh.device.type == "cuda":
+            self._lift = Lift(self.trainer.mesh.device)
+        if self._lift is not None:
+            self._lift.begin()
         self._thread = threading.Thread(target=self._copy, args=(self.trainer.steps, layout, local, state), name="copy", daemon=True)
         self._thread.start()
 
@@ -82,7 +88,7 @@ class Copies:
     def _copy(self, step: int, layout: Layout, local: Sequence[torch.Tensor], state: bytes) -> None:
         began = time.thread_time()
         try:
-            self.memory.write(step, layout, local, state)
+            self.memory.write(step, layout, local, state, whole if self._lift is None else self._lift.parts)
             self.pulse.write(Word.kept, step)
         except BaseException as error:  # handed to `finish`: the run must not go on without its copies unseen
             self._failed = error
