@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from meshwright.parallel.exchange.clock import Clock
+from meshwright.parallel.offload.ferry import LANDED, Ferry, Landing
 from meshwright.parallel.offload.scratch import Scratch, aligned, paged
 from meshwright.parallel.zero.master import RUN, WINDOW
 from meshwright.spec.plan import FILES, OPTIMIZER, PARAMETERS, Offload, Plan
@@ -92,6 +93,7 @@ class Waiting(Protocol):
 
 
 W = TypeVar("W", bound=Window)
+T = TypeVar("T")
 
 
 class Away:
@@ -109,11 +111,16 @@ class Away:
         self.device, self.optimizer = device, optimizer
         self.in_files = None if optimizer not in FILES else self.scratch
         """The file that states wait in; None where they are in memory."""
-        self.slots = [Slot(device.type == "cuda") for _ in range(SLOTS)]
+        self.pinned = device.type == "cuda"
+        """Whether memory of the host is pinned."""
+        self.beyond = device.type != "cpu"
+        """Whether the device has memory of its own: what it holds and the host updates goes down and comes up."""
+        self.ferry = Ferry(device)
+        self.slots = [Slot(self.pinned) for _ in range(SLOTS)]
         self.windows = 0
         self.clock = Clock.of(device)
         """Runs while what is on its way is waited for."""
-        self._idle: list[torch.Tensor] = []
+        self._idle: list[tuple[torch.Tensor, Landing]] = []
         self._lent = self._most = 0
         self._pool = ThreadPoolExecutor(SLOTS, "offload")
 
@@ -187,33 +194,36 @@ class Away:
         """Bytes of the slots, and of buffers when they were most."""
         return sum(slot.touched for slot in self.slots) + self._most
 
-    def submit(self, deed: Callable[[], None]) -> Future[None]:
+    def submit(self, deed: Callable[[], T]) -> Future[T]:
         """In a thread of its own."""
         return self._pool.submit(deed)
 
     def lend(self, size: int) -> torch.Tensor:
         """A buffer of at least `size` bytes in whole pages."""
-        fits = [at for at, pages in enumerate(self._idle) if pages.numel() == paged(size)]
-        pages = self._idle.pop(fits[0]) if fits else self._fresh(paged(size))
+        fits = [at for at, (pages, _) in enumerate(self._idle) if pages.numel() == paged(size)]
+        pages, landing = self._idle.pop(fits[0]) if fits else (self._fresh(paged(size)), LANDED)
+        self.wait(landing.wait)
         self._lent += pages.numel()
-        self._most = max(self._most, self._lent + sum(each.numel() for each in self._idle))
+        self._most = max(self._most, self._lent + sum(each.numel() for each, _ in self._idle))
         return pages
 
     def _fresh(self, size: int) -> torch.Tensor:
+        for _, landing in self._idle:
+            self.wait(landing.wait)
         self._idle.clear()  # of other sizes: units of one kind follow each other
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.device.type == "cuda" else aligned(size)[:size]
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.pinned else aligned(size)[:size]
 
-    def give(self, pages: torch.Tensor) -> None:
-        """It back; it is lent again."""
+    def give(self, pages: torch.Tensor, landing: Landing = LANDED) -> None:
+        """It back; it is lent again once what is copied out of it has landed."""
         self._lent -= pages.numel()
-        self._idle.append(pages)
+        self._idle.append((pages, landing))
 
     def bytes(self, units: Sequence[FlatUnit]) -> int:
         """What waits, all in all."""
         states = sum(unit.master.bytes_away() for unit in units if isinstance(unit.master, Waiting))
         return states + sum(unit.elsewhere.bytes() for unit in units if unit.elsewhere is not None)
 
-    def wait(self, wait: Callable[[], None]) -> None:
+    def wait(self, wait: Callable[[], object]) -> None:
         """For something under way, on the clock."""
         with self.clock:
             wait()

@@ -1,8 +1,8 @@
 """ZeRO 3's shards of weights that wait outside of the device's memory, and come up before their layer runs.
 
 [Note: one layer ahead] While a layer runs the shard of the next one is on its way into a buffer; when that layer is opened its ranks gather from
-there. A shard in a file is read whole by a thread, around the page cache; a shard in the host's pinned memory is copied beside what the device
-computes. What the update writes is in place before the next step begins (offload/update.py settles), so a shard is never read while it is written.
+there. A shard in a file is read whole by a thread, around the page cache; from the host's pinned memory it is copied beside what the device
+computes (ferry.py). What the update writes is in place before the next step begins (offload/update.py settles), so a shard is never read while it is written.
 Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.1.2 and 6.2 (the prefetcher).
 """
 
@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from meshwright.parallel.offload.away import Away
+from meshwright.parallel.offload.ferry import LANDED, Landing
 from meshwright.spec.plan import PARAMETERS, Offload, Plan
 
 
@@ -48,12 +49,13 @@ class FileShard:
         assert away.scratch is not None
         self.away, self.scratch, self.dtype, self.numel = away, away.scratch, values.dtype, values.numel()
         self.start = self.scratch.extend(self.bytes())
-        self._reading: tuple[torch.Tensor, Future[None]] | None = None
+        self._reading: tuple[torch.Tensor, Future[Landing]] | None = None
+        self._coming: torch.Tensor | None = None
         self.write(values)
 
     def write(self, values: torch.Tensor) -> None:
         pages = self.away.lend(self.bytes())
-        pages[: self.bytes()].view(self.dtype).copy_(values)
+        self._values(pages).copy_(values.to(self.dtype))
         self.scratch.write(self.start, pages)
         self.away.give(pages)
 
@@ -63,21 +65,33 @@ class FileShard:
     def fetch(self) -> None:
         if self._reading is None:
             pages = self.away.lend(self.bytes())
-            self._reading = pages, self.away.submit(lambda: self.scratch.read(self.start, pages))
+            if self.away.beyond:
+                self._coming = torch.empty(self.numel, dtype=self.dtype, device=self.away.device)
+                self.away.ferry.follow()
+            self._reading = pages, self.away.submit(lambda: self._read(pages))
+
+    def _read(self, pages: torch.Tensor) -> Landing:
+        """In a thread of its own."""
+        self.scratch.read(self.start, pages)
+        return LANDED if self._coming is None else self.away.ferry.copy(self._coming, self._values(pages))
+
+    def _values(self, pages: torch.Tensor) -> torch.Tensor:
+        return pages[: self.bytes()].view(self.dtype)
 
     def take(self) -> torch.Tensor:
         self.fetch()
         assert self._reading is not None
         pages, reading = self._reading
-        self.away.wait(reading.result)
-        return pages[: self.bytes()].view(self.dtype).to(self.away.device)
+        self.away.wait(lambda: reading.result().before_computing())
+        return self._values(pages) if self._coming is None else self._coming
 
     def give_back(self) -> None:
         if self._reading is not None:
             pages, reading = self._reading
-            self._reading = None
-            reading.result()
-            self.away.give(pages)
+            landing = reading.result()
+            landing.before_computing()  # the memory on the device goes back to what computes
+            self._reading = self._coming = None
+            self.away.give(pages, landing)
 
     def whole(self) -> torch.Tensor:
         self.away.settle()
@@ -89,9 +103,9 @@ class HostShard:
 
     def __init__(self, away: Away, values: torch.Tensor) -> None:
         self.away, self.dtype = away, values.dtype
-        self._held = torch.empty(values.shape, dtype=self.dtype, pin_memory=True).copy_(values)
-        self._stream = torch.cuda.Stream(away.device)
+        self._held = torch.empty(values.shape, dtype=self.dtype, pin_memory=away.pinned).copy_(values)
         self._coming: torch.Tensor | None = None
+        self._landing = LANDED
 
     def bytes(self) -> int:
         return self._held.numel() * self._held.element_size()
@@ -99,23 +113,22 @@ class HostShard:
     def fetch(self) -> None:
         if self._coming is None:
             self._coming = torch.empty_like(self._held, device=self.away.device)
-            self._stream.wait_stream(torch.cuda.current_stream(self.away.device))
-            with torch.cuda.stream(self._stream):
-                self._coming.copy_(self._held, non_blocking=True)
+            self.away.ferry.follow()
+            self._landing = self.away.ferry.copy(self._coming, self._held)
 
     def take(self) -> torch.Tensor:
         self.fetch()
         assert self._coming is not None
-        torch.cuda.current_stream(self.away.device).wait_stream(self._stream)
+        self.away.wait(self._landing.before_computing)
         return self._coming
 
     def give_back(self) -> None:
         if self._coming is not None:
-            torch.cuda.current_stream(self.away.device).wait_stream(self._stream)
+            self._landing.before_computing()
             self._coming = None
 
     def write(self, values: torch.Tensor) -> None:
-        self._held.copy_(values)
+        self._held.copy_(values.to(self.dtype))
 
     def whole(self) -> torch.Tensor:
         return self._held
@@ -127,4 +140,4 @@ def shard_away(away: Away | None, plan: Plan, values: torch.Tensor) -> Shard | N
         return None
     if Offload.parameters_files in plan.offload:
         return FileShard(away, values)
-    return HostShard(away, values) if away.device.type == "cuda" else None
+    return HostShard(away, values) if away.beyond else None

@@ -18,6 +18,7 @@ SOME = 16
 
 def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Optimizer, scale: float) -> None:
     """Gradients times `scale` through the optimizer; when this returns all weights are updated, while the last states may still be written."""
+    away.ferry.follow()  # gradients come down, and weights go up, behind what reads them
     windows = _windows(units)
     with few_of(optimizer) as few:
 
@@ -34,19 +35,18 @@ def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Op
 
 
 def fetch_ahead(away: Away, units: Sequence[FlatUnit]) -> None:
-    """The first states come while the last gradients are summed and their norm is taken. Where gradients come from an accelerator too, they are
-    waited for."""
-    if away.device.type == "cpu" and units and isinstance(units[0].master, AwayMaster):
-        away.ahead(_windows(units))
+    """The first states come while the last gradients are summed and their norm is taken; those are brought down when they are known."""
+    if units and isinstance(units[0].master, AwayMaster):
+        away.ahead(_windows(units, known=False))
 
 
-def _windows(units: Sequence[FlatUnit]) -> list[AwayWindow]:
-    """All of them, with their gradients."""
+def _windows(units: Sequence[FlatUnit], known: bool = True) -> list[AwayWindow]:
+    """All of them. `known`: nothing is added to gradients any more."""
     windows: list[AwayWindow] = []
     for unit in units:
         assert isinstance(unit.master, AwayMaster)
         unit.master.let_go()
         for window in unit.master.windows:
-            window.gradients = unit.own_gradients[window.start : window.stop]
+            window.gradients = unit.own_gradients[window.start : window.stop] if known else None
             windows.append(window)
     return windows

@@ -21,16 +21,17 @@ MASTER, GRADIENT, WEIGHTS = "master", "gradient", "weights"
 
 
 class AwayWindow:
-    """Elements `start` to `stop` of the own run of a unit. `gradients`: of these, where backward left them. `copies`: the weights that it updates
-    are not those that training reads."""
-
-    gradients: torch.Tensor
+    """Elements `start` to `stop` of the own run of a unit. `copies`: the weights that it updates are not those that training reads."""
 
     def __init__(self, owner: AwayMaster, start: int, stop: int, copies: bool) -> None:
         self.owner, self.start, self.stop, self.copies = owner, start, stop, copies
         self.stays = stop <= owner.border
         self.number, self.slot = owner.away.number(self.stays)
         self.runs: list[Run] = []
+        self.gradients: torch.Tensor | None = None
+        """Its gradients where backward left them, once nothing is added to them any more."""
+        self._down: torch.Tensor | None = None
+        """Its gradients on the host, of a device that has memory of its own."""
         self.made = False
         """Whether the optimizer has made its states."""
 
@@ -46,24 +47,24 @@ class AwayWindow:
         return tensor.split([run.numel() for run in self.runs])
 
     def fetch(self) -> None:
-        """Its numbers out of the file, and its gradients off an accelerator."""
+        """Its numbers out of the file, and its gradients off an accelerator if they are known already."""
         scratch = self.owner.away.scratch
         for start, pages in self._pages():
             assert scratch is not None
             scratch.read(start, pages)
-        if self._gradients_come:
-            self.view(GRADIENT, self.gradients.dtype).copy_(self.gradients)
+        if self.gradients is not None:
+            self._bring_down(self.gradients)
 
-    @property
-    def _gradients_come(self) -> bool:
-        """Off an accelerator."""
-        return not self.stays and self.gradients.device.type != "cpu"
+    def _bring_down(self, gradients: torch.Tensor) -> None:
+        if not self.stays and self.owner.away.beyond:
+            self._down = self.view(GRADIENT, gradients.dtype)
+            self.owner.away.ferry.copy(self._down, gradients).wait()
 
     def store(self) -> None:
         """The updated weights to where training reads them, all else into the file."""
         owner, scratch = self.owner, self.owner.away.scratch
         if self.copies and isinstance(owner.shard, torch.Tensor):
-            owner.shard[self.start : self.stop].copy_(self.view(MASTER, owner.dtype))
+            self._take_up(self.view(MASTER, owner.dtype), owner.shard[self.start : self.stop])
         elif self.copies and owner.file is not None:
             kind = owner.file.dtype
             self.view(WEIGHTS, kind).copy_(self.view(MASTER, owner.dtype))
@@ -72,6 +73,15 @@ class AwayWindow:
         for start, pages in self._pages():
             assert scratch is not None
             scratch.write(start, pages)
+
+    def _take_up(self, updated: torch.Tensor, weights: torch.Tensor) -> None:
+        """Of an accelerator's weights those that the host has updated go by pinned memory in their own type ([Note: one type, pinned])."""
+        if self.stays or self.owner.on_host or not self.owner.away.beyond:
+            weights.copy_(updated)
+            return
+        if updated.dtype != weights.dtype:
+            updated = self.view(WEIGHTS, weights.dtype).copy_(updated)
+        self.owner.away.ferry.copy(weights, updated).wait()
 
     def _pages(self) -> list[tuple[int, torch.Tensor]]:
         """What of it is in the file: where it begins there, and the pages of the slot."""
@@ -86,7 +96,10 @@ class AwayWindow:
 
     def give(self, scale: float) -> None:
         """Its gradients times `scale` to its runs."""
-        own = self.view(GRADIENT, self.gradients.dtype) if self._gradients_come else self.gradients
+        assert self.gradients is not None
+        if self._down is None:  # it was fetched before they were known
+            self._bring_down(self.gradients)
+        own, self._down = self.gradients if self._down is None else self._down, None
         scaled = own.to(self.owner.dtype, copy=True).mul_(scale) if self.copies else own.mul_(scale) if scale != 1.0 else own
         for run, part in zip(self.runs, self.split(scaled), strict=True):
             run.grad = part
@@ -120,10 +133,13 @@ class AwayMaster(Master):
     """`kinds`: what is away, by name, and its type; from `border` on `held` on the host, or by `places`, where it begins in the file; before it
     `staying`."""
 
-    def __init__(self, away: Away, shard: torch.Tensor | FileShard, dtype: torch.dtype, stretches: Sequence[Stretch]) -> None:
-        """`shard`: the weights that training reads. They are what is updated, if they have the type `dtype` and the host reaches them; in a file
-        they pass by as states do."""
-        self.away, self.shard, self.dtype = away, shard, dtype
+    def __init__(
+        self, away: Away, shard: torch.Tensor | FileShard, dtype: torch.dtype, stretches: Sequence[Stretch], on_host: bool = False
+    ) -> None:
+        """`shard`: the weights that training reads. They are what is updated, if they have the type `dtype` and the host reaches them (`on_host`, of a
+        device that has memory of its own); in a file they pass by as states do."""
+        self.away, self.shard, self.dtype, self.on_host = away, shard, dtype, on_host
+        away.ferry.follow()  # weights were laid by what computes
         self.file = None if isinstance(shard, torch.Tensor) else shard
         values = shard if isinstance(shard, torch.Tensor) else shard.whole()
         self.numel, self.device = len(values), values.device
@@ -137,7 +153,7 @@ class AwayMaster(Master):
         self._mapped: dict[str, torch.Tensor] = {}
         self.windows = [AwayWindow(self, start, stop, copied) for start, stop in _cuts(0, self.border, self.device.type == "cpu")]
         self.windows += [
-            AwayWindow(self, start, stop, copied or self.device.type != "cpu") for start, stop in _cuts(self.border, self.numel, True)
+            AwayWindow(self, start, stop, copied or (away.beyond and not on_host)) for start, stop in _cuts(self.border, self.numel, True)
         ]
         self.copies = any(window.copies for window in self.windows)
         if self.copies:
@@ -180,7 +196,7 @@ class AwayMaster(Master):
         if rest and away.in_files is not None:
             self.places[kind] = away.in_files.extend(rest * dtype.itemsize), dtype
         elif rest:
-            self.held[kind] = torch.zeros(rest, dtype=dtype, pin_memory=away.device.type == "cuda")
+            self.held[kind] = torch.zeros(rest, dtype=dtype, pin_memory=away.pinned)
 
     def _rest(self, kind: str) -> list[torch.Tensor]:
         """All of `kind` from the border on, where it is; what is written to it is there."""

@@ -131,7 +131,7 @@ class FlatUnit:
         in_files = Offload.parameters_files in self.mesh.plan.offload
         if away is not None and not self.frozen and (away.optimizer or (in_files and not self.has_master)):
             kind = torch.float32 if self.has_master else self.dtype
-            self.master: Master = AwayMaster(away, file or self.shard, kind, stretches)
+            self.master: Master = AwayMaster(away, file or self.shard, kind, stretches, on_host=self.elsewhere is not None)
             self.has_master = self.master.copies
             return
         flat = self.shard.to(self.mesh.device, torch.float32) if self.has_master else self.shard  # also where weights wait elsewhere

@@ -1,0 +1,98 @@
+"""A device with memory of its own, played on the host: what the host updates comes down and goes up through the buffers that are pinned beside an
+accelerator, each copy between sides of one type, and the run is bit for bit the one that keeps everything where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equality import anatomy_of, make_batch, make_model, make_optimizer
+
+from meshwright.parallel.offload.away import Away, away_of
+from meshwright.parallel.offload.ferry import LANDED, Ferry, Landing
+from meshwright.parallel.offload.shards import HostShard
+from meshwright.spec.plan import parse_plan
+from meshwright.train import trainer as training
+from meshwright.train.trainer import parallelize
+
+STEPS = 2
+
+
+class Counted(Ferry):
+    """Remembers the elements and the type of each copy."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.copies: list[tuple[int, torch.dtype]] = []
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Landing:
+        self.copies.append((into.numel(), into.dtype))
+        return super().copy(into, source)
+
+
+def beyond(*given: Any) -> Away | None:
+    away = away_of(*given)
+    if away is not None:
+        away.beyond, away.ferry = True, Counted()
+    return away
+
+
+def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> tuple[list[float], Any, Any, int, bool]:
+    """Losses, weights, copies by type in the last step, elements that this rank updates, whether shards wait in the host's memory."""
+    training.away_of = beyond if apart else away_of  # type: ignore[attr-defined]
+    try:
+        made = parallelize(
+            make_model(name), make_optimizer, parse_plan(plan).but(bucket=40_000), precision=precision, clip=1.0,
+            anatomy=anatomy_of(name), offload_to=folder,
+        )  # fmt: skip
+    finally:
+        training.away_of = away_of  # type: ignore[attr-defined]
+    losses = []
+    for step in range(STEPS):
+        ferry = made.mesh.away.ferry if made.mesh.away is not None else None
+        if isinstance(ferry, Counted):
+            ferry.copies.clear()
+        losses.append(made.step(make_batch(name, step)).loss)
+    moved: dict[torch.dtype, int] = {}
+    for numel, kind in ferry.copies if isinstance(ferry, Counted) else ():
+        moved[kind] = moved.get(kind, 0) + numel
+    units = made.engine.zero.trained
+    own = sum(unit.own.stop - unit.own.start for unit in units)
+    return losses, made.full_state_dict(), moved, own, any(isinstance(unit.elsewhere, HostShard) for unit in units)
+
+
+CASES = [
+    ("llama", "dp2.z1", "bf16", "optimizer"), ("llama", "dp2.z2", "fp32", "optimizer"), ("llama", "tp2", "fp16", "optimizer-files"),
+    ("llama", "dp2.z3", "bf16", "optimizer-files"), ("llama", "dp2.z3", "bf16", "parameters"), ("llama", "dp2.z3", "bf16", "parameters-files"),
+    ("llama", "dp2.z3", "fp32", "optimizer.off-parameters"), ("llama", "dp2.z3", "bf16", "optimizer.off-parameters"),
+    ("llama", "dp2.z3", "bf16", "optimizer-files.off-parameters-files"), ("llama-tied", "pp2", "fp32", "optimizer-files50"),
+    ("llama", "dp2.z1", "bf16", "optimizer40"), ("mixtral", "dp2.ep2.z1", "bf16", "optimizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan", "precision", "way"), CASES)
+def test_beside_a_device_with_memory_of_its_own_a_run_is_bit_for_bit_the_run_without(
+    ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
+) -> None:
+    world = parse_plan(plan).world
+    here = ranks.run(world, trained, name, plan, precision, str(tmp_path), False)
+    away = ranks.run(world, trained, name, f"{plan}.off-{way}", precision, str(tmp_path), True)
+    for (losses, weights, _, _, _), (others, theirs, moved, _, on_host) in zip(here, away, strict=True):
+        assert losses == others
+        assert weights is None or all(torch.equal(weights[key], theirs[key]) for key in weights)
+        assert moved and on_host == (way.rpartition(".")[2] in ("parameters", "off-parameters"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_gradients_come_down_and_weights_go_up_once_a_step_in_the_bytes_that_they_have(ranks: Any, tmp_path: Any) -> None:
+    for way in ("optimizer", "optimizer-files"):
+        for _, _, moved, own, _ in ranks.run(2, trained, "llama", f"dp2.z1.off-{way}", "bf16", str(tmp_path), True):
+            assert moved == {torch.bfloat16: 2 * own}
+
+
+def test_a_copy_that_would_be_cast_on_the_way_is_refused_and_one_that_is_not_has_landed() -> None:
+    ferry, host = Ferry(torch.device("cpu")), torch.arange(4.0)
+    assert ferry.copy(into := torch.empty(4), host) is LANDED and torch.equal(into, host)
+    with pytest.raises(AssertionError, match=r"torch.float32 is to be cast to torch.bfloat16"):
+        ferry.copy(torch.empty(4, dtype=torch.bfloat16), host)
