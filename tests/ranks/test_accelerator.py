@@ -17,13 +17,16 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.lift import in_turn
 from meshwright.checkpoint.memory import Layout, Memory, Run
 from meshwright.elastic.supervisor import Supervisor, Work
+from meshwright.parallel.apply import _prepare
 from meshwright.parallel.device import own_device
 from meshwright.parallel.exchange.group import by_nccl, of_process
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline.absent import Absent
 from meshwright.parallel.zero.master import Master, Stretch
 from meshwright.probe.network import Network
 from meshwright.spec.grid import Grid
 from meshwright.spec.plan import Plan
+from meshwright.spec.precision import recipe
 from meshwright.train import replicas
 from meshwright.train.trials import timed
 
@@ -114,3 +117,12 @@ def test_a_copy_that_comes_in_parts_from_a_device_is_whole_and_has_its_digest(tm
     memory.write(3, layout, [], b"state", parts)
     assert memory.steps == {3} and memory.is_good(3)
     assert torch.equal(memory.data(3)[64:], there)
+
+
+def test_a_model_is_cut_where_it_was_built_and_only_buffers_go_to_the_device_whole() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    _prepare(model, torch.device("meta"), recipe("fp32"))
+    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    assert {each.device.type for each in model.buffers()} == {"meta"}
+    absent = Absent(model[0], (torch.device("meta"), torch.bfloat16))
+    assert (absent.weight.device.type, absent.weight.dtype) == ("meta", torch.bfloat16)

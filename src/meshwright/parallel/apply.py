@@ -110,7 +110,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
     mine = {stage: [layer for layer in table if layer.stage == stage] for stage in stages}
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
-    drop_absent(model, anatomy, present, tie_here, getattr(torch, recipe.compute), kept_paths(cut, wants))
+    drop_absent(model, anatomy, present, tie_here, (mesh.device, getattr(torch, recipe.compute)), kept_paths(cut, wants))
     objective.chunked = chunk_loss(model, anatomy, plan, objective.group, loss is not None)
     second = second_copy(model, anatomy) if tie_here and 0 in stages else None
     flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second, needs)
@@ -173,12 +173,15 @@ def _reads(model: nn.Module, anatomy: Anatomy, table: list[Layer], plan: Plan, e
 
 
 def _prepare(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
-    """The model on its device, without what only the writing of a text needs."""
+    """Buffers on the device, and nothing that only the writing of a text needs. Parameters stay where they are: this rank takes its part of them to its
+    device (lay.py), which need not hold them all."""
     for module in model.modules():  # parts of a model may have configurations of their own
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
     if recipe.compute == "float64":
         model.double()
 

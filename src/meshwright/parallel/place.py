@@ -172,9 +172,11 @@ def kept_paths(anatomy: Anatomy, wants: Wants | None) -> tuple[str, ...]:
     return (*anatomy.cuts, *([anatomy.embedding] if anatomy.embedding else [])) if wants else ()
 
 
-def drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: bool, dtype: torch.dtype, cuts: Sequence[str]) -> None:
-    """Replace every module none of whose parameters this rank holds by an `Absent`, but for lists, which are gone through, and those whose own code leads to
-    the blocks `cuts`."""
+def drop_absent(
+    model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: bool, kind: tuple[torch.device, torch.dtype], cuts: Sequence[str]
+) -> None:
+    """Replace every module none of whose parameters this rank holds by an `Absent` of this `kind`, but for lists, which are gone through, and those whose own
+    code leads to the blocks `cuts`."""
     kept_prefix = f"{anatomy.head}." if keep_head and anatomy.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     blocks = tuple(f"{path}." for path in anatomy.cuts) or ("\n",)
@@ -190,7 +192,7 @@ def drop_absent(model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: b
             if inside & held or leads or (kept_prefix and kept_prefix.startswith(f"{path}.")):
                 visit(child, f"{path}.")
             else:
-                module._modules[child_name] = Absent(child, dtype, f"{path}.".startswith(blocks))
+                module._modules[child_name] = Absent(child, kind, f"{path}.".startswith(blocks))
 
     visit(model, "")
 

@@ -22,22 +22,22 @@ from meshwright.base.errors import InputError
 
 
 class Absent(nn.Module):
-    """In place of `original`, whose memory is let go. `is_block`: it is one, or a part of one."""
+    """In place of `original`, whose memory is let go. `kind`: device and type of what is computed; `is_block`: it is one, or a part of one."""
 
-    def __init__(self, original: nn.Module, dtype: torch.dtype, is_block: bool = False) -> None:
+    def __init__(self, original: nn.Module, kind: tuple[torch.device, torch.dtype], is_block: bool = False) -> None:
         super().__init__()
         self.width = original.embedding_dim if isinstance(original, nn.Embedding) else None
-        self.dtype, self.is_block, self.kind = dtype, is_block, type(original)
+        (device, self.dtype), self.is_block, self.kind = kind, is_block, type(original)
         self.tried = False
         """What nothing may read gives no numbers, so that whoever reads it is found (rehearsal.py)."""
         for name, value in vars(original).items():
             if not name.startswith("_") and isinstance(value, str | int | float | bool | tuple) and not hasattr(self, name):
                 setattr(self, name, value)
         for name, child in original.named_children():  # models ask parts of parts for a type or a device
-            self.add_module(name, Absent(child, dtype, is_block))
+            self.add_module(name, Absent(child, kind, is_block))
         for name, parameter in original._parameters.items():  # whoever reads values of what is elsewhere gets a loss that is no number
             if parameter is not None:
-                setattr(self, name, torch.full((), torch.nan, dtype=dtype, device=parameter.device).expand(parameter.shape))
+                setattr(self, name, torch.full((), torch.nan, dtype=self.dtype, device=device).expand(parameter.shape))
         self._original = (None if is_block else _without_memory(original),)  # in a tuple: it is no part of the model
 
     def __getattr__(self, name: str) -> Any:
