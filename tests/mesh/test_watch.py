@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.train.memory import watching
+from meshwright.train.memory import MODULE, Watch, _fill, watching
 
 WORDS = 5000
 
@@ -51,3 +54,34 @@ def test_what_an_earlier_watch_saw_made_may_go_while_another_looks() -> None:
         del before
         torch.ones(10)
     assert watch.kept == -4000 and all(moment.buffers >= 0 and moment.activations >= 0 for moment in watch.moments)
+
+
+TYPES = torch._C._profiler._EventType
+
+
+def event(at: int, name: str, *children: Any, kind: Any = TYPES.TorchOp, sequence: int = -1) -> Any:
+    """As the profiler's, with what lies in it."""
+    return SimpleNamespace(
+        start_time_ns=at, end_time_ns=at + 10, name=name, children=children, typed=(kind, SimpleNamespace(sequence_number=sequence))
+    )
+
+
+def change(at: int, address: int, size: int, device: str) -> Any:
+    details = SimpleNamespace(ptr=address, alloc_size=size, device=torch.device(device))
+    return SimpleNamespace(start_time_ns=at, end_time_ns=at, name="[memory]", children=(), typed=(TYPES.Allocation, details))
+
+
+def test_the_watch_of_an_accelerator_counts_its_memory_alone_and_names_what_ran_there_in_any_thread() -> None:
+    """Events as torch hands them out: what a device allocates stands among what the host does meanwhile; backward has a thread of its own."""
+    forward = event(
+        0, f"{MODULE}head", event(1, "aten::mm", change(2, 1, 100, "cuda:0"), change(3, 2, 9000, "cpu"), sequence=7), kind=TYPES.PyCall
+    )
+    backward = event(20, "autograd::engine::evaluate_function: MmBackward", event(21, "aten::mm", change(22, 3, 200, "cuda:0")), sequence=7)
+    freed = event(40, "aten::free", change(41, 3, -200, "cuda:0"), change(42, 2, -9000, "cpu"))
+    watch = Watch("cuda")
+    _fill(watch, [backward, freed, forward])
+    assert (watch.peak, watch.kept, watch.place) == (300, 100, "backward of head")
+    assert watch.highest.activations == 300 and watch.highest.buffers == 0
+    host = Watch()
+    _fill(host, [backward, freed, forward])
+    assert (host.peak, host.kept, host.place) == (9000, 0, "forward of head")

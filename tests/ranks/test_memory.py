@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 from collections.abc import Callable, Iterator
@@ -16,11 +17,11 @@ from equality import anatomy_of, make_batch, make_model, make_optimizer
 from torch import nn
 
 from meshwright.base.codec import read
-from meshwright.report.memory import chart
+from meshwright.report.memory import chart, read_ranks
 from meshwright.spec.estimate import Memory
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.timeline import Timeline
-from meshwright.train.memory import watching
+from meshwright.train.memory import Memories, highest_resident, watching
 from meshwright.train.trainer import parallelize
 from meshwright.train.want import Holder, OutOfMemory, in_words, line
 
@@ -136,3 +137,41 @@ def test_a_timeline_of_the_first_step_begins_without_the_states_that_it_makes(ra
         assert found.held["optimizer"] == 0 and found.total == kinds["total"] == pytest.approx(
             peak, rel=1e-4
         )  # counters of steps are left too
+
+
+def written(folder: str, plan: str) -> list[dict[str, float]]:
+    """What three steps held, the last of which holds more."""
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, anatomy=anatomy_of("llama"))
+    memories = Memories(trainer, Path(folder))
+    found = []
+    for step in range(3):
+        record = trainer.step(make_batch("llama", step))
+        held = memories.of(record.model_copy(update={"memory": {**record.memory, "gradients": 1e9 if step == 2 else 1e6}}), None)
+        found.append(held)
+    trainer.close()
+    return found
+
+
+def test_every_rank_writes_what_it_holds_whenever_that_changes(ranks: Any, tmp_path: Any) -> None:
+    found = ranks.run(2, written, str(tmp_path), "dp2.z1")
+    for rank, held in enumerate(found):
+        rows = [json.loads(line) for line in (tmp_path / "memory" / f"rank-{rank}.jsonl").read_text().splitlines()]
+        steps = [row.pop("step") for row in rows]
+        assert steps[0] == 1 and steps[-1] == 3 and rows[0] == held[0] and rows[-1] == held[2]
+        near = [row for step, row in zip(steps, rows, strict=True) if step <= 2][-1]
+        assert all(abs(near[kind] - size) <= 0.01 * size for kind, size in held[1].items())
+        assert "reserved" not in rows[0], "each reads memory of the other, which the system counts for both"
+    most = [{kind: max(held[kind] for held in each) for kind in ("parameters", "gradients", "optimizer")} for each in found]
+    read_back = read_ranks(tmp_path)
+    assert [each["rank"] for each in read_back] == [0, 1]
+    assert [{kind: each[kind] for kind in most[0]} for each in read_back] == most
+
+
+def test_a_rank_alone_has_reserved_the_most_that_its_process_took_during_a_step(ranks: Any, tmp_path: Any) -> None:
+    (held,) = ranks.run(1, written, str(tmp_path), "dp1")
+    assert all(each["reserved"] >= 0.99 * each["resident"] > 1e7 for each in held)
+    highest_resident()
+    taken = torch.ones(64 << 18)
+    del taken
+    most, later = highest_resident(), highest_resident()
+    assert most - later > 50 << 20

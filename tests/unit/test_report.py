@@ -354,7 +354,27 @@ def test_the_memory_of_a_run_as_data_is_one_object(tmp_path: Path, capsys: pytes
     (folder / "memory" / "rank-0.json").write_text(timeline.to_json())
     assert main(["report", str(folder), "--memory", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["run"] == str(folder) and data["timelines"][0]["peak"]["activations"] == 2 * MIB
+    assert data["run"] == str(folder) and data["timelines"][0]["peak"]["activations"] == 2 * MIB and data["ranks"] == []
+
+
+def test_the_memory_of_a_run_has_a_row_for_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "one", losses(3))
+    (folder / "memory").mkdir()
+    peak = Moment(at=0.1, activations=2 * MIB, buffers=0.0)
+    for rank in range(7):
+        timeline = Timeline(rank=rank, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak)
+        (folder / "memory" / f"rank-{rank}.json").write_text(timeline.to_json())
+        rows = [{"step": 1, "parameters": MIB, "reserved": 9 * MIB}, {"step": 2, "parameters": MIB, "reserved": (10 + rank) * MIB}]
+        (folder / "memory" / f"rank-{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "par')
+    assert main(["report", str(folder), "--memory"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    at = shown.index("the most of each rank in any step:")
+    assert [line.split() for line in shown[at + 1 :]] == [
+        ["rank", "parameters", "reserved"],
+        *([str(rank), "1.00", "MiB", f"{10 + rank:.1f}", "MiB"] for rank in range(7)),
+    ]
+    assert main(["report", str(folder), "--memory", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"][6] == {"rank": 6, "parameters": MIB, "reserved": 16 * MIB}
 
 
 def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

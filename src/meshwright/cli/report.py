@@ -33,7 +33,7 @@ def report(
     """
     from meshwright.base.errors import InputError
     from meshwright.report.compare import compare, compare_text
-    from meshwright.report.memory import memory_text, read_timelines
+    from meshwright.report.memory import memory_text, read_ranks, read_timelines
     from meshwright.report.run import read_run, summarise
     from meshwright.report.run_text import run_text
     from meshwright.report.text import plain
@@ -52,11 +52,11 @@ def report(
     if memory:
         if len(runs) > 1:
             raise InputError(f"report --memory shows one run: name one of the {len(runs)}")
-        timelines = read_timelines(runs[0])
+        timelines, ranks = read_timelines(runs[0]), read_ranks(runs[0])
         if json:
-            say_json({"run": found[0].folder, "timelines": [plain(timeline) for timeline in timelines]})
+            say_json({"run": found[0].folder, "timelines": [plain(timeline) for timeline in timelines], "ranks": ranks})
         else:
-            say(memory_text(found[0], timelines, language))
+            say(memory_text(found[0], timelines, ranks, language))
         return 0
     if len(found) == 1:
         if json:

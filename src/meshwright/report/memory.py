@@ -1,10 +1,12 @@
-"""`report --memory`: the memory of one step over its time, as the fullest rank measured it, with what ran at the peak.
+"""`report --memory`: the memory of one step over its time, as the fullest rank measured it, with what ran at the peak; and the most of each rank.
 
 Each column of the chart is a part of the step, its height the most that was allocated in it; kinds lie on each other in the order of the legend.
 """
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.base.codec import read
@@ -16,6 +18,7 @@ from meshwright.spec.timeline import Moment, Timeline
 from meshwright.words.say import name, say, tell
 
 WIDTH, HEIGHT = 72, 16
+ROWS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total", "reserved", "resident")
 LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "passing": "S", "activations": "a", "buffers": "b"}
 
 
@@ -24,12 +27,23 @@ def read_timelines(folder: Path) -> list[Timeline]:
     found = [read(Timeline, path) for path in sorted((folder / "memory").glob("rank-*.json"))]
     if not found:
         raise InputError(
-            f"run {str(folder)!r} has no memory timeline: ranks on cores write one in the third step after each start; train it for three steps"
+            f"run {str(folder)!r} has no memory timeline: ranks write one in the third step after each start; train it for three steps"
         )
     return sorted(found, key=lambda timeline: (-timeline.total, timeline.rank))
 
 
-def memory_text(run: Run, timelines: list[Timeline], language: str = "en") -> str:
+def read_ranks(folder: Path) -> list[dict[str, float]]:
+    """Of each rank, in order, its number and the most of each kind that it has held in any step."""
+    found: dict[int, dict[str, float]] = {}
+    for path in (folder / "memory").glob("rank-*.jsonl"):
+        most = found.setdefault(int(path.stem.removeprefix("rank-")), {})
+        for row in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # a line that a kill cut off
+                most |= {kind: max(size, most.get(kind, 0.0)) for kind, size in json.loads(row).items() if kind != "step"}
+    return [{"rank": float(rank), **found[rank]} for rank in sorted(found)]
+
+
+def memory_text(run: Run, timelines: list[Timeline], ranks: list[dict[str, float]], language: str = "en") -> str:
     """What `meshwright report RUN --memory` prints."""
     said = lambda key, **values: say(tell(f"timeline.{key}", **values), language)
     place = lambda timeline: timeline.place or said("nowhere")
@@ -61,6 +75,11 @@ def memory_text(run: Run, timelines: list[Timeline], language: str = "en") -> st
     if len(timelines) > 1:
         others = ", ".join(said("other", rank=each.rank, size=each.total, place=place(each)) for each in timelines[1:5])
         lines += ["", said("others", ranks=others) + (", ..." if len(timelines) > 5 else "")]
+    if len(ranks) > 1:
+        kinds_held = [kind for kind in ROWS if any(each.get(kind) for each in ranks)]
+        head = (said("rank"), *(say(name("row", kind), language) for kind in kinds_held))
+        cells = [(f"{each['rank']:.0f}", *(show_bytes(each[kind]) if kind in each else "-" for kind in kinds_held)) for each in ranks]
+        lines += ["", said("ranks"), columns([head, *cells], "  ")]
     return "\n".join(lines)
 
 

@@ -35,7 +35,9 @@ class StepRecord(Noun):
     )
     tokens_per_second: float = 0.0
     memory: dict[str, float] = Field(
-        default_factory=dict, description="parameters, gradients, optimizer bytes; peak allocated where measured; resident"
+        default_factory=dict,
+        description="parameters, gradients, optimizer bytes; total: peak allocated, where measured; reserved: the most that was taken of the device, or by "
+        "a process that shares no memory with other ranks; resident: that of the process behind the step",
     )
     loss_scale: float = 1.0
     skipped: bool = Field(default=False, description="a non-finite gradient: no rank updated")

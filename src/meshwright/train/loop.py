@@ -27,7 +27,7 @@ from meshwright.probe.links import slow_links
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
 from meshwright.train.ledger import joined, line_of
-from meshwright.train.memory import measured, watching
+from meshwright.train.memory import Memories, watching
 from meshwright.train.metrics import Records, agree
 from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
 from meshwright.train.optimizer import learning_rate, optimizer_of, recipe_of
@@ -84,7 +84,7 @@ class Loop:
         rule, kind = launch.workload.optimizer, recipe_of(launch.workload, launch.plan)
         beside = Beside(offload_to=launch.run.offload_to or self.folder, predicted=launch.predicted)
         self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **beside)
-        self.device = self.trainer.mesh.device
+        self.device, self.memories = self.trainer.mesh.device, Memories(self.trainer, self.folder)
         self.control = self.trainer.mesh.world if self.device.type == "cpu" else of_process(self.connection.control)
         self.stopping = False
         identity = {"data": dataset.digest, "parameters": self.parameters}
@@ -183,11 +183,11 @@ class Loop:
             for step, batch in enumerate(self._awaited(batches, began), began):
                 start = time.perf_counter() - batches.waited
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
-                watched = self.device.type == "cpu" and step - launched == min(WATCHED, self.steps - launched - 1)
+                watched = step - launched == min(WATCHED, self.steps - launched - 1)
                 watched = watched and self.recovery.source != "memory"  # once a run: it takes time
-                with watching(self.trainer.engine.model) if watched else nullcontext() as watch:
+                with watching(self.trainer.engine.model, self.device.type) if watched else nullcontext() as watch:
                     record = self.trainer.step(Share(batch, self.loader.labels_per_step))
-                memory, number = {**record.memory, **measured(self.trainer, watch, self.folder)}, batch_of(step, self.loader.left_out)
+                memory, number = self.memories.of(record, watch), batch_of(step, self.loader.left_out)
                 took = {"data_seconds": batches.waited, "seconds": time.perf_counter() - start}
                 record = record.model_copy(update={"memory": memory, "batch": number, **took})
                 if self.trainer.mesh.world is not None and every and self._due(step + 1, every):

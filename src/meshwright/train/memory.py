@@ -1,9 +1,9 @@
 """Measured bytes, in the words of the estimate: parameters, gradients, optimizer, total (allocated at the peak of a step), resident.
 
-CUDA's allocator keeps its own peak. On a CPU nothing does: there one step is watched by the profiler, whose memory events add up to the
-bytes alive at each moment of the step (a watched step takes longer; its numbers are the same). What the step leaves behind is held by the
-trainer and counted there, so: peak = held after the step - what the step added for good + the highest sum of its events. Memory that ranks
-of one host share is not the allocator's: the trainer counts its flat buffers, and `passing` what is on its way to others.
+CUDA's allocator keeps its own peak, the system that of a process. What held it, and when, neither knows: one step is watched by the profiler, whose
+memory events of the device add up to the bytes alive at each moment of the step (a watched step takes longer; its numbers are the same). What the step
+leaves behind is held by the trainer and counted there, so: peak = held after the step - what the step added for good + the highest sum of its
+events. Memory that ranks of one host share is not the allocator's: the trainer counts its flat buffers, and `passing` what is on its way to others.
 
 Kinds: what an operation of forward or backward makes is activations, as long as it lives; all else (weights gathered for use, what an update
 makes) is buffers. The module at the peak: the innermost whose forward runs, or made the operation whose backward runs (autograd numbers both alike);
@@ -12,6 +12,7 @@ what is differentiated outside of all modules is the loss.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from meshwright.base.files import write_whole
+from meshwright.spec.record import StepRecord
 from meshwright.spec.timeline import Moment, Timeline
 
 if TYPE_CHECKING:
@@ -32,13 +34,16 @@ if TYPE_CHECKING:
 
 MOMENTS = 240
 """Moments that a timeline keeps: the highest of each of so many parts of a step."""
+NEAR = 0.01
+"""By how much of itself a kind may differ from the last row that was written."""
 MODULE, BACKWARD = "module ", "autograd::engine::evaluate_function"
 
 
 @dataclass
 class Watch:
-    """Of one step on a CPU: the highest sum of allocated bytes beyond those at its begin, and the sum at its end."""
+    """Of one step: the highest sum of bytes allocated on `device` beyond those at its begin, and the sum at its end."""
 
+    device: str = "cpu"
     peak: int = 0
     kept: int = 0
     seconds: float = 0.0
@@ -49,7 +54,7 @@ class Watch:
     def timeline(self, trainer: Trainer) -> Timeline:
         """Of `trainer`'s last step, which was watched."""
         held = trainer.held()
-        left = self.kept - trainer.passing
+        left = self.kept - (trainer.passing if self.device == "cpu" else 0)  # what passes by an accelerator waits in the host's memory
         held["passing"] = float(max(-left, 0))
         if left > 0 and trainer.steps == 1:  # the first step makes the states; later ones leave nothing but what other threads free unseen
             held["optimizer"] = max(held["optimizer"] - left, 0.0)
@@ -68,10 +73,10 @@ class Watch:
 
 
 @contextmanager
-def watching(model: nn.Module | None = None) -> Iterator[Watch]:
-    """Fills the watch when the block ends; with the modules of `model` it can name the one at the peak."""
+def watching(model: nn.Module | None = None, device: str = "cpu") -> Iterator[Watch]:
+    """Fills the watch when the block ends; with the modules of `model` it can name the one at the peak. `device`: the kind whose memory it is."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write to the screen that it begins and ends
-    watch, handles = Watch(), []
+    watch, handles = Watch(device), []
     for name, module in model.named_modules() if model is not None else ():
         if getattr(module, "_compiled_call_impl", None) is None:
             handles += _named(module, f"{MODULE}{name or 'the model itself'}")
@@ -112,7 +117,7 @@ class _Change:
 
 
 def _fill(watch: Watch, roots: Any) -> None:
-    changes = sorted(_changes(roots), key=lambda change: change.at)
+    changes = sorted(_changes(roots, watch.device), key=lambda change: change.at)
     if not changes:
         return
     began, ended = min(root.start_time_ns for root in roots), max(root.end_time_ns for root in roots)
@@ -137,8 +142,8 @@ def _fill(watch: Watch, roots: Any) -> None:
     watch.moments = [highest[part] for part in sorted(highest)]
 
 
-def _changes(roots: Any) -> Iterator[_Change]:
-    """Memory events of the whole tree; forward comes before its backward, so that its modules are known."""
+def _changes(roots: Any, device: str) -> Iterator[_Change]:
+    """Memory events of the whole tree on `device`; forward comes before its backward, so that its modules are known."""
     modules: dict[int, str] = {}
     waiting = [(root, "", "", False) for root in sorted(roots, key=lambda root: root.start_time_ns, reverse=True)]
     while waiting:
@@ -146,7 +151,8 @@ def _changes(roots: Any) -> Iterator[_Change]:
         kind, details = event.typed
         name = event.name
         if kind == torch._C._profiler._EventType.Allocation:
-            yield _Change(event.start_time_ns, details.ptr, details.alloc_size, within, place)
+            if details.device.type == device:
+                yield _Change(event.start_time_ns, details.ptr, details.alloc_size, within, place)
             continue
         if name.startswith(MODULE):
             module = name.removeprefix(MODULE)
@@ -162,16 +168,54 @@ def _changes(roots: Any) -> Iterator[_Change]:
         waiting += [(child, module, place, within) for child in reversed(event.children)]
 
 
-def measured(trainer: Trainer, watch: Watch | None, folder: Path) -> dict[str, float]:
-    """Bytes that the system gave, and those at the peak of the last step where it was watched or the device counts them."""
-    found = {"resident": resident()}
-    found |= watch.keep(trainer, folder) if watch is not None else {}
-    return found | (cuda_memory(trainer.mesh.device) if trainer.mesh.device.type == "cuda" else {})
+class Memories:
+    """What a rank's memory was, step by step: its part of a record, and RUN/memory/rank-N.jsonl, which has of every rank what a record has of the
+    fullest. That is nearly the same from step to step: a row stands for all steps up to the next."""
+
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        self.trainer, self.folder = trainer, folder
+        self.device, hosts = trainer.mesh.device, [host for host in trainer.mesh.identities if host]
+        self.is_apart = len(set(hosts)) == len(hosts)
+        """No rank reads memory of another, which would count as its own."""
+        self._written: dict[str, float] = {}
+        highest_resident()
+
+    def of(self, record: StepRecord, watch: Watch | None) -> dict[str, float]:
+        """Bytes that this rank held in the step of `record`, those that the system gave, and those at the peak where it was watched or the device counts them."""
+        found = {**record.memory, "resident": resident()}
+        found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
+        if self.device.type == "cuda":
+            found |= cuda_memory(self.device)
+        elif self.is_apart:
+            found["reserved"] = highest_resident()
+        self._write(record.step, found)
+        return found
+
+    def _write(self, step: int, found: dict[str, float]) -> None:
+        before = self._written
+        if all(abs(size - before.get(kind, -1.0)) <= NEAR * size for kind, size in found.items()):
+            return
+        self._written = {**before, **found}
+        path = self.folder / "memory" / f"rank-{self.trainer.mesh.rank}.jsonl"
+        with suppress(OSError):  # a full disk costs rows, not the run
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **found}, separators=(",", ":")) + "\n")
 
 
 def resident() -> float:
     """Bytes that the system gave this process."""
     return float(psutil.Process().memory_info().rss)
+
+
+def highest_resident() -> float:
+    """The most of them since the last call, where the system counts that anew (Linux)."""
+    try:
+        rows = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        return 1024.0 * next(int(row.split()[1]) for row in rows if row.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return resident()
 
 
 def cuda_memory(device: torch.device) -> dict[str, float]:

@@ -118,7 +118,7 @@ class Screen:
             words.append("skipped: the gradient was not finite")
         if record.tokens:
             words.append(f"{show_count(record.tokens_per_second)} tokens/s")
-            kind = "total" if "reserved" in record.memory else "resident"  # a device measures every step, a host only one
+            kind = "reserved" if "reserved" in record.memory else "resident"  # ranks of a host that share memory hold it together
             words.append(f"{show_bytes(record.memory.get(kind, 0.0))} on the fullest rank")
         done = record.step - self.first
         if done > 0 and record.step < self.steps:

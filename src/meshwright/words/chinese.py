@@ -345,5 +345,7 @@ TEXTS = {
     "timeline.measured": "实测",
     "timeline.other": "rank {rank} {size:bytes}（{place}）",
     "timeline.others": "其他：{ranks}",
+    "timeline.ranks": "每个 rank 在各步中的最大值：",
+    "timeline.rank": "rank",
     "row.passing": "经过",
 }

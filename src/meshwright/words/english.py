@@ -345,5 +345,7 @@ TEXTS = {
     "timeline.measured": "measured",
     "timeline.other": "rank {rank} {size:bytes} ({place})",
     "timeline.others": "others: {ranks}",
+    "timeline.ranks": "the most of each rank in any step:",
+    "timeline.rank": "rank",
     "row.passing": "passing",
 }

@@ -346,7 +346,7 @@ LINES = {
     "did you mean {}?": "是不是 {0}？",
     "run {} has no records.jsonl; name a folder that `meshwright train` has written": "运行 {0} 里没有 records.jsonl；请写 `meshwright train` 写成的文件夹",
     '{}:{}: not a step record; a line is one JSON object such as {"step": 0, "loss": 5.5, ...}': '{0}:{1}：不是一步的记录；每行是一个 JSON 对象，例如 {{"step": 0, "loss": 5.5, ...}}',
-    "run {} has no memory timeline: ranks on cores write one in the third step after each start; train it for three steps": "运行 {0} 没有内存时间线：用处理器核的 rank 在每次启动后的第三步写一条；请训练三步",
+    "run {} has no memory timeline: ranks write one in the third step after each start; train it for three steps": "运行 {0} 没有内存时间线：rank 在每次启动后的第三步写一条；请训练三步",
     "report needs a run: name one or several folders that `meshwright train` has written": "report 需要一个运行：写一个或几个 `meshwright train` 写成的文件夹",
     "report --page shows one run: name one of the {}": "report --page 只显示一个运行：从这 {0} 个里写一个",
     "report --memory shows one run: name one of the {}": "report --memory 只显示一个运行：从这 {0} 个里写一个",
