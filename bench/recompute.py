@@ -24,7 +24,16 @@ from bench.systems import Setting, Sizes
 
 SHARES = (0.2, 0.4, 0.6, 0.8)
 """Budgets, between what recomputing every block takes and what keeping everything does."""
-WAYS = ("", ".rc-layer", ".rc-layer4", ".rc-selective", ".off-activations", ".rc-layer.off-activations")
+WAYS = (
+    "",
+    ".rc-operations",
+    ".rc-layer4-operations",
+    ".rc-layer",
+    ".rc-layer4",
+    ".rc-selective",
+    ".off-activations",
+    ".rc-layer.off-activations",
+)
 """Behind the name of the plan that keeps everything; on cores what leaves for the host's memory stays in the rank's."""
 NARROW = Sizes(layers=32, hidden=192, heads=3, ffn=512)
 SHAPE = ("layers", "hidden", "heads", "ffn", "vocab")

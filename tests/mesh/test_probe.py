@@ -115,6 +115,13 @@ def test_every_family_computes_the_matrix_products_of_its_formulas(kind: str) ->
     assert total(found, "attention_flops") in (total(formula, "attention_flops"), 2 * total(formula, "attention_flops"))
 
 
+def test_experts_are_found_alike_whatever_the_precision() -> None:
+    """Torch knows the shapes of grouped products in bf16 alone."""
+    config = transformers.AutoConfig.for_model("mixtral", **CONFIGURATIONS["mixtral"])
+    found = [describe(lambda: transformers.AutoModelForCausalLM.from_config(config), SEQUENCE, precision=each) for each in ("fp32", "bf16")]
+    assert found[0].layers == found[1].layers
+
+
 def total(spec: ModelSpec, field: str) -> float:
     return sum(layer.repeat * getattr(layer, field) for layer in spec.layers)
 

@@ -117,7 +117,7 @@ def feed_forward_kept(sizes: Sizes, width: float) -> list[Kept]:
 def expert_kept(sizes: Sizes) -> list[Kept]:
     """Routed tokens go through `top_k` experts each; the router keeps scores in float32."""
     sent = sizes.top_k * sizes.hidden
-    kept = [each._replace(derived=False) for each in feed_forward_kept(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))]
+    kept = feed_forward_kept(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))
     return [*kept, Kept("tokens sent and returned", 2 * sent), Kept("scores of the router", fixed=8 * sizes.experts)]
 
 
@@ -155,7 +155,7 @@ def block_kept(sizes: Sizes, experts: bool) -> Account:
         kept.append(Kept("attention and feed-forward read one input", -h, derived=True))
     kept += expert_kept(sizes) if experts else feed_forward_kept(sizes, width)
     rotated = 10 * (q + k) if sizes.pos == "rope" else 0
-    again = (sizes.norms - (sizes.kind == "bert")) * norm_moved(sizes, h) + (0 if experts else (5 if sizes.gated else 2) * width)
+    again = (sizes.norms - (sizes.kind == "bert")) * norm_moved(sizes, h) + (5 if sizes.gated else 2) * width
     moved = sizes.norms * norm_moved(sizes, h) + rotated + 6 * h + (5 if sizes.gated else 2) * width
     if sizes.qk_norm or sizes.kind == "neox":
         again += rotated

@@ -17,7 +17,7 @@ from torch import nn
 from meshwright.anatomy import Anatomy, layers, read
 from meshwright.anatomy.rows import over_batch
 from meshwright.base.errors import InputError
-from meshwright.probe.inputs import inputs_of
+from meshwright.probe.inputs import Inputs, inputs_of
 from meshwright.probe.trace import EMBEDDING, HEAD, Run, rank_of, trace
 from meshwright.probe.watch import Tally
 from meshwright.spec.model import Layer, ModelSpec, Parameter
@@ -55,7 +55,7 @@ def describe(
         inputs = inputs_of(module, sequence, batch)
         tried = f" with {inputs}"
         rows = min(max(ENOUGH // inputs.tokens, 2), MOST)
-        runs = [trace(module, anatomy, inputs, compute, each) for each in (rows, 2 * rows)]
+        runs = [_traced(module, anatomy, inputs, compute, each) for each in (rows, 2 * rows)]
     except InputError:
         raise
     except Exception as error:
@@ -64,6 +64,16 @@ def describe(
             "or plan an architecture file with its sizes"
         ) from error
     return specification(name, module, anatomy, inputs.tokens, runs)
+
+
+def _traced(model: nn.Module, anatomy: Anatomy, inputs: Inputs, compute: torch.dtype, rows: int) -> Run:
+    """Torch knows the shapes of grouped products of experts in bf16 alone; what is copied to float32 there has as many bytes as it has in float32."""
+    try:
+        return trace(model, anatomy, inputs, compute, rows)
+    except RuntimeError as error:
+        if compute == torch.bfloat16 or "BF16" not in str(error):
+            raise
+        return trace(model, anatomy, inputs, torch.bfloat16, rows)
 
 
 def build(make: Callable[[], nn.Module], name: str) -> nn.Module:
