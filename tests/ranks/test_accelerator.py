@@ -19,11 +19,14 @@ from meshwright.checkpoint.memory import Layout, Memory, Run
 from meshwright.elastic.supervisor import Supervisor, Work
 from meshwright.parallel.apply import _prepare
 from meshwright.parallel.device import own_device
+from meshwright.parallel.exchange.compression import Vector, coded
 from meshwright.parallel.exchange.group import by_nccl, of_process
+from meshwright.parallel.exchange.join import joined
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.absent import Absent
 from meshwright.parallel.zero.master import Master, Stretch
 from meshwright.probe.network import Network
+from meshwright.spec.compression import Compression
 from meshwright.spec.grid import Grid
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import recipe
@@ -126,3 +129,18 @@ def test_a_model_is_cut_where_it_was_built_and_only_buffers_go_to_the_device_who
     assert {each.device.type for each in model.buffers()} == {"meta"}
     absent = Absent(model[0], (torch.device("meta"), torch.bfloat16))
     assert (absent.weight.device.type, absent.weight.dtype) == ("meta", torch.bfloat16)
+
+
+def compressed(hosts: tuple[str, ...]) -> bool:
+    """Whether a sum over all ranks of these hosts, none of which shares memory, is compressed."""
+    plan, rank = Plan(dp_replicate=2), dist.get_rank()
+    mesh = Mesh(plan, Grid(plan), rank, Grid(plan).place(rank), torch.device("cpu"), hosts=hosts)
+    group = joined(mesh, "copies", [(0, 1)])
+    assert group is not None and group.process is not None
+    vector = Vector(0, 512, torch.zeros(512), [(0, (512,))])
+    return coded(Compression(kind="int8"), group, vector, scattered=False) is not None
+
+
+def test_sums_of_accelerators_are_compressed_where_they_leave_the_host_and_there_alone(ranks: Pool) -> None:
+    assert ranks.run(2, compressed, ("a", "a")) == [False, False]
+    assert ranks.run(2, compressed, ("a", "b")) == [True, True]

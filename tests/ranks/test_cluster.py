@@ -21,8 +21,9 @@ from equality import alone, check, train_between_hosts
 from meshwright.base.errors import InputError
 from meshwright.emulate.run import Emulated, emulated
 from meshwright.emulate.scale import Scaled
+from meshwright.parallel.device import host_identity
 from meshwright.parallel.mesh import make_mesh
-from meshwright.probe.device import host_identity, quota
+from meshwright.probe.device import quota
 from meshwright.probe.network import Network
 from meshwright.spec.measurement import Pair
 from meshwright.spec.plan import Plan, parse_plan

@@ -20,8 +20,8 @@ from meshwright.emulate.run import emulated
 from meshwright.emulate.scale import Scaled
 from meshwright.intake.clusters import parse_cluster
 from meshwright.intake.job import read_job, resolve
+from meshwright.parallel.device import host_identity
 from meshwright.parallel.mesh import make_mesh
-from meshwright.probe.device import host_identity
 from meshwright.probe.machine import measure
 from meshwright.probe.network import PAUSE, TURNS, Network
 from meshwright.search.rank import search

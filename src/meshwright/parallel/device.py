@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -44,3 +45,19 @@ def left_idle(found: torch.device | None) -> str:
     return (
         "" if found is None else f"this machine has an accelerator of the kind {found.type}, which is not used: training runs on its cores"
     )
+
+
+def host_identity() -> str:
+    """The same text for ranks of one machine and network: a container with a network of its own is a host of its own."""
+    try:
+        return f"{machine_identity()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return machine_identity()
+
+
+def machine_identity() -> str:
+    """The same text for ranks of one machine, whose processors one kernel counts."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename

@@ -7,14 +7,15 @@ share memory (shared.py) form groups without process groups, which cost threads 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.device import own_device
+from meshwright.parallel.device import host_identity, own_device
 from meshwright.parallel.exchange import processes
 from meshwright.parallel.exchange.group import Group, Sharing
 from meshwright.parallel.exchange.join import joined
@@ -47,6 +48,8 @@ class Mesh:
     identities: tuple[str, ...] = ()
     channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     away: Away | None = None
+    hosts: tuple[str, ...] = ()
+    """Of each rank, where accelerators meet whose memory is not shared."""
 
     def group(self, axis: str) -> Group | None:
         """The ranks along `axis` that share this rank's other coordinates; None when it is alone."""
@@ -79,6 +82,10 @@ class Mesh:
         names = {self.identities[rank] for rank in ranks} if self.identities else {""}
         return len(names) == 1 and "" not in names
 
+    def is_inside(self, ranks: Sequence[int]) -> bool:
+        """Whether all of `ranks` are known to be on one host."""
+        return bool(self.hosts) and len({self.hosts[rank] for rank in ranks}) == 1
+
     def lanes(self, name: str, ranks: list[int]) -> Lanes:
         assert self.host is not None, "these ranks do not share memory"
         return Lanes(self.host, ranks, self.words(name))
@@ -104,7 +111,10 @@ def make_mesh(plan: Plan, device: torch.device | None = None, timeout: float = 1
     if ranks == 1:
         return Mesh(plan, grid, rank, grid.place(rank), device)
     host, identities = meet(timeout) if device.type == "cpu" else (None, ())
-    mesh = Mesh(plan, grid, rank, grid.place(rank), device, {}, None, host, tuple(identities), {})
+    hosts = [""] * ranks if device.type != "cpu" else []
+    if hosts:
+        dist.all_gather_object(hosts, host_identity())
+    mesh = Mesh(plan, grid, rank, grid.place(rank), device, {}, None, host, tuple(identities), {}, hosts=tuple(hosts))
     return _grouped(mesh)
 
 
@@ -117,7 +127,7 @@ def _grouped(bare: Mesh) -> Mesh:
         if (group := joined(bare, name, parts, torchs.get(name))) is not None:
             groups[name] = group
     channels = {} if bare.device.type == "cpu" else processes.channels(grid, bare.rank)
-    return Mesh(bare.plan, grid, bare.rank, bare.place, bare.device, groups, device_mesh, bare.host, bare.identities, channels)
+    return replace(bare, groups=groups, device_mesh=device_mesh, channels=channels)
 
 
 def tie_group(mesh: Mesh) -> Group | None:

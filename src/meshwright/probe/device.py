@@ -18,6 +18,7 @@ from statistics import median
 import torch
 
 from meshwright.base.errors import MeshwrightError
+from meshwright.parallel.device import host_identity
 from meshwright.parallel.offload.scratch import Scratch, aligned
 from meshwright.spec.measurement import Measured, Product
 
@@ -231,19 +232,3 @@ def share_of_core() -> float:
             torch.mm(matrix, matrix)
         most = max(most, (time.thread_time() - used) / passed)
     return min(most, 1.0)
-
-
-def host_identity() -> str:
-    """The same text for ranks of one machine and network: a container with a network of its own is a host of its own."""
-    try:
-        return f"{machine_identity()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return machine_identity()
-
-
-def machine_identity() -> str:
-    """The same text for ranks of one machine, whose processors one kernel counts."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename

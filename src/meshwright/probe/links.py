@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.base.units import show_rate
+from meshwright.parallel.device import host_identity
 from meshwright.parallel.mesh import Mesh
-from meshwright.probe.device import host_identity
 from meshwright.probe.network import ENOUGH, LARGE, LARGEST
 from meshwright.spec.measurement import Pair
 from meshwright.spec.tiers import ODD, tiers

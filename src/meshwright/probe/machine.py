@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.device import host_identity, machine_identity
 from meshwright.parallel.mesh import make_mesh
-from meshwright.probe.device import host_identity, machine_identity, measure_device, quota
+from meshwright.probe.device import measure_device, quota
 from meshwright.probe.network import Network
 from meshwright.spec.measurement import Measurement
 from meshwright.spec.plan import Plan

@@ -185,7 +185,7 @@ class Ways(NamedTuple):
 
 def coded(asked: Compression | None, group: Group | None, vector: Vector, scattered: bool) -> Coded | LowRank | None:
     """How sums of `vector`, or of slices of it, go over `group`: None where plainly, also because nothing leaves the host."""
-    if asked is None or group is None or group.process is None:
+    if asked is None or group is None or group.process is None or group.inside:
         return None
     runs = _runs(group, vector.start, vector.stop, scattered)
     numel = sum(stop - start for start, stop in runs)

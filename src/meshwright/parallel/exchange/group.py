@@ -51,6 +51,8 @@ class Group:
     meter: Meter = field(default_factory=Meter)
     line: deque[Any] = field(default_factory=deque)
     """Second messages that wait for their turn (lowrank.py)."""
+    inside: bool = False
+    """Whether its process group is known to stay on one host."""
 
     @property
     def size(self) -> int:

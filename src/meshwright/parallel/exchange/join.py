@@ -36,7 +36,7 @@ def joined(mesh: Mesh, name: str, parts: Sequence[Sequence[int]], process: dist.
         if own:
             flat = of_process(made)
             assert flat is not None
-            mine = Group(flat.ranks, flat.index, flat.process, tiers, Meter(Clock.of(mesh.device)))
+            mine = Group(flat.ranks, flat.index, flat.process, tiers, Meter(Clock.of(mesh.device)), inside=mesh.is_inside(ranks))
     return mine
 
 
