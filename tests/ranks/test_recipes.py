@@ -10,8 +10,8 @@ import torch
 from equality import anatomy_of, make_batch, make_model, measured
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.tensor.products import Float8, check_device, check_plan
-from meshwright.parallel.update.door import Rule, check_rule
+from meshwright.parallel.tensor.products import Float8, check_device
+from meshwright.parallel.update.door import ELEMENTWISE, Rule, check_rule
 from meshwright.parallel.update.rounding import Places, bits, key_of, round_into, rounded
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import Recipe, recipe
@@ -146,7 +146,7 @@ def test_a_device_without_such_products_is_refused_in_one_line(name: str, line: 
     with pytest.raises(InputError, match=line):
         check_device(recipe(name), torch.device("cpu"))
     with pytest.raises(InputError, match="fp8 runs without tensor parallelism"):
-        check_plan(recipe("fp8"), parse_plan("tp2"))
+        check_rule("cuda", ELEMENTWISE, recipe("fp8"), parse_plan("tp2"))
 
 
 def test_contradictory_recipes_are_refused_in_one_line() -> None:

@@ -53,6 +53,10 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
         (["estimate", *SMALL, "--plan", "dp3"], "plan dp3: dp(3) * tp(1) * pp(1) = 3 but the cluster has 4 devices"),
         (["plan", *SMALL, "--plan", "dp2"], "dp(2) * tp(1) * pp(1) = 2 but the cluster has 4 devices"),
         (
+            ["train", "--cluster", "local:1", "--optimizer", "muon", "--plan", "dp1.off-optimizer-files"],
+            "plan dp1.off-optimizer-files: an optimizer of whole tensors cannot wait elsewhere: leave off-optimizer-files out",
+        ),
+        (
             ["plan", "--set", "run.checkpoint_every=often"],
             "$.run.checkpoint_every: input should be a valid integer, unable to parse string as an integer, or 'auto', got 'often'",
         ),

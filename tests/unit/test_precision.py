@@ -9,7 +9,9 @@ import pytest
 import meshwright as mw
 from meshwright.base.errors import InputError
 from meshwright.intake.job import read_job, resolve
+from meshwright.search.rank import search
 from meshwright.spec.job import Job
+from meshwright.spec.rules import faults
 from meshwright.spec.workload import Workload
 
 GB = 1e9
@@ -56,9 +58,11 @@ def test_every_recipe_and_rule_is_planned_with_what_runs_it() -> None:
     for precision in ("bf16", "bf16-pure", "fp8", "tf32"):
         assert mw.plan(job(precision=precision), 1)[0].estimate.mfu < 1
     fp8 = mw.plan(job(precision="fp8"), 3)
-    assert all(entry.plan.tp == 1 and entry.plan.schedule == "1f1b" for entry in fp8)
+    assert all(entry.plan.tp == 1 and entry.plan.schedule in ("1f1b", "gpipe", "interleaved") for entry in fp8)
     assert fp8[0].estimate.time.step < mw.plan(job(precision="bf16"), 1)[0].estimate.time.step
     assert not any(entry.plan.offload for entry in mw.plan(job(optimizer__name="muon"), 3))
+    with pytest.raises(InputError, match="exact: fp16 scales its loss"):
+        job(precision="fp16", exact=1)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +85,59 @@ def test_what_cannot_be_is_one_line(cluster: str, workload: dict[str, Any], line
     with pytest.raises(InputError, match=line) as refused:
         job(cluster, **workload)
     assert "\n" not in str(refused.value)
+
+
+REFUSED = [
+    ("1x8:h100", {"precision": "bf16", "optimizer__name": "muon"}, "dp8.z1.off-optimizer", "an optimizer of whole tensors cannot wait elsewhere"),
+    ("1x8:h100", {"precision": "bf16", "optimizer__name": "adafactor"}, "dp8.z3.off-parameters", "an optimizer of whole tensors cannot wait"),
+    ("1x8:h100", {"precision": "bf16-pure"}, "dp8.z1.off-optimizer", "precision bf16-pure cannot wait elsewhere"),
+    ("1x8:h100", {"precision": "bf16", "optimizer__state": "8bit"}, "dp8.z1.off-optimizer", "states of 8 bits cannot wait elsewhere"),
+    ("1x8:h100", {"precision": "fp8"}, "dp4.tp2.z1", "fp8 runs without tensor parallelism"),
+    ("1x8:h100", {"precision": "fp8"}, "pp8.zb1", "fp8 runs without tensor parallelism and zero-bubble schedules"),
+    ("1x8:h100", {"precision": "fp32"}, "dp8.z3.off-parameters", "add off-optimizer, so that they are updated there, or use bf16"),
+    ("1x2:h100", {"precision": "bf16", "compression__kind": "int8"}, "dp2.z1.shards3-1", "compressed gradients go in equal parts"),
+    ("2x8:h100", {"precision": "bf16", "local__replicas": 2}, "dp2.cp8.rc-layer", "workload.local does not go with z0 with cp"),
+    ("2x8:h100", {"precision": "bf16", "local__replicas": 2}, "dp2x8.z1.off-optimizer", "workload.local does not go with off-optimizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cluster", "workload", "plan", "line"), REFUSED, ids=str)
+def test_a_plan_that_the_ranks_would_refuse_is_refused_where_it_is_priced(
+    cluster: str, workload: dict[str, Any], plan: str, line: str
+) -> None:
+    with pytest.raises(InputError, match=f"plan {plan}: .*{line}"):
+        mw.estimate(job(cluster, **workload), plan)
+
+
+@pytest.mark.parametrize(("cluster", "workload", "plan", "line"), [each for each in REFUSED if "shards" not in each[2]], ids=str)
+def test_a_search_ranks_nothing_that_the_ranks_would_refuse_and_counts_it(
+    cluster: str, workload: dict[str, Any], plan: str, line: str
+) -> None:
+    asked = job(cluster, **workload)
+    given, none = mw.parse_plan(plan), mw.parse_plan("dp1")
+    pinned = {name: getattr(given, name) for name in ("offload", "tp", "schedule", "cp") if getattr(given, name) != getattr(none, name)}
+    pinned |= {"zero": 0} if given.cp > 1 else {}
+    with pytest.raises(InputError, match=line):
+        mw.plan(asked.but(pins={**asked.pins, **pinned}), 5)
+    found = search(asked, 3)
+    reasons = {fault.reason for fault in faults(asked, given)}
+    assert any(each.count and each.reason in reasons for each in found.rejected)
+
+
+def test_plans_that_an_update_does_not_go_with_are_counted_once() -> None:
+    """As many are considered as of the same job that all of them go with."""
+    counts = {search(job("2x8:h100", precision="bf16", optimizer__name=name), 1).considered for name in ("adamw", "muon")}
+    assert len(counts) == 1
+
+
+def test_what_an_optimizer_of_whole_tensors_and_float8_go_with_is_searched() -> None:
+    muon = job(precision="bf16", optimizer__name="muon")
+    assert mw.plan(muon.but(pins={**muon.pins, "offload": ("activations",)}), 1)[0].plan.offload == ("activations",)
+    float8 = job(precision="fp8")
+    for schedule in ("gpipe", "interleaved"):
+        assert mw.plan(float8.but(pins={**float8.pins, "schedule": schedule, "pp": 4}), 1)[0].plan.schedule == schedule
+    local = job("2x8:h100", precision="bf16", local__replicas=2)
+    assert mw.estimate(local, "dp2x8.z1.off-activations").fits
 
 
 def test_a_compiled_plan_reads_back_and_is_found_by_a_pin() -> None:

@@ -191,12 +191,16 @@ def _unpriced(file: JobFile, reason: str, world: int | None) -> Choice:
     from meshwright.base.errors import InputError
     from meshwright.intake.job import cluster_from
     from meshwright.spec.plan import Plan
+    from meshwright.spec.rules import workload_faults
     from meshwright.words.say import tell
 
-    devices = world or cluster_from(file.cluster).devices
+    cluster = cluster_from(file.cluster)
+    devices = world or cluster.devices
     plan = file.given_plan() or Plan(dp_replicate=devices, micro_batch=max(file.workload.exact, 1))
     if plan.world != devices:
         raise InputError(f"plan {plan.name} is for {plan.world} ranks but there are {devices} devices")
+    for fault in workload_faults(plan, file.workload, cluster):
+        raise InputError(f"plan {plan.name}: {fault.message}")
     return Choice(None, plan, None, [tell("choice.unpriced", plan=plan.name, reason=reason)])
 
 

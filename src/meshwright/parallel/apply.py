@@ -51,7 +51,7 @@ from meshwright.parallel.place import (
 from meshwright.parallel.tensor.chance import drops
 from meshwright.parallel.tensor.chunked import chunk_loss
 from meshwright.parallel.tensor.layers import partial_names, shard_model, with_whole_logits
-from meshwright.parallel.tensor.products import check_plan, use_products
+from meshwright.parallel.tensor.products import use_products
 from meshwright.parallel.tensor.statistics import check_passes
 from meshwright.parallel.update.door import check_rule, rule_of
 from meshwright.parallel.update.groups import Groups, MakeOptimizer
@@ -213,9 +213,7 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
 
 
 def _check_recipe(model: nn.Module, mesh: Mesh, recipe: Recipe) -> None:
-    """What float8 products need, and what exact sums rest on (exact.py): one thread, no draws that differ between ranks, gradients of their
-    own size."""
-    check_plan(recipe, mesh.plan)
+    """What exact sums rest on (exact.py): one thread, no draws that differ between ranks, gradients of their own size."""
     check_compiler(mesh.plan, mesh.device)
     if not recipe.exact:
         return

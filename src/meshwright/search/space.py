@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, combinations, pairwise
+from itertools import combinations, pairwise
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ import numpy as np
 from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards, new_parts
 from meshwright.cost.collectives import fabric
 from meshwright.search.division import divisors, even, relieved
+from meshwright.search.legal import Orders, Updates, against_cut, first_fault, plans_of
 from meshwright.search.pinned import check_pins
 from meshwright.search.worth import CORE_WORTH, DERIVED_WORTH, core_share, derived_share, relief
 from meshwright.spec.choices import goes_in_part
@@ -48,18 +49,7 @@ from meshwright.spec.plan import (
     Recompute,
     Schedule,
 )
-from meshwright.spec.rules import (
-    Fault,
-    batch_faults,
-    compile_faults,
-    context_faults,
-    division_faults,
-    expert_faults,
-    offload_faults,
-    sequence_faults,
-    stage_faults,
-    tensor_faults,
-)
+from meshwright.spec.rules import Fault, batch_faults, context_faults
 from meshwright.spec.runs import RUNS
 
 ORDERS: tuple[tuple[Axis, ...], ...] = (AXES, ("dp", "pp", "tp"))
@@ -148,8 +138,12 @@ class Space:
         self._recompute = [Recompute.none, *([] if self.pins.get("compile") else inside), Recompute.layer]
         self._partly = not {"recompute", "recompute_layers", "recompute_rest"} & self.pins.keys()
         self._reliefs = range(1, relief(self.job) + 1)
-        self._offloads = self._ways_to_offload()
-        self._away = [bool(set(choice) & set(PARAMETERS)) for choice in self._offloads]
+        self._updates = Updates(self.job)
+        ways = self._ways_to_offload()
+        self._offloads = [way for way in ways if self._updates.against_way(way) is None]
+        self._kept_near = [way for way in ways if way not in self._offloads]
+        """What must not wait elsewhere, for how it is updated."""
+        self._away = [bool(set(choice) & set(PARAMETERS)) for choice in (*self._offloads, *self._kept_near)]
         self._shards_of: dict[tuple[int, int], tuple[Shards, ...]] = {}
 
     @property
@@ -165,19 +159,21 @@ class Space:
         """Legal regions, simpler degrees first."""
         devices = self.job.cluster.devices
         for pp in self._choices("pp", divisors(devices)):
-            orders = self._orders(pp)
-            parts = int(new_parts(orders, self._parts(orders)).sum())
+            every = self._orders(pp)
+            kept = [order for order in every if self._updates.against_order(pp, order) is None]
+            lost = [order for order in every if order not in kept]
+            orders = Orders(kept, lost, *(int(new_parts(some, self._parts(some)).sum()) for some in (kept, lost)))
             for tp in self._choices("tp", divisors(devices // pp)):
                 together: dict[tuple[Any, ...], list[Cell]] = {}
                 for cp in self._choices("cp", divisors(devices // (pp * tp))):
                     shards = self._shards(devices // (pp * tp * cp), cp)
                     for (ep, expert_tensor), part in self._experts(tp, cp, shards).items():
-                        cell = self._cell(Layout(tp, pp, ep, expert_tensor), cp, tuple(part), (orders, parts))
+                        cell = self._cell(Layout(tp, pp, ep, expert_tensor), cp, tuple(part), orders)
                         if cell is not None:
                             alone = cp if self.pins.keys() & {"dp_shard", "dp_replicate"} else 0
                             together.setdefault((cell[:3], alone), []).append(cell)
                 for cells in together.values():
-                    yield self._region(cells, orders)
+                    yield self._region(cells, orders.kept)
 
     def refuse(self, reason: str, count: int, example: str) -> None:
         if count:
@@ -259,50 +255,74 @@ class Space:
 
     # --- regions ----------------------------------------------------------------------------------------------------------------
 
-    def _cell(self, layout: Layout, cp: int, shards: tuple[Shards, ...], order: tuple[list[Order], int]) -> Cell | None:
-        """What is legal of one layout and number of context ranks, with the orders and how many parts of their blocks recompute; what is not
-        is counted."""
-        orders, parts = order
+    def _cell(self, layout: Layout, cp: int, shards: tuple[Shards, ...], orders: Orders) -> Cell | None:
+        """What is legal of one layout and number of context ranks; what is not is counted."""
         job, data = self.job, shards[0].replicas * shards[0].holders
-        dp, batch, recompute = data // cp, job.workload.batch, self._whole()
+        dp, batch = data // cp, job.workload.batch
         contexts = self._contexts(cp, layout.tp)
         parallel = self._choices("sequence_parallel", [False, True] if layout.tp > 1 else [False])
         sizes = [self.pins["micro_batch"]] if "micro_batch" in self.pins else [batch] if job.model.against_division else divisors(batch)
         axes = self._axes(layout, data)
-        whole = len(recompute) * len(orders)
-        third, apart = (sum(table) for table in zip(*((shard.zero == 3, not shard.lone) for shard in shards), strict=True))
-        pairs = [third if away else apart for away in self._away or [False]]
-        each = (whole + parts) * sum(pairs) + whole * (len(axes) - 1) * pairs[0] if axes else 0
-        size = each * len(sizes) * len(parallel) * len(contexts)
-        self.considered += size
-        if not size:
-            return None
+        beside = len(sizes) * len(parallel) * len(contexts) if axes else 0
 
         def micro_batches(sizes: list[int], contexts: list[tuple[Context, int]]) -> tuple[MicroBatch, ...]:
             return tuple(MicroBatch(size, batch // (dp * size), cp, *context) for context in contexts for size in sizes)
 
-        layout = layout._replace(axes=axes[0])
-        example = self._box(Cell(layout, axes, (False,), micro_batches(sizes[:1], contexts[:1]), shards[:1]), orders[:1])
+        lost = [shard for shard in shards if self._updates.against_shards(shard, cp)]
+        shards = tuple(shard for shard in shards if shard not in lost)
+        if beside:
+            layout = layout._replace(axes=axes[0])
+            cell = Cell(layout, axes[1:], (False,), micro_batches(sizes[:1], contexts[:1]), shards)
+            self._take_update(cell, lost, orders, beside)
+        ways = self._offloads or [()] * (not self._kept_near)
+        each = plans_of(shards, ways, len(self._whole()), orders.parts, len(orders.kept), len(axes))
+        size = each * beside
+        self.considered += size
+        if not size:
+            return None
+        example = self._box(Cell(layout, axes, (False,), micro_batches(sizes[:1], contexts[:1]), shards[:1]), orders.kept[:1])
         first = example.plan((0, 0, 0, 0, 0, 0))
-        fault = first_fault(job, first)
+        fault = first_fault(job, first, self._updates)
         if fault is not None:
-            self._take(fault, first, size)
+            _take(self, fault, first, size)
             return None
         if True in parallel and (fault := against_cut(job, cut := first.but(sequence_parallel=True))):
-            self._take(fault, cut, each * len(sizes) * len(contexts))
+            _take(self, fault, cut, each * len(sizes) * len(contexts))
             parallel = [choice for choice in parallel if not choice]
         fit = [micro_batch for micro_batch in sizes if batch % (dp * micro_batch) == 0]
         if len(fit) < len(sizes):
             odd = first.but(micro_batch=next(micro_batch for micro_batch in sizes if micro_batch not in fit))
-            self._take(next(batch_faults(odd, batch)), odd, each * len(parallel) * len(contexts) * (len(sizes) - len(fit)))
+            _take(self, next(batch_faults(odd, batch)), odd, each * len(parallel) * len(contexts) * (len(sizes) - len(fit)))
         for way in contexts:
             headed = first.but(context=way[0], ulysses=way[1])
             if (fault := next(context_faults(headed, job.model.divisible), None)) is not None:
-                self._take(fault, headed, each * len(parallel) * len(fit))
+                _take(self, fault, headed, each * len(parallel) * len(fit))
                 contexts = [other for other in contexts if other != way]
         if not fit or not parallel or not contexts:
             return None
         return Cell(layout, axes[1:], tuple(parallel), micro_batches(fit, contexts), shards)
+
+    def _take_update(self, cell: Cell, lost: Sequence[Shards], orders: Orders, beside: int) -> None:
+        """Counts what the update of the job does not go with: ways to offload, orders, then shards. `beside`: plans of each other choice."""
+        every = [*self._offloads, *self._kept_near] or [()]
+        axes, whole, parts = 1 + len(cell.axes), len(self._whole()), orders.parts + orders.lost_parts
+        cases = [
+            *(
+                (cell.shards, orders.kept, [way], plans_of(cell.shards, [way], whole, orders.parts, len(orders.kept)))
+                for way in self._kept_near
+            ),
+            (cell.shards, orders.lost, every, plans_of(cell.shards, every, whole, orders.lost_parts, len(orders.lost), axes)),
+            (lost, [*orders.kept, *orders.lost], every, plans_of(lost, every, whole, parts, len(orders.kept) + len(orders.lost), axes)),
+        ]
+        for shards, some, ways, count in cases:
+            if count:
+                way, shard = next((way, shard) for way in ways for shard in shards if shard.keeps(way))
+                box = replace(self._box(cell._replace(shards=(shard,)), some[:1]), offload=(way,))
+                plan = box.plan((0, 0, 0, 0, 0, 0))
+                fault = self._updates.against(plan)
+                assert fault is not None
+                self.considered += count * beside
+                _take(self, fault, plan, count * beside)
 
     def _contexts(self, cp: int, tp: int) -> list[tuple[Context, int]]:
         """How so many context ranks may attend, as in a plan: by a ring, by heads, or by both, with as many exchanging heads as heads allow."""
@@ -360,10 +380,7 @@ class Space:
         if illegal.any():
             plan = box.plan(tuple(np.argwhere(illegal[0])[0].tolist()))
             all_of_it = replace(region, box=in_rounds)
-            self._take(next(batch_faults(plan, self.job.workload.batch)), plan, all_of_it.legal - region.legal)
-
-    def _take(self, fault: Fault, plan: Plan, count: int) -> None:
-        self.refuse(fault.reason, count, f"{plan.name}: {fault.message}")
+            _take(self, next(batch_faults(plan, self.job.workload.batch)), plan, all_of_it.legal - region.legal)
 
 
 def rungs(kinds: Sequence[Recompute]) -> tuple[Again, ...]:
@@ -372,21 +389,5 @@ def rungs(kinds: Sequence[Recompute]) -> tuple[Again, ...]:
     return tuple(Again(more, rest=less) for less, more in pairwise(steps))
 
 
-def first_fault(job: Job, plan: Plan) -> Fault | None:
-    """The first rule that all plans of a layout break."""
-    model = job.model
-    rules = (
-        tensor_faults(plan, model.divisible, model.tensor_parallel),
-        expert_faults(plan, model.experts),
-        offload_faults(plan, job.cluster),
-        compile_faults(plan),
-        stage_faults(plan, max(model.blocks, 1)),
-        sequence_faults(plan, job.workload.sequence),
-        division_faults(plan, job.workload.batch, model.against_division),
-    )
-    return next(chain.from_iterable(rules), None)
-
-
-def against_cut(job: Job, plan: Plan) -> Fault | None:
-    """Why the sequence cannot be cut as `plan` does."""
-    return next(sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence), None)
+def _take(space: Space, fault: Fault, plan: Plan, count: int) -> None:
+    space.refuse(fault.reason, count, f"{plan.name}: {fault.message}")

@@ -15,7 +15,10 @@ from meshwright.base.errors import InputError
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.local import Local
-from meshwright.spec.plan import FILES, Context, Plan, Recompute, Schedule
+from meshwright.spec.model import Layer
+from meshwright.spec.plan import FILES, Context, Offload, Plan, Recompute, Schedule
+from meshwright.spec.precision import Recipe
+from meshwright.spec.workload import Workload
 
 
 class Fault(NamedTuple):
@@ -178,13 +181,74 @@ def local_faults(plan: Plan, local: Local | None) -> Iterator[Fault]:
             ("ep", plan.ep > 1),
             ("sh", plan.shares),
             ("mb of unlike sizes", plan.micro_batch_sizes),
-            ("off", plan.offload),
+            *((f"off-{what}", True) for what in states_away(plan)),
             ("z0 with cp", plan.cp > 1 and not plan.zero),
         )
         if there
     ]
     if other:
         yield Fault("replicas of their own do not go with it", f"workload.local does not go with {', '.join(other)}; leave it out")
+
+
+def states_away(plan: Plan) -> tuple[str, ...]:
+    """What waits elsewhere of that which an update reads and writes.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> states_away(parse_plan("dp2.z1.off-optimizer-files.off-activations"))
+    ('optimizer-files',)
+    """
+    return tuple(str(what) for what in plan.offload if what != Offload.activations)
+
+
+class Update(NamedTuple):
+    """How weights are updated: types, whether some or all tensors are updated whole, whether devices are cores, whose memory is the host's, and
+    tensors of experts that are updated whole."""
+
+    recipe: Recipe
+    whole: bool = False
+    on_cores: bool = True
+    experts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, workload: Workload, cluster: Cluster, layers: Sequence[Layer] = ()) -> Update:
+        rule = workload.optimizer
+        on_cores = all(group.device.name.lower().startswith("cpu") for group in cluster.groups)
+        held = [(layer, each) for layer in layers for each in layer.parameters if each.experts and not each.frozen]
+        experts = tuple(f"{layer.name}.{each.name}" for layer, each in held if rule.updates_whole(each.shape, True))
+        return cls(workload.recipe, rule.whole, on_cores, experts)
+
+
+def update_faults(plan: Plan, update: Update) -> Iterator[Fault]:
+    """What types, and rules that update tensors whole, go with."""
+    recipe, away = update.recipe, states_away(plan)
+    if recipe.products == "fp8" and (plan.tp > 1 or any(plan.separates(stage) for stage in range(plan.stages))):
+        yield Fault(
+            "float8 layers multiply whole weights in one action",
+            "fp8 runs without tensor parallelism and zero-bubble schedules: use tp1 and 1f1b, or bf16",
+        )
+    if recipe.compression is not None and plan.shard_weights:
+        yield Fault("compressed gradients go in equal parts", "compressed gradients go in equal parts: leave shards out, or compression")
+    if not update.on_cores and not recipe.master and away and all(what.startswith("parameters") for what in away):
+        yield Fault(
+            "weights that wait on the host are updated there",
+            f"in {recipe.name} what is updated is the weights themselves, which wait on the host: add off-optimizer, "
+            "so that they are updated there, or use bf16",
+        )
+    if away and (update.whole or recipe.rounds or recipe.eight):
+        what = "an optimizer of whole tensors" if update.whole else f"precision {recipe.name}" if recipe.rounds else "states of 8 bits"
+        yield Fault("such states cannot wait elsewhere", f"{what} cannot wait elsewhere: leave off-{away[0]} out, or use AdamW with bf16")
+    if plan.ep > 1 and update.experts:
+        yield Fault(
+            "experts that are dealt are nowhere whole",
+            f"the optimizer needs {update.experts[0]} whole, of which ep deals the experts to ranks: use ep1, or AdamW",
+        )
+
+
+def workload_faults(plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[Layer] = ()) -> Iterator[Fault]:
+    """Every rule of what a workload asks for besides its batch. `layers` of the model, where they are known."""
+    yield from update_faults(plan, Update.of(workload, cluster, layers))
+    yield from exact_faults(plan, workload.exact)
+    yield from local_faults(plan, workload.local)
 
 
 def micro_batches_of(actions: Sequence[str]) -> int:
@@ -228,8 +292,7 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     yield from sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence)
     yield from division_faults(plan, job.workload.batch, job.model.against_division)
     yield from batch_faults(plan, job.workload.batch)
-    yield from exact_faults(plan, job.workload.exact)
-    yield from local_faults(plan, job.workload.local)
+    yield from workload_faults(plan, job.workload, job.cluster, job.model.layers)
 
 
 def check_plan(job: Job, plan: Plan) -> None:

@@ -14,6 +14,9 @@ from meshwright.spec.precision import Recipe, recipe
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
 """Tensors of a state beside each parameter, of the weights' shape; `Optimizer.elements` knows the rules that differ by shape."""
 
+WHOLE = ("muon", "adafactor")
+"""Rules that update a tensor as one."""
+
 BLOCK_OF_STATES = 32
 """Elements of an 8-bit state that share a scale of 4 bytes: as the flat buffers align, so that no block lies on two ranks."""
 
@@ -47,6 +50,15 @@ class Optimizer(Noun):
     def states(self) -> int:
         """State tensors per parameter."""
         return OPTIMIZER_STATES[self.name]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it updates tensors whole, some or all."""
+        return self.name in WHOLE
+
+    def updates_whole(self, shape: tuple[int, ...], in_block: bool) -> bool:
+        """Muon: matrices of blocks; Adafactor: everything."""
+        return self.name == "adafactor" or (self.name == "muon" and in_block and len(shape) == 2)
 
     def state_bytes(self, size: int) -> float:
         """Of one element of a state that is else held in `size` bytes.
@@ -122,9 +134,11 @@ class Workload(Noun):
         if self.compression is not None and (self.exact or self.precision == "fp16"):
             what = "exact sums lose nothing" if self.exact else "what fp16 keeps back for the next step has another loss scale there"
             raise ValueError(f"compression {self.compression.kind}: {what}: leave compression out, or choose another precision")
+        if chosen.exact and chosen.loss_scaling:
+            raise ValueError(f"exact: {chosen.name} scales its loss, so that gradients are not of their own size: use bf16 or fp32")
         if chosen.exact and self.reduce is not None:
             raise ValueError(f"exact adds gradients as integers, reduce {self.reduce} as numbers: leave one out")
-        if chosen.rounds and self.optimizer.name in ("muon", "adafactor"):
+        if chosen.rounds and self.optimizer.whole:
             raise ValueError(
                 f"precision {chosen.name} rounds states of an element for each weight, which {self.optimizer.name} has not: use bf16"
             )
@@ -154,20 +168,14 @@ class Workload(Noun):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Fields of a plan that the result hangs on, where it is to be exact, or that what is asked for runs with, unless someone fixes them
-        otherwise.
+        """Fields of a plan that the result hangs on, where it is to be exact or replicas go their own ways, unless someone fixes them otherwise.
 
         >>> Workload(exact=2).fixed
         {'micro_batch': 2, 'tp': 1, 'pp': 1, 'cp': 1, 'ep': 1}
         """
-        found: dict[str, Any] = {}
-        if self.recipe.products:
-            found = {"tp": 1, "schedule": "1f1b"}
-        if self.recipe.rounds or self.recipe.eight or self.optimizer.name in ("muon", "adafactor"):
-            found["offload"] = ()
         if self.local is not None:
-            return {**found, "dp_replicate": self.local.replicas, "ep": 1}
-        return {**found, **({"micro_batch": self.exact, "tp": 1, "pp": 1, "cp": 1, "ep": 1} if self.exact else {})}
+            return {"dp_replicate": self.local.replicas, "ep": 1}
+        return {"micro_batch": self.exact, "tp": 1, "pp": 1, "cp": 1, "ep": 1} if self.exact else {}
 
     @property
     def tokens(self) -> int:

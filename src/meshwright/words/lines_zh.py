@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from meshwright.words.lines_zh_machines import MACHINES
+from meshwright.words.lines_zh_updates import UPDATES
 
 LINES = {
     **MACHINES,
+    **UPDATES,
     # --- plans
-    "workload.local does not go with {}; leave it out": "workload.local 不能与 {0} 同用；请去掉它",
-    "dp_replicate({}) is not workload.local.replicas({}); use dp{}, or dp{}xN.z1": "dp_replicate({0}) 不等于 workload.local.replicas({1})；请用 dp{2}，或 dp{3}xN.z1",
     "--page and --budget: the page has a slider for the memory of a device; leave one out": "--page 与 --budget：网页里有设备显存的滑块；请去掉一个",
     "ZeRO 0 shards nothing: write dp{} without a shard group, or z1 to z3": "ZeRO 0 不切分任何东西：写 dp{0} 而不写切分组，或者写 z1 到 z3",
     "sequence parallelism (sp) splits activations over tensor ranks and needs tp > 1": "序列并行（sp）把激活切给各张量 rank，需要 tp > 1",
@@ -17,7 +17,6 @@ LINES = {
     "recompute_layers {} counts blocks that recompute as a whole or by operation: write recompute layer or operations": "recompute_layers {0} 数的是整块重算或按运算重算的块：写 recompute layer 或 operations",
     "recompute_rest {} is of the blocks behind the first ones that recompute as a whole: write rc-layer8-operations": "recompute_rest {0} 说的是前几个整块重算的块之后的块：写 rc-layer8-operations",
     "pin recompute_rest={} is of the blocks behind the first ones that recompute: pin recompute_layers too": "固定 recompute_rest={0} 说的是前几个重算的块之后的块：请同时固定 recompute_layers",
-    "micro_batch({}) is not workload.exact({}); use mb{}": "micro_batch({0}) 不是 workload.exact({1})；请用 mb{2}",
     "ulysses says how context ranks attend and needs cp > 1": "ulysses 是上下文 rank 做注意力的方式，需要 cp > 1",
     "placement names {} ranks of pp({}); each has its group, in 1f1b or gpipe": "placement 给出 {0} 个 rank，而 pp({1})；每个 rank 属于一个组，只用 1f1b 或 gpipe",
     "axes {} must name each of {} once": "axes {0} 必须把 {1} 各写一次",

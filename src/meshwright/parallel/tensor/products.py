@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
-from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 
 LEAST = {"tf32": (8, 0), "fp8": (8, 9)}
@@ -44,12 +43,6 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
             )
     if recipe.rate == "tf32":
         torch.set_float32_matmul_precision("high")
-
-
-def check_plan(recipe: Recipe, plan: Plan) -> None:
-    """Float8 layers multiply whole weights in one action."""
-    if recipe.products == "fp8" and (plan.tp > 1 or any(plan.separates(stage) for stage in range(plan.stages))):
-        raise InputError(f"plan {plan.name}: fp8 runs without tensor parallelism and zero-bubble schedules: use tp1 and 1f1b, or bf16")
 
 
 def use_products(model: nn.Module, anatomy: Anatomy, recipe: Recipe) -> None:

@@ -26,8 +26,9 @@ import torch
 from meshwright.base.errors import InputError
 from meshwright.parallel.update.groups import Groups, Whole, first_line
 from meshwright.parallel.zero.master import Run
-from meshwright.spec.plan import Offload, Plan
+from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
+from meshwright.spec.rules import Update, update_faults
 
 NEAR = 1e-6
 """Of what the steps changed: two orders of the same operations differ by roundings, two rules by more."""
@@ -89,23 +90,14 @@ def can_fuse(kinds: Sequence[str]) -> bool:
 
 
 def check_rule(device: str, rule: Rule, recipe: Recipe, plan: Plan) -> None:
-    """States in fewer bytes, or elsewhere, are of an element for each weight; elsewhere in the type of the update."""
+    """States in fewer bytes are of an element for each weight; the rest are rules of plans, which the planner knows too."""
     if rule != ELEMENTWISE and (recipe.rounds or recipe.eight):
         raise InputError(
             f"precision {recipe.name}: states of {8 if recipe.eight else 16} bits are of an element for each weight, which an optimizer of whole "
             "tensors (Muon, Adafactor) has not: use AdamW, or another precision"
         )
-    kept = [str(what) for what in plan.offload if what is not Offload.activations]
-    if device != "cpu" and not recipe.master and kept and all(what.startswith("parameters") for what in kept):
-        raise InputError(
-            f"plan {plan.name}: in {recipe.name} what is updated is the weights themselves, which wait on the host: add off-optimizer, "
-            "so that they are updated there, or use bf16"
-        )
-    if kept and (rule != ELEMENTWISE or recipe.rounds or recipe.eight):
-        what = (
-            "an optimizer of whole tensors" if rule != ELEMENTWISE else f"precision {recipe.name}" if recipe.rounds else "states of 8 bits"
-        )
-        raise InputError(f"plan {plan.name}: {what} cannot wait elsewhere: leave off-{kept[0]} out, or use AdamW with bf16")
+    for fault in update_faults(plan, Update(recipe, rule != ELEMENTWISE, device == "cpu")):
+        raise InputError(f"plan {plan.name}: {fault.message}")
 
 
 def rule_of(groups: Groups) -> Rule:

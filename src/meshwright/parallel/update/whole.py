@@ -27,6 +27,7 @@ from meshwright.parallel.update.door import Rule
 from meshwright.parallel.update.groups import Groups, Whole
 from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.layout import shard_bounds
+from meshwright.spec.rules import Update, update_faults
 
 Segment = tuple[int, int]
 
@@ -280,7 +281,8 @@ def give_whole(engine: Parallel, needs: Needs) -> None:
 
 def _part(engine: Parallel, unit: FlatUnit, name: str) -> Part:
     if engine.experts is not None and name in engine.experts.dealt:
-        raise InputError(f"the optimizer needs {name} whole, of which ep deals the experts to ranks: use ep1, or AdamW")
+        for fault in update_faults(engine.mesh.plan, Update(engine.recipe, experts=(name,))):
+            raise InputError(fault.message)
     split, _, ranks, _ = cut_of(engine, unit, name)
     shape = engine.shapes[name]
     held = () if split is None else tuple(tuple(intervals(split.parts or shape[split.dim], rank, ranks)) for rank in range(ranks))

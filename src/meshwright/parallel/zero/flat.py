@@ -22,7 +22,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.compression import Vector, Ways, coded
 from meshwright.parallel.exchange.exchange import DONE, Pending, all_gather, all_reduce, in_memory, reduce_scatter
 from meshwright.parallel.exchange.group import Sharing, alone
@@ -83,8 +82,6 @@ class FlatUnit:
         self._lay_weights()
         self._lay_gradients(GRADIENTS.get(recipe.reduced, self.dtype) if self.sums is None else self.sums.dtype)
         self._make_master(recipe, groups)
-        if recipe.compression is not None and sharing.weights:
-            raise InputError(f"plan {mesh.plan.name}: compressed gradients go in equal parts: leave shards out, or compression")
         self.across = _across(self, recipe.compression)
         """How sums over the shard group and over the copies go between hosts."""
         for name, parameter in parameters.items() if not self.frozen else ():
