@@ -16,9 +16,12 @@ from pool import Pool
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.lift import in_turn
 from meshwright.checkpoint.memory import Layout, Memory, Run
+from meshwright.checkpoint.save import _brought
+from meshwright.checkpoint.shard import digest
 from meshwright.elastic.supervisor import Supervisor, Work
 from meshwright.parallel.apply import _prepare
 from meshwright.parallel.device import own_device
+from meshwright.parallel.exchange import compression
 from meshwright.parallel.exchange.compression import Vector, coded
 from meshwright.parallel.exchange.group import by_nccl, of_process
 from meshwright.parallel.exchange.join import joined
@@ -144,3 +147,22 @@ def compressed(hosts: tuple[str, ...]) -> bool:
 def test_sums_of_accelerators_are_compressed_where_they_leave_the_host_and_there_alone(ranks: Pool) -> None:
     assert ranks.run(2, compressed, ("a", "a")) == [False, False]
     assert ranks.run(2, compressed, ("a", "b")) == [True, True]
+
+
+def test_bytes_that_come_from_a_device_are_digested_as_they_are_written_and_come_once() -> None:
+    tensor, live = torch.arange(5.0), {"here": "as it was"}
+    assert _brought(tensor, "here", live) is not None and live == {"here": "as it was"}
+    assert torch.equal(_brought(tensor, "there", live), tensor) and live["there"] == digest(tensor)
+
+
+@pytest.mark.parametrize("tile", [compression.TILE, compression.WIDE])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_sums_are_coded_alike_in_tiles_of_any_length(kind: str, tile: int) -> None:
+    values = torch.randn(3 * compression.TILE + 100, generator=torch.Generator().manual_seed(0))
+    way = compression.Coded(compression.CODES[kind](), torch.zeros_like(values))
+    assert (way.tile, compression.tile_of(torch.device("meta"))) == (compression.TILE, compression.WIDE)
+    way.tile = tile
+    way._say(values.view(1, -1))
+    plain = compression.Coded(compression.CODES[kind](), torch.zeros_like(values))
+    plain._say(values.view(1, -1))
+    assert torch.equal(way.kept, plain.kept)

@@ -18,6 +18,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,8 +179,11 @@ class _Save:
         self.needs, task = self.get("task", rank)
         held = dict(self.held)
         mine = {key_of(piece): piece for piece in map(_piece, task)}
-        live = {key: digest(held[piece]) for key, piece in mine.items()}
-        items = [Item(key, piece.dtype, (piece.stop - piece.start,), _bytes(piece), _later(held[piece])) for key, piece in mine.items()]
+        live = {key: digest(held[piece]) for key, piece in mine.items() if held[piece].device.type == "cpu"}
+        items = [
+            Item(key, piece.dtype, (piece.stop - piece.start,), _bytes(piece), partial(_brought, held[piece], key, live))
+            for key, piece in mine.items()
+        ]
         metadata = {"step": str(self.step), "id": self.id, "rank": str(rank), "world": str(self.ranks.world)}
         path = temporary / shard_name(rank)
         written = write_shard(path, items, metadata)
@@ -287,8 +291,12 @@ def _bytes(piece: Piece) -> int:
     return (piece.stop - piece.start) * DTYPES[piece.dtype].itemsize if piece.dtype in DTYPES else 0
 
 
-def _later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor
+def _brought(tensor: torch.Tensor, key: str, live: dict[str, str]) -> torch.Tensor:
+    """On the host; what comes there from a device comes once, and is digested on its way to the file."""
+    host = tensor.detach().cpu()
+    if key not in live:
+        live[key] = digest(host)
+    return host
 
 
 def key_of(piece: Piece) -> str:

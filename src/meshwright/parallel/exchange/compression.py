@@ -30,10 +30,16 @@ if TYPE_CHECKING:
 
 TILE = 1 << 18
 """Elements that are coded at a time, so that they stay in the cache; a multiple of BLOCK."""
+WIDE = 1 << 24
+"""The same on an accelerator, where each tile is a few launches."""
+
+
+def tile_of(device: torch.device) -> int:
+    return TILE if device.type == "cpu" else WIDE
 
 
 class Code(Protocol):
-    """A vector of at most TILE elements as bytes and back."""
+    """A vector of at most a tile's elements as bytes and back."""
 
     def size(self, numel: int) -> int:
         """Bytes of so many elements."""
@@ -93,7 +99,9 @@ class Int8:
         torch.div(blocks, scales.clamp_min(torch.finfo(torch.float32).tiny), out=whole).round_()
         coded.copy_(whole)
         blocks.addcmul_(whole.to(blocks.dtype), scales.to(blocks.dtype), value=-1)
-        if not bool(torch.isfinite(scales).all()):  # of a step that all ranks skip
+        if blocks.is_cuda or not bool(
+            torch.isfinite(scales).all()
+        ):  # of a step that all ranks skip; a device is not asked: it changes nothing else
             blocks.nan_to_num_(0.0, 0.0, 0.0)
         _give(values, blocks)
 
@@ -129,7 +137,7 @@ class Coded:
     """How one buffer's sums go between hosts; `kept` is what this host has not sent yet."""
 
     def __init__(self, code: Code, kept: torch.Tensor) -> None:
-        self.code, self.kept = code, kept
+        self.code, self.kept, self.tile = code, kept, tile_of(kept.device)
 
     def all_reduce(self, flat: torch.Tensor, group: Group, later: Group) -> Pending:
         said = self._say(flat.view(1, -1)).view(-1)
@@ -143,14 +151,14 @@ class Coded:
 
     def _sizes(self, numel: int) -> list[int]:
         """Bytes of the tiles of so many elements."""
-        return [self.code.size(min(TILE, numel - first)) for first in range(0, numel, TILE)]
+        return [self.code.size(min(self.tile, numel - first)) for first in range(0, numel, self.tile)]
 
     def _say(self, rows: torch.Tensor) -> torch.Tensor:
         """Each row of `rows` and what was kept of it, as bytes; what they do not say is kept."""
         sizes = self._sizes(rows.shape[1])
         said = torch.empty(len(rows), sum(sizes), dtype=torch.uint8, device=rows.device)
         for row, kept, into in zip(rows, self.kept.view(rows.shape), said, strict=True):
-            for more, values, tile in zip(row.split(TILE), kept.split(TILE), into.split(sizes), strict=True):
+            for more, values, tile in zip(row.split(self.tile), kept.split(self.tile), into.split(sizes), strict=True):
                 self.code.say(values.add_(more), tile)
         return said
 
@@ -160,7 +168,7 @@ class Coded:
         def add() -> None:
             work.wait()
             parts = (part.split(sizes) for part in heard.view(group.size, -1))
-            for into, *all_said in zip(out.split(TILE), *parts, strict=True):
+            for into, *all_said in zip(out.split(self.tile), *parts, strict=True):
                 for place, said in enumerate(all_said):
                     self.code.hear(said, into, add=place > 0)
 

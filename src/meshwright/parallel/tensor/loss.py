@@ -106,7 +106,7 @@ def _over_ranks(
     count, width = logits.shape
     highest = F.pad(share, (0, 1), value=width)  # rank 0 has the full width: so each rank learns where its vocabulary begins
     exchange.all_reduce(highest, group, largest=True).wait()
-    local = labels - group.index * int(highest[count])
+    local = labels - group.index * highest[count].to(labels.dtype)  # read where it lies: no device is waited for
     mine = valid & (local >= 0) & (local < width)
     local = torch.where(mine, local, 0)
     top = highest[:count]

@@ -36,6 +36,8 @@ LARGEST_LOSS = 2.0**8
 
 TILE = 1 << 18
 """Elements that are converted at a time, so that what lies between stays in the cache."""
+WIDE = 1 << 24
+"""The same on an accelerator, where each tile is a few launches."""
 
 
 class Sums:
@@ -61,9 +63,13 @@ class Sums:
     def floats(self, units: torch.Tensor) -> torch.Tensor:
         """The sums of all ranks as floating-point numbers."""
         result = torch.empty(units.shape, dtype=self.result, device=units.device)
-        for start in range(0, units.numel(), TILE):
-            result[start : start + TILE].copy_(units[start : start + TILE].double().mul_(UNIT))
+        for into, part in zip(result.split(_tile(units)), units.split(_tile(units)), strict=True):
+            into.copy_(part.double().mul_(UNIT))
         return result
+
+
+def _tile(flat: torch.Tensor) -> int:
+    return TILE if flat.device.type == "cpu" else WIDE
 
 
 def whole(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,9 +81,8 @@ def whole(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Tensor, tor
     """
     flat = gradient.detach().contiguous().view(-1)
     units = torch.empty(flat.shape, dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), TILE):
-        part = (flat[start : start + TILE].double() * (1 / UNIT)).round_()
-        units[start : start + TILE].copy_(part)
+    for into, part in zip(units.split(_tile(flat)), flat.split(_tile(flat)), strict=True):
+        into.copy_((part.double() * (1 / UNIT)).round_())
     fits = flat.abs().max().double() < LARGEST / micro_batches if flat.numel() else torch.ones((), dtype=torch.bool, device=flat.device)
     return units.view(gradient.shape), fits
 
@@ -98,7 +103,7 @@ def square_norm(runs: Iterable[torch.Tensor], sums: Sequence[Sums], world: Group
     scale = 2.0 ** (DIGITS - math.frexp(top)[1])  # a power of two: only `round_` rounds
     totals = torch.zeros(2, dtype=torch.int64, device=largest.device)
     for run in held:
-        for part in run.split(TILE):
+        for part in run.split(_tile(run)):
             square = (part.double() * scale).round_().to(torch.int64)
             square *= square
             totals[0] += (square >> DIGITS).sum()

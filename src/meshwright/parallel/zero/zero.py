@@ -175,7 +175,7 @@ class Zero:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for gradients, holders in self._counted():
             kind = torch.float64 if gradients.dtype == torch.float64 else torch.float32
-            for piece in gradients.split(WIDENED if gradients.itemsize < 4 else max(gradients.numel(), 1)):
+            for piece in gradients.split(at_once(gradients)):
                 total += torch.linalg.vector_norm(piece, dtype=kind).double().square() / holders
         return total
 
@@ -242,6 +242,16 @@ class Zero:
     def close_all(self) -> None:
         for unit in self.units:
             unit.close()
+
+
+def at_once(gradients: torch.Tensor) -> int:
+    """Elements that go into one norm: an accelerator widens them as it reads them.
+
+    >>> at_once(torch.empty(1 << 22, dtype=torch.bfloat16)) == WIDENED, at_once(torch.empty(1 << 22, dtype=torch.bfloat16, device="meta")) == 1 << 22
+    (True, True)
+    """
+    widens = gradients.itemsize < 4 and gradients.device.type == "cpu"
+    return WIDENED if widens else max(gradients.numel(), 1)
 
 
 def _partial_runs(unit: FlatUnit, partial: set[str]) -> list[torch.Tensor]:
