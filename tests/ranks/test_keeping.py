@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ from meshwright.train.trainer import parallelize
 
 WAYS = (
     *("rc-layer", "rc-layer1", "rc-selective", "rc-operations", "rc-operations1", "rc-layer1-operations"),
-    *("off-activations", "rc-layer.off-activations", "rc-layer1.off-activations", "rc-operations.off-activations"),
+    *(
+        "off-activations",
+        "rc-layer.off-activations",
+        "rc-layer1.off-activations",
+        "rc-operations.off-activations",
+        "off-activations1",
+        "rc-layer1.off-activations1",
+    ),
 )
 
 
@@ -75,6 +83,35 @@ def test_what_a_block_keeps_twice_waits_once_and_what_was_written_between_twice(
     waits = [each.grad_fn._saved_other for each in (one, other, third)]
     assert waits[0].data_ptr() == waits[1].data_ptr() != waits[2].data_ptr() and waits[0].data_ptr() != given.data_ptr()
     assert [each.tolist() for each in waits] == [[0, 1, 2, 3]] * 2 + [[1, 2, 3, 4]]
+
+
+def test_of_the_first_blocks_alone_activations_wait(ranks: Any) -> None:
+    """Of those that wait two are on the device at a time, so that 8 blocks make room for 6, and 16 for 14."""
+    from meshwright.cost.step import estimate
+    from meshwright.intake.clusters import read_cluster
+    from meshwright.intake.models import read_model
+    from meshwright.spec.job import Job
+    from meshwright.spec.plan import parse_plan
+    from meshwright.spec.workload import Workload
+
+    job = Job(model=read_model("llama-7b"), cluster=read_cluster("1x1:a100-80gb"), workload=Workload(batch=4, sequence=2048))
+    kept = [
+        estimate(job, parse_plan(f"dp1.mb4{way}")).memory.activations
+        for way in ("", ".off-activations8", ".off-activations16", ".off-activations")
+    ]
+    less = [before - after for before, after in itertools.pairwise(kept)]
+    assert less[0] / 6 == pytest.approx(less[1] / 8) == pytest.approx(less[2] / 16)
+    assert ranks.run(1, sent, "off-activations1") == [1] and ranks.run(1, sent, "off-activations") == [4]
+
+
+def sent(way: str) -> int:
+    """Blocks whose activations waited in the host's memory."""
+    trainer = parallelize(make_model("llama"), torch.optim.AdamW, f"dp1.mb8.{way}", anatomy=anatomy_of("llama"))
+    away, places = trainer.engine.run.keeping.away, set()
+    enter = away.kept_by
+    away.kept_by = lambda place: (places.add(place), enter(place))[1]
+    trainer.step(make_batch("llama", 0))
+    return len(places)
 
 
 def test_what_waited_goes_with_the_pass_that_kept_it() -> None:

@@ -187,6 +187,8 @@ class Box:
     compile: bool = False
     offload_share: float = 1.0
     """Of the optimizer's states, or of the weights, where these wait elsewhere."""
+    offload_layers: int = 0
+    """The first blocks of each virtual stage whose activations wait, where these do; 0: all of them."""
 
     @property
     def tp(self) -> int:
@@ -315,6 +317,7 @@ class Box:
             recompute_rest=again.rest,
             offload=offload,
             offload_share=round(100 * self.offload_share) if goes_in_part(offload) else 100,
+            offload_layers=self.offload_layers if Offload.activations in offload else 0,
             bucket=self.bucket,
             loss_chunks=self.loss_chunks,
             context=micro_batch.context,
@@ -345,4 +348,5 @@ def box_of(plan: Plan, batch: int, blocks: int) -> Box:
         loss_chunks=plan.loss_chunks,
         compile=plan.compile,
         offload_share=plan.offload_share / 100,
+        offload_layers=plan.offload_layers,
     )

@@ -293,14 +293,15 @@ def activations(setting: Setting, box: Box, tokens: Array, ranks: Sequence[Held]
 
 def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[Again], ranks: Sequence[Held]) -> Alive:
     """Of choices of recompute that treat blocks alike, or of one that does not: then the first blocks have a column, the others the next one."""
-    some, count = chosen[0].some, box.counts.tolist()
-    at_once = [held.fullest(chosen[0].blocks(held.order) if some else 0, count) for held in ranks]
+    part, count = box.offload_layers if any(box.offload) else 0, box.counts.tolist()
+    some = chosen[0].some or part > 0
+    at_once = [held.fullest(chosen[0].blocks(held.order) if chosen[0].some else part, count) for held in ranks]
     length = max(each.at_head.shape[2] for each in at_once)
     fill = np.arange(length)
     wide = [each if each.at_head.shape[2] == length else Fullest(*(part[:, :, fill % part.shape[2]] for part in each)) for each in at_once]
     table = stack([each.layers for each in wide], kinds=1)
     at_head = stack([each.at_head for each in wide], kinds=1)[..., None]
-    kinds, rest = [choice.kind for choice in chosen], [choice.rest for choice in chosen]
+    kinds, rest = [choice.kind for choice in chosen], [choice.rest if choice.some else choice.kind for choice in chosen]
     never = [Recompute.none] * len(chosen)
     pairs = [
         each.when(which)
@@ -315,7 +316,7 @@ def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[
     parts = len(box.sequence_parallel), len(chosen)
     if not any(box.offload):
         return Alive(_fullest(moment, at_head, parts), _fullest(moment, ~at_head, parts), lift(0.0, ""))
-    blocks = np.array([entry.is_block for entry in setting.entries for _ in range(1 + some)])
+    blocks = np.array([entry.is_block and not (part and behind) for entry in setting.entries for behind in range(1 + some)])
     goes = np.maximum(table[..., : len(pairs)] - constants.FETCHED, 0.0) * blocks
     resting = (goes.reshape(len(count), -1, len(pairs)) @ weights[:, : len(pairs)]).reshape(shape)
     sent = away(box).activations

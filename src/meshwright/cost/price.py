@@ -114,6 +114,13 @@ class Ranks(NamedTuple):
                 found[..., c] = every
         return found
 
+    def sending(self, box: Box, blocks: Array, kind: Recompute) -> Array:
+        """Of these with `kind`, those whose activations may wait elsewhere."""
+        if not box.offload_layers:
+            return self.doing(box.recompute, blocks, kind)
+        first = stack([held.again(box.offload_layers) for held in self.of_order], kinds=0)
+        return first[..., None] * np.array([choice.kind == kind for choice in box.recompute])
+
 
 class Pricer:
     """Prices boxes of plans of one job. Remembers what boxes share: what the ranks of an order hold, seconds of layers."""
@@ -267,13 +274,13 @@ class Pricer:
         return offload.passing(self.setting, box, held(box, found, zero=3) * self.setting.recipe.size, saved, *room)
 
     def saved(self, box: Box, ranks: Ranks) -> Array:
-        """Bytes that the blocks of each of `ranks` keep of a micro-batch until its backward."""
+        """Bytes that the blocks of each of `ranks` whose activations may wait elsewhere keep of a micro-batch until its backward."""
         tokens = self._tokens(box)
         layers = [kept(self.setting, entry, box, tokens) for entry in self.setting.entries]
         found = 0.0
         for kind in {kind for choice in box.recompute for kind in (choice.kind, choice.rest)}:
             each = np.stack([layer.when([kind])[0][..., 0] for layer in layers])
-            found = found + np.einsum("roec,ebs->robsc", ranks.doing(box.recompute, self._blocks, kind), each)
+            found = found + np.einsum("roec,ebs->robsc", ranks.sending(box, self._blocks, kind), each)
         return lift(found, "robsc")
 
     def _bubble(self, box: Box, ranks: Ranks, each: Array, one: Passes) -> Array:

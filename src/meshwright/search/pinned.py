@@ -24,10 +24,12 @@ def check_pins(job: Job) -> None:
             f"pins offload_share={share} and offload={[str(what) for what in offload]}: a share is of the optimizer's states "
             "or of the weights, not of both: pin off=[optimizer], off=[parameters], or one of them with -files"
         )
-    if "recompute_rest" in pins and "recompute_layers" not in pins:
+    if pins.get("recompute_rest", "none") != "none" and not pins.get("recompute_layers"):
         raise InputError(
             f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind the first ones that recompute: pin recompute_layers too"
         )
+    if pins.get("offload_layers") and "activations" not in pins.get("offload", ()):
+        raise InputError(f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: pin off=[activations] too")
     if {"dp_replicate", "dp_shard"} <= pins.keys():
         pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
     axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")

@@ -1,7 +1,7 @@
 """Data parallelism over unlike groups: every replica lies on one group and takes as many micro-batches as its speed allows.
 
 The space: replicas of tp x pp ranks inside a group (a pipeline's ranks side by side), 1f1b, ZeRO, micro-batch, sequence parallelism,
-recompute of none or all blocks. A step ends with its last replica, t_r seconds a micro-batch and f_r once: with n micro-batches in all, and
+recompute of all blocks alike. A step ends with its last replica, t_r seconds a micro-batch and f_r once: with n micro-batches in all, and
 parts of micro-batches, all would end at
 
     T = (n + sum of f_r / t_r) / (sum of 1 / t_r),
@@ -32,9 +32,10 @@ from meshwright.cost.step import estimate
 from meshwright.search import portions, sizes
 from meshwright.search.division import divisors, even
 from meshwright.search.survey import TIGHT_GAIN
+from meshwright.search.worth import offered
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
-from meshwright.spec.plan import AXES, Axis, Plan, Recompute, Schedule
+from meshwright.spec.plan import AXES, Axis, Plan, Schedule
 from meshwright.spec.rules import faults, tensor_faults
 
 SIDE_BY_SIDE: tuple[Axis, ...] = ("dp", "pp", "tp")
@@ -107,7 +108,7 @@ def box_of_all(job: Job, tp: int, pp: int) -> Box:
         (Order(Schedule.one_f_one_b, 1, even(max(job.model.blocks, 1), pp)),),
         tuple(MicroBatch(size, max(batch // (size * dp), 1)) for size in divisors(batch) if batch // size >= dp),
         parallel,
-        (Again(Recompute.none), Again(Recompute.layer)),
+        tuple(Again(kind) for kind in offered(job)),
         (Shards(0, dp, 1), *(Shards(zero, 1, dp) for zero in (1, 2, 3))),
     )
 

@@ -31,7 +31,7 @@ from meshwright.cost.collectives import fabric
 from meshwright.search.division import divisors, even, relieved
 from meshwright.search.legal import Orders, Updates, against_cut, first_fault, plans_of
 from meshwright.search.pinned import check_pins
-from meshwright.search.worth import CORE_WORTH, DERIVED_WORTH, core_share, derived_share, relief
+from meshwright.search.worth import offered, relief
 from meshwright.spec.choices import goes_in_part
 from meshwright.spec.job import Job
 from meshwright.spec.plan import (
@@ -132,11 +132,8 @@ class Space:
         check_pins(self.job)
         links = fabric(self.job.cluster)
         self._domain = links.domain
-        worth = core_share(self.job) >= CORE_WORTH or self.pins.get("recompute") == Recompute.selective
-        follows = derived_share(self.job) >= DERIVED_WORTH or self.pins.get("recompute") == Recompute.operations
-        inside = [Recompute.selective] * worth + [Recompute.operations] * follows
-        self._recompute = [Recompute.none, *([] if self.pins.get("compile") else inside), Recompute.layer]
-        self._partly = not {"recompute", "recompute_layers", "recompute_rest"} & self.pins.keys()
+        self._recompute = [Recompute.none, Recompute.layer] if self.pins.get("compile") else offered(self.job, self.pins.get("recompute"))
+        self._partly = not {"recompute", "recompute_layers", "recompute_rest", "offload_layers"} & self.pins.keys()
         self._reliefs = range(1, relief(self.job) + 1)
         self._updates = Updates(self.job)
         ways = self._ways_to_offload()
@@ -347,7 +344,13 @@ class Space:
         first = (self._offloads or [()])[0]
         given = (cell.layout, bucket, tuple(orders), cell.micro_batches, cell.parallel, self._whole(), cell.shards, (first,))
         share = self.pins.get("offload_share", 100) / 100
-        return Box(*given, loss_chunks=self.pins.get("loss_chunks", 1), compile=self.pins.get("compile", False), offload_share=share)
+        return Box(
+            *given,
+            loss_chunks=self.pins.get("loss_chunks", 1),
+            compile=self.pins.get("compile", False),
+            offload_share=share,
+            offload_layers=self.pins.get("offload_layers", 0),
+        )
 
     def _whole(self) -> tuple[Again, ...]:
         """What recomputes where all blocks are alike."""

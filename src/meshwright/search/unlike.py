@@ -25,6 +25,7 @@ from meshwright.search import shares
 from meshwright.search.division import divisors
 from meshwright.search.ranking import rounded
 from meshwright.search.survey import TIGHT_GAIN, survey
+from meshwright.search.worth import offered
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, Recompute, Schedule
 from meshwright.spec.rules import faults, tensor_faults
@@ -92,7 +93,7 @@ def best_of(job: Job, on: dict[int, Pricer], placement: tuple[int, ...], tp: int
     if not sizes or any(tensor_faults(Plan(tp=tp), job.model.divisible, job.model.tensor_parallel)):
         return
     shards = [Shards(0, dp, 1), *(Shards(zero, 1, dp) for zero in (1, 2, 3) if dp > 1)]
-    again = (Again(Recompute.none), Again(Recompute.layer))
+    again = tuple(Again(kind) for kind in offered(job))
     parallel = (False, True) if tp > 1 and job.workload.sequence % tp == 0 else (False,)
     counts = tuple(MicroBatch(size, batch // (dp * size)) for size in sizes)
     layout, bucket = Layout(tp, pp, expert_tensor=tp), Plan().bucket

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from meshwright.spec.job import Job
+from meshwright.spec.plan import Recompute
 from meshwright.spec.precision import recipe
 
 RELIEF = 4
@@ -39,6 +40,13 @@ def derived_share(job: Job) -> float:
     )
     kept = sum(layer.repeat * ((layer.saved_split + layer.saved_whole) * size + layer.fixed_split + layer.fixed_whole) for layer in blocks)
     return derived / kept if kept else 0.0
+
+
+def offered(job: Job, pinned: Recompute | None = None) -> list[Recompute]:
+    """What blocks may recompute, from nothing to all; what is `pinned` whether it is worth it or not."""
+    selective = core_share(job) >= CORE_WORTH or pinned == Recompute.selective
+    follows = derived_share(job) >= DERIVED_WORTH or pinned == Recompute.operations
+    return [Recompute.none, *[Recompute.selective] * selective, *[Recompute.operations] * follows, Recompute.layer]
 
 
 def relief(job: Job) -> int:

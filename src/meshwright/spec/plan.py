@@ -4,7 +4,7 @@ Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (Z
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
 micro-batch; `mb8-2` of each data replica), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2, then 1),
-`rc-selective`, `rc-operations`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `rc-layer8-operations` (the others by operation), `off-optimizer`, `off-optimizer-files`, `off-optimizer-files60`
+`rc-selective`, `rc-operations`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `rc-layer8-operations` (the others by operation), `off-optimizer`, `off-optimizer-files`, `off-activations8` (of the first 8 blocks of each virtual stage), `off-optimizer-files60`
 (of each rank's optimizer states 60 hundredths wait in files), `off-parameters-files`, `off-parameters50`, `ulysses` (how context ranks attend; else
 by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `shards3-1` (parts of
 the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
@@ -39,24 +39,17 @@ from meshwright.spec.choices import (
     lies_as_v,
     rank_of,
 )
+from meshwright.spec.keeps import Keeps
 from meshwright.spec.numbers import listed, unlisted
-from meshwright.spec.rows import Rows
 
 
-class Plan(Rows):
+class Plan(Keeps):
     """How a job is laid over ranks: its degrees, and all else."""
 
     schedule: Schedule = Schedule.one_f_one_b
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
     actions: tuple[str, ...] = Field(default=(), description="schedule actions: what each pipeline rank does, such as '0F0 0F1 0B0 0B1'")
     layers_per_stage: tuple[int, ...] = Field(default=(), description="blocks of each virtual stage; empty: as even as can be")
-    recompute: Recompute = Recompute.none
-    recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
-    recompute_rest: Recompute = Field(default=Recompute.none, description="of the blocks behind these: none, or operations")
-    offload: tuple[Offload, ...] = ()
-    offload_share: int = Field(
-        default=100, ge=1, le=100, description="of each rank's optimizer states, or of its weights, the hundredths that wait elsewhere"
-    )
     context: Context = Field(default=Context.ring, description="how context ranks exchange keys and values")
     ulysses: int = Field(default=0, ge=0, description="context ranks that exchange heads, with rings over the others; 0: all of them")
     placement: tuple[int, ...] = Field(
@@ -83,7 +76,6 @@ class Plan(Rows):
             )
         if self.layers_per_stage and min(self.layers_per_stage) < 1:
             raise ValueError("every stage needs at least one block")
-        self._recomputes()
         if self.context == Context.ulysses and self.cp == 1:
             raise ValueError("ulysses says how context ranks attend and needs cp > 1")
         if self.ulysses and (self.context == Context.ring or self.ulysses < 2 or self.cp % self.ulysses or self.ulysses == self.cp):
@@ -94,42 +86,6 @@ class Plan(Rows):
             raise ValueError(f"axes {list(self.axes)} must name each of {', '.join(AXES)} once")
         if self.placement and self.axes[0] != "pp":
             raise ValueError(f"placement gives a group's devices to whole pipeline ranks: axes {list(self.axes)} must begin with pp")
-        if list(self.offload) != sorted(set(self.offload), key=list(Offload).index):
-            raise ValueError(
-                f"offload {[str(what) for what in self.offload]} names each of {', '.join(Offload)} at most once, in this order"
-            )
-        if set(OPTIMIZER) <= set(self.offload):
-            raise ValueError("offload names the optimizer twice: on the host, or in files")
-        if set(PARAMETERS) <= set(self.offload):
-            raise ValueError("offload names the parameters twice: on the host, or in files")
-        away = [what for what in self.offload if what in PARAMETERS]
-        if away and self.zero < 3:
-            raise ValueError(
-                f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)"
-            )
-        return self
-
-    def _recomputes(self) -> None:
-        if self.recompute_layers and self.recompute not in IN_BLOCKS:
-            raise ValueError(
-                f"recompute_layers {self.recompute_layers} counts blocks that recompute as a whole or by operation: write recompute layer or operations"
-            )
-        whole = self.recompute == Recompute.layer and self.recompute_layers > 0
-        if self.recompute_rest not in ((Recompute.none, Recompute.operations) if whole else (Recompute.none,)):
-            raise ValueError(
-                f"recompute_rest {self.recompute_rest} is of the blocks behind the first ones that recompute as a whole: write rc-layer8-operations"
-            )
-
-    @model_validator(mode="after")
-    def _waits_in_part(self) -> Plan:
-        if self.offload_share < 100 and not set(OPTIMIZER + PARAMETERS) & set(self.offload):
-            raise ValueError(
-                f"offload_share {self.offload_share} is of the optimizer's states or of the weights: write off-optimizer{self.offload_share} or off-parameters{self.offload_share}, or with -files"
-            )
-        if self.offload_share < 100 and not goes_in_part(self.offload):
-            raise ValueError(
-                f"offload_share {self.offload_share}: weights and states both wait whole, or one of them in part: leave the share or one of the two out"
-            )
         return self
 
     @model_validator(mode="after")
@@ -208,10 +164,6 @@ class Plan(Rows):
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a pipeline rank, ascending."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
-
-    def recompute_at(self, place: int) -> Recompute:
-        """What the block of this place in its virtual stage computes again."""
-        return self.recompute if not self.recompute_layers or place < self.recompute_layers else self.recompute_rest
 
     def shard_weight(self, replica: int | None = None) -> float:
         """The shard of `replica`, or the largest one, as so many equal shards; of its context ranks the largest.
@@ -297,7 +249,8 @@ def away_parts(plan: Plan) -> list[str]:
     ['off-optimizer-files60', 'off-activations']
     """
     part = "" if plan.offload_share == 100 else plan.offload_share
-    return [f"off-{what}{part if what in IN_PART else ''}" for what in plan.offload]
+    numbers = {**dict.fromkeys(IN_PART, part), Offload.activations: plan.offload_layers or ""}
+    return [f"off-{what}{numbers[what]}" for what in plan.offload]
 
 
 _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
@@ -320,6 +273,7 @@ _KNOWN = (
         "off-optimizer-files60",
         "off-parameters-files",
         "off-parameters-files50",
+        "off-activations8",
         "ulysses",
         "sh6-2",
         "shards3-1",
@@ -374,10 +328,10 @@ def parse_plan(name: str) -> Plan:
             put(_LISTS[numbers[1]], unlisted(numbers[2]), part)
         elif re.fullmatch(r"ax(-(pp|dp|tp)){3}", part):
             put("axes", tuple(part[3:].split("-")), part)
-        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d{0,3})", part)) and away[1] in (IN_PART if away[2] else list(Offload)):
+        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d*)", part)) and away[1] in list(Offload):
             offload.append(away[1])
             if away[2]:
-                put("offload_share", int(away[2]), part)
+                put("offload_share" if away[1] in IN_PART else "offload_layers", int(away[2]), part)
         else:
             raise InputError(
                 f"plan {name!r}: part {part!r} is not understood{did_you_mean(part, _KNOWN)}; parts are such as {', '.join(_KNOWN)}"

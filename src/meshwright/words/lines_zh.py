@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from meshwright.words.lines_zh_keeps import KEEPS
 from meshwright.words.lines_zh_machines import MACHINES
 from meshwright.words.lines_zh_updates import UPDATES
 
 LINES = {
     **MACHINES,
+    **KEEPS,
     **UPDATES,
     # --- plans
     "--page and --budget: the page has a slider for the memory of a device; leave one out": "--page 与 --budget：网页里有设备显存的滑块；请去掉一个",
@@ -14,15 +16,9 @@ LINES = {
     "sequence parallelism (sp) splits activations over tensor ranks and needs tp > 1": "序列并行（sp）把激活切给各张量 rank，需要 tp > 1",
     "layers_per_stage names {} stages, the plan has pp({}) * virtual({}) = {}": "layers_per_stage 给出 {0} 级，而方案有 pp({1}) * virtual({2}) = {3} 级",
     "every stage needs at least one block": "每一级至少要有一个块",
-    "recompute_layers {} counts blocks that recompute as a whole or by operation: write recompute layer or operations": "recompute_layers {0} 数的是整块重算或按运算重算的块：写 recompute layer 或 operations",
-    "recompute_rest {} is of the blocks behind the first ones that recompute as a whole: write rc-layer8-operations": "recompute_rest {0} 说的是前几个整块重算的块之后的块：写 rc-layer8-operations",
-    "pin recompute_rest={} is of the blocks behind the first ones that recompute: pin recompute_layers too": "固定 recompute_rest={0} 说的是前几个重算的块之后的块：请同时固定 recompute_layers",
     "ulysses says how context ranks attend and needs cp > 1": "ulysses 是上下文 rank 做注意力的方式，需要 cp > 1",
     "placement names {} ranks of pp({}); each has its group, in 1f1b or gpipe": "placement 给出 {0} 个 rank，而 pp({1})；每个 rank 属于一个组，只用 1f1b 或 gpipe",
     "axes {} must name each of {} once": "axes {0} 必须把 {1} 各写一次",
-    "offload {} names each of {} at most once, in this order": "offload {0} 里 {1} 各至多写一次，按这个顺序",
-    "offload_share {} is of the optimizer's states or of the weights: write off-optimizer{} or off-parameters{}, or with -files": "offload_share {0} 说的是优化器状态或权重：写 off-optimizer{1} 或 off-parameters{2}，或者加上 -files",
-    "offload_share {}: weights and states both wait whole, or one of them in part: leave the share or one of the two out": "offload_share {0}：权重和状态要么都整个放在别处，要么只有其中一个按比例放：去掉比例，或者去掉其中一个",
     "shares {} give each of dp({}) replicas at least one micro-batch, of two replicas or more": "shares {0} 要给 dp({1}) 个副本各至少一个微批，副本至少两个",
     "placement gives a group's devices to whole pipeline ranks: axes {} must begin with pp": "placement 把一个组的设备交给完整的流水线 rank：axes {0} 必须以 pp 开头",
     "shard weights {} give each of the {} ranks of a shard group at least 1, of two ranks or more at z1 to z3": "shard weights {0} 要给分片组的 {1} 个 rank 各至少 1，组内至少两个 rank，且用 z1 到 z3",
@@ -42,7 +38,6 @@ LINES = {
     "plan {}: {}": "方案 {0}：{1}",
     "precision {} is not one of {}{}": "精度 {0} 不在 {1} 之中{2}",
     "compiled blocks: the first step of each launch takes {} more, {} of a run of {} steps": "编译的块：每次启动的第一步多用 {0}，占 {2} 步的运行的 {1}",
-    "pins offload_share={} and offload={}: a share is of the optimizer's states or of the weights, not of both: pin off=[optimizer], off=[parameters], or one of them with -files": "固定的 offload_share={0} 与 offload={1}：比例说的是优化器状态或权重，不能同时是两者：固定 off=[optimizer]、off=[parameters]，或其中一个加上 -files",
     # --- rules
     "{} = {} but the cluster has {} devices": "{0} = {1}，而集群有 {2} 个设备",
     "ep({}) does not divide dp_shard({}) * cp({}) * tp({}) = {}": "ep({0}) 除不尽 dp_shard({1}) * cp({2}) * tp({3}) = {4}",
@@ -50,9 +45,6 @@ LINES = {
     "ep({}): the model has no experts; use ep 1": "ep({0})：模型没有专家；用 ep 1",
     "off-{}: the cluster names no host_bandwidth between its devices and their hosts (a core's memory is the host's); off-optimizer-files needs none": "off-{0}：集群没有写出设备与主机之间的 host_bandwidth（CPU 核的内存就是主机内存）；off-optimizer-files 不需要它",
     "off-{}: the cluster names no storage_bandwidth of its nodes; `meshwright probe --save` measures this machine's": "off-{0}：集群没有写出节点的 storage_bandwidth；`meshwright probe --save` 可以测出本机的",
-    "offload names the optimizer twice: on the host, or in files": "offload 两次写了优化器：放在主机内存，还是放在文件里，只能选一个",
-    "offload names the parameters twice: on the host, or in files": "offload 两次写了参数：放在主机内存，还是放在文件里，只能选一个",
-    "off-{}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)": "off-{0}：放在别处的权重像 z3 那样逐层取上来：请写 z3（单个 rank 也一样：dp1.z3）",
     "layers_per_stage {} sums to {}, the model has {} blocks": "layers_per_stage {0} 之和是 {1}，而模型有 {2} 个块",
     "shares: {} but the batch is {}": "shares：{0}，而批量是 {1}",
     "sp: {}; leave sequence parallelism out": "sp：{0}；不要用序列并行",

@@ -35,11 +35,12 @@ def _nothing(place: int) -> Recompute:
 
 @dataclass(frozen=True)
 class Keeping:
-    """For all blocks of a rank. `how`: what the block of a place in its stage computes again. `away`: where what they keep waits; None where it stays.
-    `cuts`: what was decided of forms of blocks, by operation."""
+    """For all blocks of a rank. `how`: what the block of a place in its stage computes again. `away`: where what it keeps waits, if it `sends` it; None
+    where all of it stays. `cuts`: what was decided of forms of blocks, by operation."""
 
     how: Callable[[int], Recompute] = _nothing
     away: Activations | None = None
+    sends: Callable[[int], bool] = bool
     cuts: Cuts = field(default_factory=dict)
 
     @classmethod
@@ -47,11 +48,11 @@ class Keeping:
         """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its core themselves (context/setup.py)."""
         elsewhere = plan.recompute == Recompute.selective and plan.cp > 1
         away = Activations(device, weights) if Offload.activations in plan.offload else None
-        return cls(_nothing if elsewhere else plan.recompute_at, away)
+        return cls(_nothing if elsewhere else plan.recompute_at, away, plan.sends)
 
     def __call__(self, forward: Forward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], once: Sequence[torch.Tensor]) -> Any:
         """The block's `forward`; it is the block number `place` of its stage. `once`: buffers that a pass moves on, and the same pass again must not."""
-        if self.away is None:
+        if self.away is None or not self.sends(place):
             return self._run(forward, place, once, None, args, kwargs)
         with self.away.kept_by(place) as block:
             return self._run(forward, place, once, block, args, kwargs)

@@ -1,0 +1,86 @@
+"""What the ranks of a plan keep between forward and backward, what they make again instead, and what of all that they hold waits elsewhere.
+
+Blocks are told apart by their place in their virtual stage: the first so many do more than those behind them. Where only some blocks recompute and only
+some send their activations away, these are the same first ones.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from meshwright.spec.choices import IN_BLOCKS, OPTIMIZER, PARAMETERS, Offload, Recompute, goes_in_part
+from meshwright.spec.rows import Rows
+
+
+class Keeps(Rows):
+    """Recompute and offload of a plan."""
+
+    recompute: Recompute = Recompute.none
+    recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
+    recompute_rest: Recompute = Field(default=Recompute.none, description="of the blocks behind these: none, or operations")
+    offload: tuple[Offload, ...] = ()
+    offload_share: int = Field(
+        default=100, ge=1, le=100, description="of each rank's optimizer states, or of its weights, the hundredths that wait elsewhere"
+    )
+    offload_layers: int = Field(
+        default=0, ge=0, description="the first blocks of each virtual stage whose activations wait; 0: all of them"
+    )
+
+    @model_validator(mode="after")
+    def _computes_again(self) -> Keeps:
+        if self.recompute_layers and self.recompute not in IN_BLOCKS:
+            raise ValueError(
+                f"recompute_layers {self.recompute_layers} counts blocks that recompute as a whole or by operation: write recompute layer or operations"
+            )
+        whole = self.recompute == Recompute.layer and self.recompute_layers > 0
+        if self.recompute_rest not in ((Recompute.none, Recompute.operations) if whole else (Recompute.none,)):
+            raise ValueError(
+                f"recompute_rest {self.recompute_rest} is of the blocks behind the first ones that recompute as a whole: write rc-layer8-operations"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _waits(self) -> Keeps:
+        if list(self.offload) != sorted(set(self.offload), key=list(Offload).index):
+            raise ValueError(
+                f"offload {[str(what) for what in self.offload]} names each of {', '.join(Offload)} at most once, in this order"
+            )
+        if set(OPTIMIZER) <= set(self.offload):
+            raise ValueError("offload names the optimizer twice: on the host, or in files")
+        if set(PARAMETERS) <= set(self.offload):
+            raise ValueError("offload names the parameters twice: on the host, or in files")
+        away = [what for what in self.offload if what in PARAMETERS]
+        if away and self.zero < 3:
+            raise ValueError(
+                f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)"
+            )
+        if self.offload_layers and Offload.activations not in self.offload:
+            raise ValueError(
+                f"offload_layers {self.offload_layers} counts blocks whose activations wait: write off-activations{self.offload_layers}"
+            )
+        if self.offload_layers and self.recompute_layers not in (0, self.offload_layers):
+            raise ValueError(
+                f"off-activations{self.offload_layers}: of a stage the same first blocks recompute and send activations away, "
+                f"not {self.recompute_layers} and {self.offload_layers}; recompute all alike, or as many"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _waits_in_part(self) -> Keeps:
+        if self.offload_share < 100 and not set(OPTIMIZER + PARAMETERS) & set(self.offload):
+            raise ValueError(
+                f"offload_share {self.offload_share} is of the optimizer's states or of the weights: write off-optimizer{self.offload_share} or off-parameters{self.offload_share}, or with -files"
+            )
+        if self.offload_share < 100 and not goes_in_part(self.offload):
+            raise ValueError(
+                f"offload_share {self.offload_share}: weights and states both wait whole, or one of them in part: leave the share or one of the two out"
+            )
+        return self
+
+    def recompute_at(self, place: int) -> Recompute:
+        """What the block of this place in its virtual stage computes again."""
+        return self.recompute if not self.recompute_layers or place < self.recompute_layers else self.recompute_rest
+
+    def sends(self, place: int) -> bool:
+        """Whether the activations of the block of this place in its virtual stage wait elsewhere."""
+        return Offload.activations in self.offload and (not self.offload_layers or place < self.offload_layers)
