@@ -31,6 +31,7 @@ from meshwright.parallel.offload.shards import FileShard, Shard, shard_away
 from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.parallel.pipeline.backlog import Backlog
 from meshwright.parallel.update.lean import Lean
+from meshwright.parallel.zero.arrivals import Arrivals
 from meshwright.parallel.zero.exact import Sums
 from meshwright.parallel.zero.master import Master, Stretch
 from meshwright.spec.compression import Compression
@@ -68,8 +69,7 @@ class FlatUnit:
         self.group = sharing.shard_group
         bounds = shard_bounds(unit.numel, sharing.shards, sharing.weights)
         self.own = slice(*bounds[sharing.shard : sharing.shard + 2])
-        self.arrivals = 1
-        self._arrived = dict.fromkeys(unit.offsets, 0)
+        self.arrivals = Arrivals(unit.offsets)
         self._full_gradient: torch.Tensor | None = None
         self.stage: Passing | None = None
         self.backlog: Backlog | None = None
@@ -166,30 +166,30 @@ class FlatUnit:
             group.lanes.under_way.progress()
         if self.sums is not None:
             gradient = self.sums.take(gradient)
-        arrived = self._arrived[name] = self._arrived[name] + 1
+        complete = self.arrivals.come(name)
+        arrived = self.arrivals.of[name]
         if self.stage is not None:
             self.stage.reached.add(name)
             assert arrived <= self.stage.passes + 1, f"a gradient of {name} came when its unit was through"
         if self.zero < 2:
             target = self.view(self.gradients, name)
             target.copy_(gradient) if arrived == 1 else target.add_(gradient)
-            complete = arrived == self.arrivals and min(self._arrived.values()) == arrived
+            complete = complete and arrived == self.arrivals.expected
         else:
             self.view(self._full(), name).copy_(gradient)
-            complete = min(self._arrived.values()) == arrived
         if complete and self.stage is not None:
             self.stage.complete(self)
 
     def finish_backward(self, passes: int) -> bool:
         """After backward pass number `passes`: parameters that took no part count as zero. True when that completes the unit."""
-        if min(self._arrived.values()) >= passes:
+        missing = self.arrivals.end(passes)
+        if not missing:
             return False
         whole = self._full() if self.zero >= 2 else self.gradients
-        for name, arrived in self._arrived.items():
-            if arrived < passes and (self.zero >= 2 or arrived == 0):
+        for name, arrived in missing.items():
+            if self.zero >= 2 or arrived == 0:
                 self.view(whole, name).zero_()
-            self._arrived[name] = max(arrived, passes)
-        return self.zero >= 2 or passes == self.arrivals
+        return self.zero >= 2 or passes == self.arrivals.expected
 
     def _full(self) -> torch.Tensor:
         """ZeRO 2 and 3: the buffer in which one backward pass gathers whole gradients, where ranks of this host can read it."""
@@ -213,7 +213,7 @@ class FlatUnit:
         full = self._full_gradient
         assert full is not None
         self._full_gradient = None
-        first = max(self._arrived.values()) == 1
+        first = self.arrivals.passes == 1
         out = self.gradients if first else torch.empty_like(self.gradients)
         scattering = reduce_scatter(full, out, self.group, self.across.shards, _sizes(self))
 
@@ -240,8 +240,7 @@ class FlatUnit:
 
     def begin_step(self, arrivals: int) -> None:
         """Before the first of `arrivals` backward passes."""
-        self.arrivals = arrivals
-        self._arrived = dict.fromkeys(self._arrived, 0)
+        self.arrivals.begin(arrivals)
         if self.sums is not None:
             self.sums.begin(sum(self.mesh.plan.shares) or arrivals * self.mesh.plan.dp)
             self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients

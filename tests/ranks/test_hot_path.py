@@ -1,0 +1,80 @@
+"""What runs once for each parameter in every step costs the same for each, however many there are."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.train.trainer import parallelize
+
+
+class Many(nn.Module):
+    """So many parameters of one number."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.numbers = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.cat(list(self.numbers)).sum()
+
+
+def trainer_of(count: int, plan: str) -> Any:
+    make = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)
+    return parallelize(Many(count), make, plan, loss=lambda output, batch: output.mean(), example={"x": torch.ones(1)})
+
+
+def seconds_each(count: int, plan: str) -> float:
+    """Of this process for taking one gradient, the least of several passes over all of them."""
+    trainer = trainer_of(count, plan)
+    (unit,), gradient, found = trainer.engine.zero.trained, torch.ones(1), []
+    unit.stage = None
+    for _ in range(5):
+        unit.begin_step(1)
+        began = time.process_time()
+        for name in unit.parameters:
+            unit.take(name, gradient)
+        found.append((time.process_time() - began) / count)
+    return min(found)
+
+
+@pytest.mark.parametrize("plan", ["dp1", "dp1.z3"])
+def test_taking_a_gradient_costs_the_same_however_many_a_unit_has(ranks: Any, plan: str) -> None:
+    few, many = (ranks.run(1, seconds_each, count, plan)[0] for count in (100, 4000))
+    assert many < 3 * few
+
+
+class Counting(dict[Any, Any]):
+    """How often anything is looked up."""
+
+    looked = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        Counting.looked += 1
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        Counting.looked += 1
+        return super().get(key, default)
+
+
+def looked_at(length: int) -> tuple[int, int]:
+    """Runs of a master, and how often `states` looks up one of them where nothing is to be laid."""
+    model = nn.Linear(length, 1, bias=False)
+    trainer = parallelize(model, lambda parameters: torch.optim.AdamW(parameters), "dp1", loss=lambda output, batch: output.mean())
+    trainer.step({"input": torch.ones(2, length)})
+    (unit,) = trainer.engine.zero.trained
+    trainer.optimizer.state = Counting(trainer.optimizer.state)
+    Counting.looked = 0
+    states = unit.master.states(trainer.optimizer)
+    assert set(states) == {"exp_avg", "exp_avg_sq"}
+    return len(unit.master.runs), Counting.looked
+
+
+def test_whether_states_lie_together_is_seen_without_looking_at_every_run(ranks: Any) -> None:
+    (few, little), (many, as_little) = (ranks.run(1, looked_at, length)[0] for length in (1 << 19, 1 << 23))
+    assert many > 10 * few and as_little == little
