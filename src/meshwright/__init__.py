@@ -79,10 +79,11 @@ def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> lis
 
 def estimate(job: Job, plan: Plan | str) -> Estimate:
     """Memory and time of one plan, or of its name."""
+    from meshwright.cost.hiding import bucketed
     from meshwright.cost.step import estimate
     from meshwright.spec.plan import parse_plan
 
-    return estimate(job, parse_plan(plan) if isinstance(plan, str) else plan)
+    return estimate(job, bucketed(job, parse_plan(plan)) if isinstance(plan, str) else plan)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from jobs import cluster, decoder, device, small_job
 
 from meshwright.base.errors import InputError
 from meshwright.cost.box import box_of
+from meshwright.cost.hiding import bucketed
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
 from meshwright.search import shares, sizes
@@ -54,7 +55,7 @@ def every_pipeline(job: Job) -> list[Plan]:
                         for zero in ("", "z1.", "z2.", "z3.") if head == "dp2." else ("",):
                             split = "-".join(map(str, cut))
                             names.append(f"{head}{parallel}pp{pp}.{zero}mb{size}.ls{split}.{again}on{on}")
-    plans = [parse_plan(name) for name in names]
+    plans = [bucketed(job, parse_plan(name)) for name in names]
     return [plan for plan in plans if not any(faults(job, plan))]
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+import meshwright as mw
 from meshwright.base.link import meeting
+from meshwright.cli.main import main
+from meshwright.cli.preparation import choose
 from meshwright.cli.verify import _lossy
 from meshwright.cost.collectives import Fabric, group
 from meshwright.cost.constants import LEAST_BUCKET
 from meshwright.cost.step import estimate
 from meshwright.intake.clusters import read_cluster
+from meshwright.intake.job import read_job, resolve
 from meshwright.intake.models import read_model
 from meshwright.launch.settings import settings_of
 from meshwright.search.improve import improvements
@@ -110,6 +116,24 @@ def test_buckets_are_smaller_where_a_wire_is_slow_and_there_is_something_to_hide
         return found.plan.bucket
 
     assert LEAST_BUCKET <= chosen("2x2:cpu@1Gb") < BUCKET == chosen("1x4:cpu")
+
+
+def test_a_plan_that_is_named_has_the_bucket_that_the_search_gave_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"model.name": "gpt2", "cluster.name": "2x2:cpu@100Mb", "workload.batch": 32}
+    best = mw.plan(resolve(read_job(None, (), options)), 1)[0]
+    assert best.plan.bucket < BUCKET
+    named = read_job(None, (), {**options, "plan.name": best.plan.name})
+    assert mw.estimate(resolve(named), best.plan.name) == best.estimate
+    assert mw.plan(resolve(named), 1)[0].plan == best.plan == choose(named, None, None, {}, None).plan
+    shared = ["--model", "gpt2", "--cluster", "2x2:cpu@100Mb", "--batch", "32", "--plan", best.plan.name]
+    assert main(["estimate", *shared, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["bucket"] == best.plan.bucket
+    before = best.plan.but(bucket=BUCKET)  # a run of that name goes on as it was begun, to the bit
+    (tmp_path / "plan.json").write_text(before.to_json())
+    assert choose(named, None, tmp_path, {}, None).plan == before
+    (tmp_path / "other.json").write_text(before.to_json())
+    written = read_job(None, (), {**options, "plan.name": str(tmp_path / "other.json")})
+    assert choose(written, None, None, {}, None).plan == before
 
 
 def test_a_node_names_the_network_device_that_has_its_address_to_gloo_and_beside_other_machines_to_nccl() -> None:

@@ -24,6 +24,7 @@ def estimate(
     Try: meshwright estimate --model llama2-7b --cluster 1x8:a100-80gb --batch 64 --seq 4096 --plan dp8.z3.rc-layer
     """
     from meshwright.cli.preparation import read_file
+    from meshwright.cost.hiding import bucketed
     from meshwright.cost.step import estimate as price
     from meshwright.intake.job import resolve
     from meshwright.report.plans import entry_data, estimate_text
@@ -45,6 +46,7 @@ def estimate(
         from meshwright.search.rank import search
 
         plan = search(question, 1).chosen.plan
+    plan = bucketed(question, plan)
     priced = price(question, plan)
     if json:
         say_json(entry_data(plan, priced))

@@ -191,13 +191,16 @@ def _data(question: Job, answer: Answer, runnable: bool, language: str, shown: S
 def _why_not(question: Job, answer: Answer, asked: str, runnable: bool, language: str, json: bool) -> None:
     """One plan, or the best of many, beside the chosen one."""
     from meshwright.base.errors import InputError
+    from meshwright.cost.hiding import bucketed
     from meshwright.intake.plans import parse_pins, read_plan
     from meshwright.report.why import against_data, against_text
     from meshwright.search.why_not import why_not
+    from meshwright.spec.plan import Plan
 
     wanted = parse_pins(asked) if "=" in asked else read_plan(asked)
     if wanted is None:
         raise InputError(f"--why-not {asked!r}: name a plan, such as dp8.tp2, or pins, such as tp=8,pp=8")
+    wanted = bucketed(question, wanted) if isinstance(wanted, Plan) else wanted
     found = why_not(question, answer.chosen, asked, wanted, runnable)
     if json:
         say_json(against_data(answer, found))

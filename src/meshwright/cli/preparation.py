@@ -95,7 +95,7 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
         question = _over(question, world)
     if pin:
         question = question.but(pins={**question.pins, **parse_pins(pin)})
-    given = file.given_plan()
+    given = _named(file, question, folder)
     plan = given or (_before(folder, question) if folder is not None and question.pins == question.workload.fixed else None)
     if plan is not None:
         estimate = price(question, plan)
@@ -108,6 +108,17 @@ def choose(file: JobFile, pin: str | None, folder: Path | None, environment: Map
         why = [tell("choice.found", why=first), *(tell("choice.also", why=line) for line in rest)]
         why += _without_the_slow(question, estimate.time.step) if world is not None else []
     return Choice(question, plan, estimate, [_asked(question), *why, *_instead(folder, plan)])
+
+
+def _named(file: JobFile, question: Job, folder: Path | None) -> Plan | None:
+    """The plan that is given; one that says no bucket has that of the run, where it is the run's, or of the search."""
+    from meshwright.cost.hiding import bucketed
+
+    plan = file.given_plan()
+    if plan is None or "bucket" in plan.model_fields_set:
+        return plan
+    before = _before(folder, question) if folder is not None else None
+    return before if before is not None and before.name == plan.name else bucketed(question, plan)
 
 
 def _unfit(estimate: Estimate) -> list[Sentence]:

@@ -96,6 +96,7 @@ def _refuse(names: list[str], what: str) -> None:
 
 
 def _step(file: JobFile, wrong: Wrong, long: Long, trace: Path | None, json: bool) -> int:
+    from meshwright.cost.hiding import bucketed
     from meshwright.intake.job import resolve
     from meshwright.report.simulation import simulation_data, simulation_text
     from meshwright.simulate.run import simulate as play
@@ -114,7 +115,7 @@ def _step(file: JobFile, wrong: Wrong, long: Long, trace: Path | None, json: boo
         from meshwright.search.rank import search
 
         plan = search(question, 1).chosen.plan
-    played = play(question, plan, faults, wrong.steps, file.run.every, _policy(long))
+    played = play(question, bucketed(question, plan), faults, wrong.steps, file.run.every, _policy(long))
     if trace is not None:
         from meshwright.report.trace import write_trace
 

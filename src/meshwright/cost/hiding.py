@@ -9,11 +9,12 @@ import numpy as np
 from meshwright.cost import constants
 from meshwright.cost.box import Array
 from meshwright.cost.collectives import group
-from meshwright.cost.setting import Setting
-from meshwright.spec.plan import BUCKET
+from meshwright.cost.setting import Setting, setting
+from meshwright.spec.job import Job
+from meshwright.spec.plan import BUCKET, Plan
 
 
-def bucket(setting: Setting) -> int:
+def bucket(of: Setting) -> int:
     """Bytes of gradients that one collective carries at least, so that reductions hide best: S bytes in buckets of b cost S / b starts of `a`
     seconds, and the last bucket, which nothing is left to hide, b / B; least together at b = sqrt(S a B). Not above the default: larger ones
     hide no more; ranks that share memory have no wire to hide, and keep it.
@@ -22,12 +23,17 @@ def bucket(setting: Setting) -> int:
     >>> LEAST_BUCKET <= BUCKET
     True
     """
-    links, devices = setting.fabric, setting.job.cluster.devices
-    if setting.shares_memory or devices == 1:
+    links, devices = of.fabric, of.job.cluster.devices
+    if of.shares_memory or devices == 1:
         return BUCKET
     whole = group(links, devices, 1)
-    best = sqrt(setting.job.model.parameters * setting.gradient * float(2 * whole.turn) * float(whole.bandwidth))
+    best = sqrt(of.job.model.parameters * of.gradient * float(2 * whole.turn) * float(whole.bandwidth))
     return int(min(max(best, constants.LEAST_BUCKET), BUCKET))
+
+
+def bucketed(job: Job, plan: Plan) -> Plan:
+    """`plan` with the bucket that a search of `job` gives its plans, where it says none: names do not hold it."""
+    return plan if "bucket" in plan.model_fields_set else plan.but(bucket=job.pins.get("bucket") or bucket(setting(job)))
 
 
 def beside(communication: Array, compute: Array) -> Array:

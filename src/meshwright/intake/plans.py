@@ -110,5 +110,6 @@ def _value(field: str, value: Any, where: str) -> Any:
 
 
 def pins_of(plan: Plan) -> dict[str, Any]:
-    """Every field of `plan` as a pin."""
-    return {name: getattr(plan, name) for name in PINNABLE if name != "dp"}
+    """Every field of `plan` as a pin; not the bucket of one that says none, as names do."""
+    left = {"dp"} if "bucket" in plan.model_fields_set else {"dp", "bucket"}
+    return {name: getattr(plan, name) for name in PINNABLE if name not in left}

@@ -25,9 +25,10 @@ import numpy as np
 
 from meshwright.cost import unlike
 from meshwright.cost.box import Again, Array, Box, Layout, MicroBatch, Order, Shards
+from meshwright.cost.hiding import bucket
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer, Prices
-from meshwright.cost.setting import Setting
+from meshwright.cost.setting import Setting, setting
 from meshwright.cost.step import estimate
 from meshwright.search import portions, sizes
 from meshwright.search.division import divisors, even
@@ -104,7 +105,7 @@ def box_of_all(job: Job, tp: int, pp: int) -> Box:
     parallel = (False, True) if tp > 1 and job.workload.sequence % tp == 0 and not job.model.against_sequence else (False,)
     return Box(
         Layout(tp, pp, expert_tensor=tp, axes=AXES if pp == 1 else SIDE_BY_SIDE),
-        Plan().bucket,
+        bucket(setting(job)),
         (Order(Schedule.one_f_one_b, 1, even(max(job.model.blocks, 1), pp)),),
         tuple(MicroBatch(size, max(batch // (size * dp), 1)) for size in divisors(batch) if batch // size >= dp),
         parallel,

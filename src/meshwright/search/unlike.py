@@ -18,8 +18,10 @@ import numpy as np
 from meshwright.base.errors import InputError
 from meshwright.cost import unlike
 from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards
+from meshwright.cost.hiding import bucket
 from meshwright.cost.memory import ample, reserved, usable
 from meshwright.cost.price import Pricer
+from meshwright.cost.setting import setting
 from meshwright.cost.step import model_flops
 from meshwright.search import shares
 from meshwright.search.division import divisors
@@ -96,19 +98,17 @@ def best_of(job: Job, on: dict[int, Pricer], placement: tuple[int, ...], tp: int
     again = tuple(Again(kind) for kind in offered(job))
     parallel = (False, True) if tp > 1 and job.workload.sequence % tp == 0 else (False,)
     counts = tuple(MicroBatch(size, batch // (dp * size)) for size in sizes)
-    layout, bucket = Layout(tp, pp, expert_tensor=tp), Plan().bucket
+    layout = Layout(tp, pp, expert_tensor=tp)
     splits = sorted(set(shared(job, on, placement, tp, sizes)))
     orders = tuple(Order(Schedule.one_f_one_b, 1, split, True) for split in splits)
-    box = Box(layout, bucket, orders, counts, parallel, again, tuple(shards))
+    box = Box(layout, bucket(setting(job)), orders, counts, parallel, again, tuple(shards))
     said = unlike.prices(on, box)
     step = unlike.seconds(on, placement, box, said).step[0]
     score = np.broadcast_to(step, box.shape)
     for rank, group in enumerate(placement):
-        setting, total = on[group].setting, said[group].footprint.total[rank]
-        usual, safe = reserved(setting, total)
-        score = np.where(
-            usual > usable(setting), np.inf, np.where(safe > ample(setting), np.maximum(score, step * (1 + TIGHT_GAIN)), score)
-        )
+        own, total = on[group].setting, said[group].footprint.total[rank]
+        usual, safe = reserved(own, total)
+        score = np.where(usual > usable(own), np.inf, np.where(safe > ample(own), np.maximum(score, step * (1 + TIGHT_GAIN)), score))
     at = np.unravel_index(int(score.argmin()), score.shape)
     if np.isfinite(score[at]):
         yield float(score[at]), box.plan(tuple(map(int, at))).but(placement=placement)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from meshwright.base.errors import InputError
 from meshwright.cost import unlike
 from meshwright.cost.box import Box, box_of
+from meshwright.cost.hiding import bucketed
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
 from meshwright.schedules.order import orders
@@ -81,7 +82,7 @@ def simulate(
 
     Raises InputError when the plan cannot run, or a fault names a rank or a step that is not there.
     """
-    plan = parse_plan(plan) if isinstance(plan, str) else plan
+    plan = bucketed(job, parse_plan(plan)) if isinstance(plan, str) else plan
     wrong = (faults or HEALTHY).check(plan.world)
     refuse_unlike(plan)
     priced = estimate(job, plan)
