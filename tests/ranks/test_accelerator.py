@@ -20,6 +20,7 @@ from meshwright.checkpoint.save import _brought
 from meshwright.checkpoint.shard import digest
 from meshwright.elastic.supervisor import Supervisor, Work
 from meshwright.parallel.apply import _prepare
+from meshwright.parallel.context import kernel
 from meshwright.parallel.device import own_device
 from meshwright.parallel.exchange import compression
 from meshwright.parallel.exchange.compression import Vector, coded
@@ -166,3 +167,32 @@ def test_sums_are_coded_alike_in_tiles_of_any_length(kind: str, tile: int) -> No
     plain = compression.Coded(compression.CODES[kind](), torch.zeros_like(values))
     plain._say(values.view(1, -1))
     assert torch.equal(way.kept, plain.kept)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_of_a_part_is_called_as_torch_wants_it(causal: bool) -> None:
+    """Its forms alone are computed here: names and arguments that move are found."""
+    query = torch.empty(2, 8, 16, 64, dtype=torch.bfloat16, device="meta")
+    key, value = torch.empty(2, 4, 48, 128, dtype=torch.bfloat16, device="meta").split(64, -1)
+    part = kernel.Part(query[..., 8:, :], key, value, 0.125, causal)
+    assert kernel.flash_fits(part) and not part.flash, "it is of CUDA devices"
+    output, total = kernel.flash_forward(part)
+    assert (output.shape, output.dtype, total.shape, total.dtype) == ((2, 8, 8, 64), torch.bfloat16, (2, 8, 8), torch.float32)
+    of_query, of_key, of_value = kernel.flash_backward(part, output, output, total)
+    assert (of_query.shape, of_key.shape, of_value.shape) == (part.query.shape, key.shape, value.shape)
+
+
+def test_a_kernel_gives_gradients_of_a_part_from_the_output_and_sum_of_all_parts() -> None:
+    """What FlashAttention is relied on for, shown by its like on the CPU: the merged numbers in the place of a part's own."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, gradient = (torch.randn(1, 2, 12, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    leaves = [each.clone().requires_grad_() for each in (query, key, value)]
+    torch.nn.functional.scaled_dot_product_attention(*leaves, scale=0.3).backward(gradient)
+    merged = kernel.Merged(query, 8)
+    parts = [kernel.Part(query, key[:, :, rows], value[:, :, rows], 0.3) for rows in (slice(0, 4), slice(4, 12))]
+    for part in parts:
+        merged.add(slice(None), *kernel.forward(part))
+    shares = [kernel.backward(part, gradient, *merged.result()) for part in parts]
+    torch.testing.assert_close(shares[0][0] + shares[1][0], leaves[0].grad)
+    for place in (1, 2):
+        torch.testing.assert_close(torch.cat([share[place] for share in shares], 2), leaves[place].grad)

@@ -6,8 +6,8 @@ With scores s = scale q k + bias over a part of the keys, o = softmax(s) v and l
     backward   of a part needs only the merged o and l: p = exp(s - l) are the final probabilities
 
 Sources: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv 2112.05682; Dao, FlashAttention-2, arXiv 2307.08691, section 3.1;
-Liu et al., Ring Attention, arXiv 2310.01889. On a CPU torch's own fused kernels compute the parts (private names of torch, only here); where
-they do not apply the formulas are written out.
+Liu et al., Ring Attention, arXiv 2310.01889. torch's own fused kernels compute the parts (private names of torch, only here), on CUDA those of
+FlashAttention for types of 16 bits and without a bias; where they do not apply the formulas are written out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ import torch
 
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 _LOW = (torch.bfloat16, torch.float16)
+
+_WIDEST = 192
+"""Of a head whose gradients FlashAttention computes on every device that it runs on."""
 
 
 class Part(NamedTuple):
@@ -36,6 +41,29 @@ class Part(NamedTuple):
     def fused(self) -> bool:
         return self.query.device.type == "cpu" and self.value.shape[-1] == self.query.shape[-1]
 
+    @property
+    def flash(self) -> bool:
+        """Whether CUDA's kernels take it; torch knows which devices have them, and whether somebody has turned them off."""
+        if not self.query.is_cuda or torch.version.hip or not flash_fits(self):
+            return False
+        grouped = self.key.shape[1] != self.query.shape[1]
+        asked = torch.backends.cuda.SDPAParams(self.query, self.key, self.value, None, 0.0, self.causal, grouped)
+        return torch.backends.cuda.can_use_flash_attention(asked)
+
+
+def flash_fits(part: Part) -> bool:
+    """By types and shapes: 16 bits, no bias, heads of whole vectors of 16 bytes.
+
+    >>> of = lambda width, dtype, bias=None: Part(*torch.empty(3, 1, 2, 4, width, dtype=dtype), 1.0, bias=bias)
+    >>> [flash_fits(of(width, torch.bfloat16)) for width in (64, 128, 60, 256)], flash_fits(of(64, torch.float32))
+    ([True, True, False, False], False)
+    >>> flash_fits(of(64, torch.bfloat16, torch.zeros(1, 1, 4, 4)))
+    False
+    """
+    width = part.query.shape[-1]
+    alike = part.value.shape[-1] == width and part.query.dtype == part.key.dtype == part.value.dtype
+    return part.bias is None and alike and part.query.dtype in _LOW and width % 8 == 0 and width <= _WIDEST
+
 
 def bias_of(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask as what is added to scores: minus infinity where nothing is seen, also where a mask says so by the lowest number."""
@@ -48,6 +76,8 @@ def forward(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (B, H, Q, Dv) and log-sum-exp (B, H, Q), of which a query that sees nothing has zeros and minus infinity."""
     if part.fused:
         output, total = _FUSED(part.query, part.key, part.value, 0.0, part.causal, attn_mask=part.bias, scale=part.scale)
+    elif part.flash:
+        output, total = flash_forward(part)
     else:
         scores = _scores(part)
         total = torch.logsumexp(scores, -1)
@@ -67,6 +97,8 @@ def backward(
             gradient, part.query, part.key, part.value, output, total, 0.0, part.causal, attn_mask=part.bias, scale=part.scale
         )
         return found
+    if part.flash:
+        return flash_backward(part, gradient, output, total)
     precise = total.dtype
     probabilities = _probabilities(_scores(part), total)
     key, value = _repeated(part.key, part.query).to(precise), _repeated(part.value, part.query).to(precise)
@@ -75,6 +107,24 @@ def backward(
     of_scores = probabilities * (wide @ value.transpose(-1, -2) - (wide * output).sum(-1, keepdim=True)) * part.scale
     of_query, of_key = of_scores @ key, of_scores.transpose(-1, -2) @ part.query.to(precise)
     return of_query, _gathered(of_key, part.key), _gathered(of_value, part.value)
+
+
+def flash_forward(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    output, total, *_ = _FLASH(part.query, part.key, part.value, 0.0, part.causal, scale=part.scale)
+    return output, total
+
+
+def flash_backward(
+    part: Part, gradient: torch.Tensor, output: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`total` is read as it lies, row by row. Without dropout nothing is drawn: what says how is of its type and empty."""
+    drawn = torch.zeros(2, dtype=torch.uint64, device=part.query.device)
+    longest = part.query.shape[2], part.key.shape[2]
+    given = gradient.contiguous(), part.query, part.key, part.value, output.contiguous(), total.contiguous()
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _FLASH_BACKWARD(
+        *given, None, None, *longest, 0.0, part.causal, drawn, drawn.new_zeros(()), scale=part.scale
+    )
+    return found
 
 
 class Merged:
