@@ -35,7 +35,10 @@ from meshwright.spec.grid import Grid
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import recipe
 from meshwright.train import replicas
+from meshwright.train.rank import Channel
+from meshwright.train.recovery import Recovery
 from meshwright.train.trials import timed
+from meshwright.words.lines import translated
 
 HERE = Path(__file__).parent
 
@@ -196,3 +199,13 @@ def test_a_kernel_gives_gradients_of_a_part_from_the_output_and_sum_of_all_parts
     torch.testing.assert_close(shares[0][0] + shares[1][0], leaves[0].grad)
     for place in (1, 2):
         torch.testing.assert_close(torch.cat([share[place] for share in shares], 2), leaves[place].grad)
+
+
+def test_copies_that_hold_training_up_are_told_of_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    recovery = Recovery.__new__(Recovery)
+    recovery._steps, recovery.channel = (0, 0.0, 0.0), Channel(0, 1, lambda message: said.append(message["line"]))
+    for _ in range(30):
+        recovery._time(3.2, 2.0)
+    assert len(said) == 1 and "each step wait 2.00 s of its 3.20 s" in said[0]
+    assert translated(said[0], "zh").startswith("内存里的副本让每一步在 3.20 s 里等 2.00 s")

@@ -22,7 +22,7 @@ import torch
 from meshwright.base.limits import memory_left
 from meshwright.base.pulse import Pulse, Word
 from meshwright.base.slots import SLOTS
-from meshwright.base.units import show_bytes
+from meshwright.base.units import show_bytes, show_seconds
 from meshwright.checkpoint.distant import memory_at
 from meshwright.checkpoint.lift import Lift
 from meshwright.checkpoint.memory import Kept, Layout, Memory, lay_out, whole
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 SHARE = 0.5
 """Of the memory that the machine, or this run's part of it, has left, which the copies of all ranks may take."""
 
+MOST, AFTER = 0.1, 10
+"""Part of the time that copies beside an accelerator may make it wait before that is said, and steps that are looked at."""
+
 NO_ROOM = "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last checkpoint"
 
 
@@ -48,6 +51,8 @@ class Copies:
         self.memory, self.trainer, self.pulse, self.extra = Memory(path), trainer, pulse, extra
         self.refused = ""
         self.seconds = 0.0
+        self.waited = 0.0
+        """Seconds in which training stood until the last copy beside it was whole."""
         self._layout: Layout | None = None
         self._places: list[int] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -80,8 +85,10 @@ class Copies:
     def finish(self) -> None:
         """Wait for the copy under way. Raises what it raised."""
         if self._thread is not None:
+            began = time.perf_counter()
             self._thread.join()
             self._thread = None
+            self.waited = time.perf_counter() - began
         if self._failed is not None:
             raise self._failed
 
@@ -121,6 +128,22 @@ class Copies:
             f"no copies in memory: they would take {show_bytes(needs)} of the {show_bytes(free)} that this machine has left; "
             "a rank that fails costs the steps since the last checkpoint"
         )
+
+
+def too_slow(waited: float, seconds: float, steps: int) -> str:
+    """What is to be said where copies took longer than the steps beside which they were made; nothing where they did not.
+
+    >>> too_slow(20.0, 32.0, 10)
+    'copies in memory make each step wait 2.00 s of its 3.20 s: --set run.copies=false trains without them, and a rank that fails costs the steps since the last checkpoint'
+    >>> too_slow(2.0, 32.0, 10), too_slow(9.0, 10.0, 9)
+    ('', '')
+    """
+    if steps < AFTER or waited <= MOST * seconds:
+        return ""
+    return (
+        f"copies in memory make each step wait {show_seconds(waited / steps)} of its {show_seconds(seconds / steps)}: "
+        "--set run.copies=false trains without them, and a rank that fails costs the steps since the last checkpoint"
+    )
 
 
 def _stilled(

@@ -50,6 +50,8 @@ class Recovery:
         """Of the step that this rank went on from, where it is from memory."""
         self._said = self._busy = False
         self._since = self._save_seconds = 0.0
+        self._steps = (0, 0.0, 0.0)
+        """How many, their seconds, and those in which they stood for a copy."""
         self.guard = Guard(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
         memory, slots = channel.memory, SLOTS if channel.memory.beside else SEVERAL
         self.copies = copies.Copies(memory.own, trainer, pulse, identity, slots) if memory.own and launch.run.copies else None
@@ -170,10 +172,19 @@ class Recovery:
         """After each step."""
         self.guard.heed(record)
         if self.copies is not None:
+            self._time(record.seconds, self.copies.waited)
             self.copies.begin(record.model_dump(exclude_none=True))
             if self.copies.refused and not self._said and self.channel.rank == 0:
                 self._said = True
                 self._note(self.copies.refused)
+
+    def _time(self, seconds: float, waited: float) -> None:
+        """Takes note of a step, and says once what it waits for."""
+        steps, whole, stood = self._steps
+        if steps < copies.AFTER:
+            self._steps = (steps + 1, whole + seconds, stood + waited)
+            if (line := copies.too_slow(stood + waited, whole + seconds, steps + 1)) and self.channel.rank == 0:
+                self._note(line)
 
     def finish(self) -> None:
         """Before the last reduction of the next step, and before the end."""

@@ -25,8 +25,8 @@ from meshwright.train.keep import ranks_of
 from meshwright.train.trainer import Trainer
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PART = 1 << 24
-"""Elements that are looked at in one go on a device: some hundred MiB beside them."""
+PART = 1 << 22
+"""Elements that are looked at in one go on a device: a hundred MiB beside them."""
 
 
 class Diverged(MeshwrightError):

@@ -66,7 +66,7 @@ def accelerators() -> list[str]:
     import torch
 
     built = {
-        "cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": torch.version.xpu, "mps": torch.backends.mps.is_built(),
+        "cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": getattr(torch.version, "xpu", None), "mps": torch.backends.mps.is_built(),
     }  # fmt: skip
     return [kind for kind, version in built.items() if version]
 

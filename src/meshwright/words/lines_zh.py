@@ -281,6 +281,7 @@ LINES = {
     "1 step run again": "重做 1 步",
     "{} steps run again": "重做 {0} 步",
     "begins at step 0 again: the {} steps before were not saved yet": "又从第 0 步开始：之前的 {0} 步还没有保存",
+    "copies in memory make each step wait {} of its {}: --set run.copies=false trains without them, and a rank that fails costs the steps since the last checkpoint": "内存里的副本让每一步在 {1} 里等 {0}：--set run.copies=false 不做副本，出故障的 rank 会丢掉上一个检查点之后的步",
     "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last checkpoint": "内存里没有副本：有别的 rank 放不下自己的；出故障的 rank 会丢掉上一个检查点之后的步",
     "no checkpoint at step {}: {}; training goes on": "第 {0} 步没有检查点：{1}；训练继续",
     "no checkpoint: the process that writes it ended with status {}; training goes on": "没有检查点：写它的进程以状态 {0} 结束；训练继续",
