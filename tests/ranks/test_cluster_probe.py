@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
+import torch
 import torch.distributed as dist
 from pool import Pool
 from test_cluster import need_networks, on_ranks
+from torch import nn
 
 from meshwright.cli.preparation import _over, _without_the_slow
 from meshwright.cost.calibration import calibrated
@@ -22,12 +25,14 @@ from meshwright.intake.clusters import parse_cluster
 from meshwright.intake.job import read_job, resolve
 from meshwright.parallel.device import host_identity
 from meshwright.parallel.mesh import make_mesh
+from meshwright.probe.device import update
 from meshwright.probe.machine import measure
 from meshwright.probe.network import PAUSE, TURNS, Network
 from meshwright.search.rank import search
 from meshwright.spec.measurement import QUIET, Measured, Measurement, Pair, Product
 from meshwright.spec.plan import Plan
 from meshwright.spec.tiers import tiers
+from meshwright.train.trainer import parallelize
 from meshwright.words.say import say
 
 EIGHT = tuple(range(8))
@@ -117,6 +122,23 @@ def test_ranks_compute_between_meetings(ranks: Pool) -> None:
         assert spent >= TURNS * PAUSE / 2
         assert turn >= PAUSE / 2
         assert slept >= 0.03 + PAUSE / 2
+
+
+def updates() -> tuple[float, float]:
+    """Parameters in a second of this processor: as probe measures them, and as a trainer's update does on its own weights."""
+    trainer = parallelize(nn.Linear(1 << 12, 1 << 11), torch.optim.AdamW, "dp1", loss=lambda output, batch: output.mean())
+    trainer.step({"input": torch.ones(1, 1 << 12)})
+    found = []
+    for _ in range(5):
+        began = time.thread_time()
+        trainer.engine.zero.update(trainer.optimizer, 1.0)
+        found.append(((1 << 23) + (1 << 11)) / (time.thread_time() - began))
+    return update(torch.device("cpu")), median(found)
+
+
+def test_the_processors_of_a_rank_are_measured_at_what_an_update_does(ranks: Pool) -> None:
+    ((measured, trained),) = ranks.run(1, updates)
+    assert trained / 2 < measured < trained * 2
 
 
 @pytest.mark.soak

@@ -13,7 +13,7 @@ from meshwright.cost.box import Cut
 from meshwright.cost.calibration import calibrated, formula
 from meshwright.cost.collectives import Fabric, fabric
 from meshwright.cost.compute import matrices
-from meshwright.cost.constants import HOST_PASS
+from meshwright.cost.constants import HOST_PASS, HOST_UPDATE
 from meshwright.cost.step import estimate
 from meshwright.emulate.scale import scaled
 from meshwright.intake.clusters import parse_cluster, read_cluster
@@ -21,7 +21,7 @@ from meshwright.intake.job import read_job, resolve
 from meshwright.intake.measured import keep, kept_cluster
 from meshwright.spec.cluster import Cluster, Link
 from meshwright.spec.measurement import Measured, Measurement, Pair, Product, Timing
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.tiers import tiers
 from meshwright.words.lines import translated
 
@@ -178,6 +178,28 @@ def test_a_rank_with_a_part_of_a_core_starts_operations_as_many_times_slower_and
     for micro_batch in (1, 4):
         more = (step(20e-6, micro_batch) - step(5e-6, micro_batch)) / (4 / micro_batch)
         assert more == pytest.approx(operations * 15e-6, rel=1e-6)
+
+
+def test_what_the_processors_of_a_node_update_is_what_its_ranks_do_together() -> None:
+    devices = tuple(rank(n, n // 2, rate=100e9 if n < 2 else 50e9, share=0.5).but(update=2e8 if n < 2 else 3e8) for n in range(4))
+    measured = Measurement(devices=devices, pairs=pairs(4))
+    assert [group.host_update for group in calibrated(measured, parse_cluster("2x2:cpu")).cluster.groups] == [2e8, 3e8]
+
+
+@pytest.mark.parametrize(("measured", "rate"), [((0.0, 0.0), HOST_UPDATE), ((1e9, 1e9), 1e9), ((1e10, 2e9), 2e9), ((0.0, 2e9), 2e9)])
+def test_an_update_on_the_host_is_priced_by_what_was_measured_of_the_slowest_host_and_else_by_a_constant(
+    measured: tuple[float, float], rate: float
+) -> None:
+    known = parse_cluster("1x4:a100-80gb+1x4:a100-40gb")
+    job = resolve(read_job(None, (), {"model.name": "gpt2", "workload.batch": 8, "workload.precision": "bf16"}))
+
+    def offload(cluster: Cluster) -> float:
+        return estimate(job.but(cluster=cluster), parse_plan("dp8.z1.off-optimizer")).time.offload
+
+    hosts = known.but(groups=tuple(group.but(host_update=each) for group, each in zip(known.groups, measured, strict=True)))
+    free = known.but(groups=tuple(group.but(host_update=1e30) for group in known.groups))
+    largest = -(-job.model.parameters // 8)
+    assert offload(hosts) - offload(free) == pytest.approx(largest * 4 / rate, rel=0.01)
 
 
 def test_a_probe_is_said_in_chinese_down_to_what_is_odd() -> None:

@@ -143,7 +143,7 @@ def _with_others(rank: int, world: int, language: str) -> Measurement | None:
 
 def lines(result: Calibrated, found: Measurement) -> Iterator[str]:
     """The screen."""
-    from meshwright.base.units import show_bytes, show_rate, show_seconds
+    from meshwright.base.units import show_bytes, show_count, show_rate, show_seconds
 
     cluster = result.cluster
     where = f"{cluster.devices} devices on {len(found.hosts)} hosts" if len(found.hosts) > 1 else f"{cluster.devices} devices on 1 host"
@@ -153,6 +153,7 @@ def lines(result: Calibrated, found: Measurement) -> Iterator[str]:
         rates = ", ".join(f"{name} {show_rate(rate, 'FLOP/s')}" for name, rate in device.peak.items())
         yield f"  {group.nodes} x {group.devices} {device.name}   {rates}; memory {show_bytes(device.memory)} at {show_rate(device.bandwidth)}"
         yield f"      attention {device.attention:.0%} of its products; storage {show_rate(group.storage_bandwidth)}".replace("%", " %")
+        yield f"      processors of a node update {show_count(group.host_update)} parameters/s"
         yield f"      link inside {_link(group.link)}" + (f", between {group.link.span} devices each" if group.link.span else "")
     if len(cluster.groups) > 1 or cluster.groups[0].nodes > 1:
         yield f"  network   {_link(cluster.network)}"

@@ -80,6 +80,7 @@ def calibrated(measured: Measurement, known: Cluster) -> Calibrated:
                 host_memory=base.host_memory or ranks[0].host_memory,
                 storage_bandwidth=median(rank.storage for rank in ranks) * len(same[0].ranks),
                 host_bandwidth=median(rank.host_bandwidth * rank.share for rank in ranks),
+                host_update=median(rank.update * rank.share for rank in ranks) * len(same[0].ranks),
             )
         )
     odd += found.odd if measured.busy <= QUIET or len(measured.hosts) > 1 else ()

@@ -84,8 +84,7 @@ def update(setting: Setting, box: Box, elements: Array, on_device: Array) -> tup
     seconds = 0.0 * on_device
     over_link = np.zeros(1)
     if setting.host_bandwidth:
-        rate = constants.HOST_UPDATE / setting.devices_per_node
-        over_link = elements * (2.0 * setting.recipe.size / setting.host_bandwidth + 1.0 / rate)
+        over_link = elements * (2.0 * setting.recipe.size / setting.host_bandwidth + 1.0 / setting.host_update)
         seconds = where.optimizer * over_link
     if setting.storage_bandwidth:
         both_ways = 2.0 * elements * kept_of_optimizer(setting) / setting.storage_bandwidth

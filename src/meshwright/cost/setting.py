@@ -128,6 +128,11 @@ class Setting:
         """Bytes of the host for each of its devices."""
         return min(group.host_memory / group.devices for group in self.job.cluster.groups)
 
+    @cached_property
+    def host_update(self) -> float:
+        """Parameters that the host of the slowest group updates in a second for one of its devices: as measured, else as ever."""
+        return min((group.host_update or constants.HOST_UPDATE) / group.devices for group in self.job.cluster.groups)
+
     @property
     def devices_per_node(self) -> int:
         return max(group.devices for group in self.job.cluster.groups)

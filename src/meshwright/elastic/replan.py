@@ -59,7 +59,8 @@ def of(group: NodeGroup, count: int) -> NodeGroup:
     if count % group.devices == 0:
         return group.but(nodes=count // group.devices)
     share = 1.0 / group.devices
-    return group.but(nodes=count, devices=1, host_memory=group.host_memory * share, storage_bandwidth=group.storage_bandwidth * share)
+    parts = {name: getattr(group, name) * share for name in ("host_memory", "storage_bandwidth", "host_update")}
+    return group.but(nodes=count, devices=1, **parts)
 
 
 def leaner(job: Job | None, plan: Plan) -> Plan:

@@ -31,6 +31,8 @@ TRIES, BURST, WINDOW = 5, 0.01, 0.25
 CORE_STREAM, CARD_STREAM, ROW = 2**23, 2**30, 2**10
 """Bytes of one tensor of element-wise work, and numbers in a row of it."""
 
+UPDATED = 2**25
+
 OPERATIONS = 24
 """Of a block with 7 weights as the planner counts them: 3 for each, and 3 besides."""
 
@@ -59,6 +61,7 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Meas
         host_memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         storage=storage(),
         host_bandwidth=to_host(device),
+        update=update(device, neighbours),
     )
 
 
@@ -177,6 +180,20 @@ def to_host(device: torch.device) -> float:
     source = torch.ones(CORE_STREAM // 4)
     target = torch.empty_like(source)
     return CORE_STREAM / timed(lambda: target.copy_(source), device)
+
+
+def update(device: torch.device, neighbours: int = 1) -> float:
+    """Parameters a second that the processors of a rank update, as they do where the optimizer waits in the host's memory: float32 weights and
+    states by the fused kernel, UPDATED bytes of each, which no cache keeps. Beside an accelerator a rank has its part of all processors, as in training."""
+    weights = torch.nn.Parameter(torch.ones(UPDATED // 4))
+    weights.grad = torch.ones_like(weights)
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if device.type == "cpu" else max(1, len(os.sched_getaffinity(0)) // neighbours))
+    try:
+        return weights.numel() / timed(optimizer.step, device)
+    finally:
+        torch.set_num_threads(before)
 
 
 def storage() -> float:

@@ -54,6 +54,11 @@ class NodeGroup(Noun):
     host_memory: Bytes = 0.0
     storage_bandwidth: BytesPerSecond = Field(default=0.0, description="of the local disk of a node, which its devices share")
     host_bandwidth: BytesPerSecond = Field(default=0.0, description="between a device and its host, one direction")
+    host_update: float = Field(
+        default=0.0,
+        ge=0,
+        description="parameters that the processors of a node update in a second, for all of its devices; 0: not measured",
+    )
 
 
 class Cluster(Noun):

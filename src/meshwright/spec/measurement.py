@@ -40,6 +40,9 @@ class Measured(Noun):
     host_memory: Bytes = 0.0
     storage: BytesPerSecond = 0.0
     host_bandwidth: BytesPerSecond = 0.0
+    update: float = Field(
+        default=0.0, ge=0, description="parameters that its processors update in a second, AdamW in fp32; 0: not measured"
+    )
 
     def peak(self, precision: str) -> float:
         """The best rate that its products reached, 0 where none was measured."""

@@ -23,6 +23,7 @@ MACHINES = {
     "{} devices on 1 host": "1 台主机上的 {0} 个设备",
     "{} devices on {} hosts": "{1} 台主机上的 {0} 个设备",
     "{} x {} {}   {}; memory {} at {}": "{0} x {1} {2}   {3}；内存 {4}，{5}",
+    "processors of a node update {} parameters/s": "一个节点的处理器每秒更新 {0} 个参数",
     "attention {} of its products; storage {}": "注意力达到矩阵乘的 {0}；存储 {1}",
     "link inside {}, {}": "节点内链路 {0}，{1}",
     "link inside {}, {}, {} to meet after computing": "节点内链路 {0}，{1}，计算之后会合 {2}",
