@@ -286,15 +286,14 @@ def saved_and_loaded(plan: str, fused: bool | None, exact: bool) -> tuple[list[f
         torch.use_deterministic_algorithms(False)  # exact sums ask for them
 
 
-def commands(cluster: str) -> list[str]:
+def commands(cluster: str, precision: str) -> list[str]:
     """What `meshwright train` does wrong on one card: begun with trials, and gone on with."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for steps, more in ((4, ["--trials", "2"]), (8, [])):
-            command = ["train", "--model", "llama-tiny", "--seq", "128", "--batch", "8", "--cluster", cluster, "--run", f"{folder}/run"]
-            done = subprocess.run(
-                [sys.executable, "-m", "meshwright", *command, "--steps", str(steps), *more, "--json"], capture_output=True, text=True
-            )
+            job = ["--model", "llama-tiny", "--seq", "128", "--batch", "8", "--cluster", cluster, "--precision", precision]
+            command = [sys.executable, "-m", "meshwright", "train", *job, "--run", f"{folder}/run", "--steps", str(steps), *more, "--json"]
+            done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 said = [line for line in done.stderr.splitlines() if line.strip()][-3:]
                 return [f"train --steps {steps} ended with {done.returncode}: {' / '.join(said)}"]
@@ -472,7 +471,9 @@ def main(arguments: list[str] | None = None) -> int:
     measured = train(sizes, job, plan, options.steps, device)
     at_small = job_of(small, cluster, job.workload.batch, job.workload.precision)
     found, failed = ways(at_small, small, options.steps, device)
-    going_on = goes_on(device) + commands("local:1")
+    going_on = goes_on(device)
+    fresh(device)  # the command has the device beside this process
+    going_on += commands(*(("local:1", "fp32") if options.cpu else (options.cluster, "bf16")))
     copies = beside(SIZES[-1] if device.type == "cuda" else TINY, 4, job.workload.precision, device)
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else "the processor"
     lines, data = show(name, job, plan, estimate, measured, difference)
