@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.base.errors import InputError
 from meshwright.cli import main as command_line
-from meshwright.cli.doctor import Mend, text
+from meshwright.cli.doctor import Mend, text, torch_mends
 from meshwright.cli.main import COMMANDS, application, main
 from meshwright.cli.preparation import apart, short_of_room
 from meshwright.intake.job import read_job, resolve
@@ -337,3 +337,9 @@ def test_a_plan_that_only_its_host_has_no_room_for_says_what_the_host_lacks(
     assert called(capsys, "launch", *asked, "--save", str(tmp_path))[0] == 0
     written = (tmp_path / "torchrun.sh").read_text()
     assert said in written and "off-optimizer84" in written
+
+
+def test_the_doctor_tells_of_an_accelerator_that_training_leaves_idle() -> None:
+    torch_of = {"backends": ["gloo"], "cuda_devices": [], "idle": "this machine has an accelerator of the kind mps, which is not used: ..."}
+    facts = {"packages": {"torch": "2.13.0"}, "cuda_cards": [], "speed": {"all_reduce_seconds": 1e-4}, "torch": torch_of}
+    assert [(mend.what, mend.must) for mend in torch_mends(facts)] == [(torch_of["idle"], False)]

@@ -84,6 +84,8 @@ def torch_facts() -> dict[str, Any]:
     import torch
     from torch import distributed
 
+    from meshwright.parallel.device import left_idle
+
     available = distributed.is_available()
     return {
         "backends": [name for name in ("gloo", "nccl", "mpi") if available and getattr(distributed, f"is_{name}_available")()],
@@ -91,6 +93,7 @@ def torch_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
         "threads": torch.get_num_threads(),
+        "idle": left_idle(None if torch.cuda.is_available() else torch.accelerator.current_accelerator(check_available=True)),
     }
 
 
@@ -174,6 +177,8 @@ def torch_mends(facts: dict[str, Any]) -> Iterator[Mend]:
         yield Mend(f"the driver shows {facts['cuda_cards'][0]}, torch does not: install a torch built for CUDA", must=True)
     if "gloo" in found["backends"] and "all_reduce_seconds" not in facts["speed"]:
         yield Mend("two ranks could not meet over gloo: check GLOO_SOCKET_IFNAME and that the host's own name resolves", must=True)
+    if found["idle"]:
+        yield Mend(found["idle"])
     if found["cuda_devices"] and "nccl" not in found["backends"]:
         yield Mend("CUDA devices without NCCL: install a torch built with it", must=True)
 

@@ -115,4 +115,5 @@ MACHINES = {
     "ZeRO (z1 to z3), rc-layer and off-optimizer hold less, and `meshwright plan` finds what fits": "ZeRO（z1 到 z3）、rc-layer 和 off-optimizer 占得更少，`meshwright plan` 会找出放得下的方案",
     "plan {} is to take {} on a rank where {} was to take {}: --plan {}": "按预测每个 rank 方案 {0} 占 {1}，{2} 占 {3}：--plan {4}",
     "{}: use more ranks, or a smaller batch": "{0}：请用更多 rank，或更小的 batch",
+    "this machine has an accelerator of the kind {}, which is not used: training runs on its cores": "这台机器有 {0} 类加速器，但不会使用：训练在处理器核心上进行",
 }
