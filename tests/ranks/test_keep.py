@@ -68,6 +68,39 @@ def test_resuming_under_the_same_plan_is_bit_identical(ranks: Any, tmp_path: Pat
     assert all(torch.equal(whole[key], again[key]) for key in whole)
 
 
+def through_an_overflow(plan: str, overflow: int, folder: str) -> Any:
+    """Four steps in fp16 of which one overflows; a checkpoint behind the second."""
+    trainer = start("llama", plan, "fp16")
+    first = next(iter(trainer.engine.zero.trained[0].parameters.values()))
+    records = []
+    for step in range(4):
+        if step == 2:
+            trainer.save(folder, {"note": "kept"})
+        poison = first.register_hook(lambda gradient: gradient * float("inf")) if step == overflow else None
+        records.append(trainer.step(make_batch("llama", step)))
+        if poison is not None:
+            poison.remove()
+    return [(record.skipped, record.loss_scale) for record in records], trainer.full_state_dict()
+
+
+def resumed_scaled(plan: str, path: str) -> Any:
+    trainer = start("llama", plan, "fp16")
+    trainer.load(path)
+    records = [trainer.step(make_batch("llama", step)) for step in range(trainer.steps, 4)]
+    return [(record.skipped, record.loss_scale) for record in records], trainer.full_state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2.z3", "tp2"])
+@pytest.mark.parametrize("overflow", [0, 1], ids=["of the first step", "of the second step"])
+def test_a_run_goes_on_to_the_bit_from_a_checkpoint_behind_an_overflow(ranks: Any, tmp_path: Path, plan: str, overflow: int) -> None:
+    told, whole = ranks.run(2, through_an_overflow, plan, overflow, str(tmp_path))[0]
+    assert [skipped for skipped, _ in told] == [step == overflow for step in range(4)]
+    assert told[2:] == [(False, 2.0**15)] * 2
+    again, weights = ranks.run(2, resumed_scaled, plan, str(next(tmp_path.glob("step-*"))))[0]
+    assert again == told[2:] and whole.keys() == weights.keys()
+    assert all(torch.equal(whole[key], weights[key]) for key in whole)
+
+
 @pytest.mark.parametrize(("name", "step"), [("llama", 1), ("gpt2", 2), pytest.param("hf-gpt2", 1, marks=pytest.mark.soak)])
 def test_any_layout_loads_into_any_layout(ranks: Any, name: str, step: int) -> None:
     for position, plan in list(enumerate(LAYOUTS))[::step]:

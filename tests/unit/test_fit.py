@@ -123,7 +123,10 @@ def test_an_improvement_is_measured_in_tokens_per_second() -> None:
     chosen = search(job, 1).chosen
     step = chosen.estimate.time.step
     found = {it.name: it for it in improvements(job, step, chosen=chosen.plan)}
-    assert found.keys() == {"memory", "compute", "links", "network", "batch", "int8", "low-rank", "local"}
+    lossy = {"int8", "low-rank", "local"}
+    assert found.keys() == {"memory", "compute", "links", "network", "batch", *lossy}
+    wide = job.but(workload=job.workload.but(reduce="fp32"))  # in bf16 they cross already
+    assert {it.name for it in improvements(wide, step)} >= {"bf16", *lossy}
     assert all(it.speed >= 1 - 0.05 for it in found.values())
     doubled = search(job.but(workload=job.workload.but(batch=64)), 1).chosen.estimate
     assert found["batch"].speed == pytest.approx(2 * step / doubled.time.step)

@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, UnknownCommandError
 from meshwright import __version__
 from meshwright.base.errors import InputError, MeshwrightError, did_you_mean, of_the_system
 from meshwright.base.signals import hearing, interrupt
+from meshwright.cli.numbers import joined
 
 COMMANDS = (
     ("train", "plan, launch and train; go on where a run stopped"),
@@ -41,8 +42,7 @@ HELP = """Any PyTorch model, any cluster: plan it, prove it, run it, keep it run
 
 "meshwright train" alone trains a small model on this machine. "meshwright COMMAND --help" shows options and an example.
 Every command takes --debug, which shows the traceback of an error."""
-HELP_WIDTH = 100
-UNREAD = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+HELP_WIDTH, UNREAD = 100, (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 
 def application(tokens: Sequence[str]) -> App:
@@ -100,7 +100,7 @@ def run(tokens: list[str]) -> int:
 
     Commands that answer at once run without the cyclic garbage collector: it costs an eighth of their time and finds nothing.
     """
-    app = application(tokens)
+    app, tokens = application(tokens), [*joined(tokens)]
     try:
         if tokens[:1] in QUICK:
             gc.disable()

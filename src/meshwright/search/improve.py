@@ -54,7 +54,7 @@ def _fewer_bytes(job: Job) -> Iterator[tuple[str, Job]]:
     """What changes the result, so that nobody gets it who did not ask: the same batch with less on the wires between nodes."""
     work, nodes = job.workload, sum(group.nodes for group in job.cluster.groups)
     if work.compression is None and not work.exact and work.precision != "fp16":
-        for kind in ("int8", "low-rank"):
+        for kind in ("bf16",) * (work.recipe.gradient_size > 2) + ("int8", "low-rank"):
             yield kind, job.but(workload=work.but(compression=Compression(kind=kind)))  # type: ignore[arg-type]
     if work.local is None and not work.exact and work.batch % nodes == 0 and not {"dp", "dp_replicate", "ep"} & job.pins.keys():
         apart = work.but(local=Local(replicas=nodes))

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from meshwright.cost.box import Order, Shards
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Offload, Plan
+from meshwright.spec.plan import Offload, Plan, Recompute
 from meshwright.spec.rules import (
     Fault,
     Update,
     compile_faults,
+    count_faults,
     division_faults,
     expert_faults,
     local_faults,
@@ -35,14 +36,16 @@ class Orders(NamedTuple):
 
 
 class Updates:
-    """What the update of a job goes with."""
+    """What the update of a job goes with, and the count of blocks that is pinned."""
 
     def __init__(self, job: Job) -> None:
+        pinned = job.pins.get("recompute_layers", 0)
+        self.counted, self.blocks = pinned if isinstance(pinned, int) else 0, job.model.blocks
         self.update, self.local = Update.of(job.workload, job.cluster, job.model.layers), job.workload.local
 
     def against(self, plan: Plan) -> Fault | None:
         """Why it does not go with `plan`."""
-        return next(chain(update_faults(plan, self.update), local_faults(plan, self.local)), None)
+        return next(chain(update_faults(plan, self.update), local_faults(plan, self.local), count_faults(plan, self.blocks)), None)
 
     def against_way(self, way: tuple[Offload, ...]) -> Fault | None:
         """Why not with any plan that offloads so."""
@@ -55,10 +58,18 @@ class Updates:
 
     def against_order(self, pp: int, order: Order) -> Fault | None:
         """Why not with any plan of this order."""
-        if not self.update.recipe.products:  # all other types go with all orders
+        if not self.update.recipe.products and self.counted <= max(order.stage_layers):  # all other types go with all orders
             return None
-        plan = Plan(pp=pp, schedule=order.schedule, virtual_stages=order.virtual_stages, actions=order.actions)
-        return next(update_faults(plan, self.update), None)
+        plan = Plan(
+            pp=pp,
+            schedule=order.schedule,
+            virtual_stages=order.virtual_stages,
+            actions=order.actions,
+            layers_per_stage=order.stage_layers if pp > 1 else (),
+            recompute=Recompute.layer if self.counted else Recompute.none,
+            recompute_layers=self.counted,
+        )
+        return next(chain(update_faults(plan, self.update), count_faults(plan, self.blocks)), None)
 
 
 def plans_of(shards: Sequence[Shards], ways: Sequence[tuple[Offload, ...]], whole: int, parts: int, orders: int, axes: int = 1) -> int:

@@ -119,6 +119,20 @@ def stage_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
         )
 
 
+def count_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
+    """Blocks of a stage that recompute, or whose activations wait, are at most those that it has."""
+    if not (plan.recompute_layers or plan.offload_layers) or any(stage_faults(plan, blocks)):
+        return
+    most = max(plan.stage_layers(max(blocks, 1)))
+    for what, count in ((f"rc-{plan.recompute}", plan.recompute_layers), ("off-activations", plan.offload_layers)):
+        named = f"{what}{count}"
+        if count > most:
+            yield Fault(
+                "more blocks are counted than a stage has",
+                f"{named} counts blocks of a stage, which has {most} at most: write {what} for all of them",
+            )
+
+
 def batch_faults(plan: Plan, batch: int) -> Iterator[Fault]:
     """The batch is a whole number of micro-batches on every replica; interleaving turns in rounds of pp of them, dualpipev needs 2 pp, and a
     schedule of actions orders just so many."""
@@ -289,6 +303,7 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     yield from offload_faults(plan, job.cluster)
     yield from compile_faults(plan)
     yield from stage_faults(plan, job.model.blocks)
+    yield from count_faults(plan, job.model.blocks)
     yield from sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence)
     yield from division_faults(plan, job.workload.batch, job.model.against_division)
     yield from batch_faults(plan, job.workload.batch)

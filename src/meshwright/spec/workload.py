@@ -21,8 +21,19 @@ BLOCK_OF_STATES = 32
 """Elements of an 8-bit state that share a scale of 4 bytes: as the flat buffers align, so that no block lies on two ranks."""
 
 
+WITH_BETAS = ("adamw", "adam", "muon")
+OF = {
+    "betas": WITH_BETAS,
+    "eps": WITH_BETAS,
+    "momentum": ("sgd-momentum", "muon"),
+    "matrix_lr": ("muon",),
+}
+"""Fields of some rules alone."""
+
+
 class Optimizer(Noun):
-    """The update rule. `warmup` steps (at most half of all) rise linearly to `lr`, then a cosine falls to `final_lr` x `lr` at the last step."""
+    """The update rule. `warmup` steps (at most half of all) rise linearly to `lr`; then the rate stays, or falls to `final_lr` x `lr` at the last step by a
+    cosine, by a line, or by a line over the last part of all steps."""
 
     name: Literal["adamw", "adam", "sgd", "sgd-momentum", "muon", "adafactor"] = "adamw"
     lr: float = Field(default=3e-4, gt=0)
@@ -35,15 +46,22 @@ class Optimizer(Noun):
     state: Literal["8bit"] | None = Field(default=None, description="8bit: states in a byte an element; null: as the precision says")
     warmup: int = Field(default=0, ge=0)
     final_lr: float = Field(default=0.1, ge=0, le=1)
-    schedule: Literal["constant", "cosine"] = "cosine"
+    schedule: Literal["constant", "cosine", "linear", "warmup-stable-decay"] = "cosine"
+    cooldown: float = Field(default=0.2, gt=0, le=1, description="of warmup-stable-decay: the part of all steps in which the rate falls")
     clip: float | None = Field(default=1.0, gt=0, description="largest norm of the whole gradient; null: no clipping")
 
     @model_validator(mode="after")
     def _known(self) -> Optimizer:
         if self.state is not None and self.name not in ("adamw", "adam", "sgd-momentum"):
             raise ValueError(f"{self.name} has no states of 8 bits; adamw, adam and sgd-momentum have: leave state out")
-        if self.matrix_lr is not None and self.name != "muon":
-            raise ValueError(f"matrix_lr is of muon; {self.name} has one rate: leave it out")
+        asked = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        for name, rules in OF.items():
+            if name in asked and self.name not in rules:
+                raise ValueError(f"{name} is of {', '.join(rules)}; {self.name} has none: leave it out")
+        if "cooldown" in asked and self.schedule != "warmup-stable-decay":
+            raise ValueError("cooldown is of the schedule warmup-stable-decay: leave it out, or choose that")
+        if "final_lr" in asked and self.schedule == "constant":
+            raise ValueError("final_lr is of schedules that fall, which constant does not: leave it out, or choose another")
         return self
 
     @property

@@ -86,16 +86,25 @@ class Several(torch.optim.Optimizer):
 
 
 def learning_rate(rule: Optimizer, step: int, steps: int) -> float:
-    """The rate of `step` (from 0) of `steps`: a line up over `warmup` steps (at most half of all), then a cosine down to `final_lr` x `lr` at the last step.
+    """The rate of `step` (from 0) of `steps`: a line up over `warmup` steps (at most half of all), then as the schedule says down to `final_lr` x `lr` at
+    the last step. Of warmup-stable-decay: Hu et al., MiniCPM, arXiv 2404.06395.
 
     >>> rule = Optimizer(lr=1.0, warmup=2, final_lr=0.1)
     >>> [round(learning_rate(rule, step, 5), 3) for step in range(5)]
     [0.5, 1.0, 1.0, 0.55, 0.1]
+    >>> [round(learning_rate(rule.but(schedule="linear"), step, 6), 3) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]
+    >>> [round(learning_rate(rule.but(schedule="warmup-stable-decay", cooldown=0.3), step, 10), 3) for step in range(10)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1]
     """
     warmup = min(rule.warmup, steps // 2)
     if step < warmup:
         return rule.lr * (step + 1) / warmup
     if rule.schedule == "constant":
         return rule.lr
-    done = (step - warmup) / max(1, steps - 1 - warmup)
-    return rule.lr * (rule.final_lr + (1 - rule.final_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+    first = warmup  # the last step of the full rate
+    if rule.schedule == "warmup-stable-decay":
+        first = max(warmup, steps - 1 - round(rule.cooldown * steps))
+    done = min(max(step - first, 0) / max(1, steps - 1 - first), 1.0)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if rule.schedule == "cosine" else 1 - done
+    return rule.lr * (rule.final_lr + (1 - rule.final_lr) * left)

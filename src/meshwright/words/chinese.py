@@ -236,6 +236,7 @@ TEXTS = {
     "advice.twice.links": "节点内连接快一倍",
     "advice.twice.network": "节点间网络快一倍",
     "advice.twice.batch": "批量加倍",
+    "advice.twice.bf16": "节点间梯度用 bf16（结果会变）",
     "advice.twice.int8": "节点间梯度用 int8（结果会变）",
     "advice.twice.low-rank": "节点间梯度用低秩近似（结果会变）",
     "advice.twice.local": "各节点每 50 步才同步一次（结果会变）",

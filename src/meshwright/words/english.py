@@ -236,6 +236,7 @@ TEXTS = {
     "advice.twice.links": "links inside nodes twice as fast",
     "advice.twice.network": "a network twice as fast",
     "advice.twice.batch": "twice the batch",
+    "advice.twice.bf16": "gradients in bf16 between nodes (another result)",
     "advice.twice.int8": "gradients in int8 between nodes (another result)",
     "advice.twice.low-rank": "low-rank gradients between nodes (another result)",
     "advice.twice.local": "nodes that meet every 50 steps (another result)",

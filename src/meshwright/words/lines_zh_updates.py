@@ -14,4 +14,8 @@ UPDATES = {
     "workload.local does not go with {}; leave it out": "workload.local 不能与 {0} 同用；请去掉它",
     "dp_replicate({}) is not workload.local.replicas({}); use dp{}, or dp{}xN.z1": "dp_replicate({0}) 不等于 workload.local.replicas({1})；请用 dp{2}，或 dp{3}xN.z1",
     "micro_batch({}) is not workload.exact({}); use mb{}": "micro_batch({0}) 不是 workload.exact({1})；请用 mb{2}",
+    "{} counts blocks of a stage, which has {} at most: write {} for all of them": "{0} 数的是一级里的块，而一级最多有 {1} 块：全部就写 {2}",
+    "{} is of {}; {} has none: leave it out": "{0} 属于 {1}；{2} 没有它：请去掉",
+    "cooldown is of the schedule warmup-stable-decay: leave it out, or choose that": "cooldown 属于学习率日程 warmup-stable-decay：请去掉，或者选择它",
+    "final_lr is of schedules that fall, which constant does not: leave it out, or choose another": "final_lr 属于会下降的学习率日程，constant 不会：请去掉，或者选择别的",
 }
