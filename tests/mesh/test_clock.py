@@ -68,6 +68,32 @@ def test_waits_that_are_not_over_are_left_for_the_next_reading_and_nothing_waits
     assert clock.read() == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("over", [True, False])
+def test_what_came_since_the_last_reading_can_be_forgotten_and_what_was_not_over_by_then_stays(over: bool) -> None:
+    """An evaluation between two steps is no part of either; the end of the first one is part of the second, over or not when that begins."""
+    device = Device()
+    clock = Clock(partial(Event, device))
+    with clock:
+        device.told += 0.25
+    assert clock.read() == 0.0
+    with clock:
+        device.told += 4.0
+    device.now = device.told if over else 0.0
+    clock.forget()
+    with clock:
+        device.told += 0.5
+    device.now = device.told
+    assert clock.read() == pytest.approx(0.75)
+
+
+def test_a_host_forgets_what_came_since_the_last_reading() -> None:
+    clock = Clock()
+    with clock:
+        time.sleep(0.02)
+    clock.forget()
+    assert clock.read() == 0.0
+
+
 def test_a_wait_within_another_counts_once() -> None:
     device = Device()
     clock = Clock(partial(Event, device))
@@ -83,6 +109,7 @@ def test_a_wait_that_fails_leaves_the_clock_right() -> None:
     device = Device()
     clock = Clock(partial(Event, device))
     with pytest.raises(ConnectionError), clock:
+        device.told += 5.0
         raise ConnectionError
     with clock:
         device.told += 1.0

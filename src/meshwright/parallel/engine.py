@@ -92,7 +92,14 @@ class Parallel:
             check_divided(self, batches)
         self.zero.close_all()
         self.looked |= {"stages", "rows"} if rows else {"stages"}
-        self.measured()
+        self.forget()
+
+    def forget(self) -> None:
+        """What came since `measured` was last asked: an evaluation between two steps, say, is no part of either."""
+        for meter in (self.pipeline.wire.meter, *(meter for group in self.mesh.groups.values() for meter in group.meters)):
+            meter.forget()
+        if self.mesh.away is not None:
+            self.mesh.away.clock.forget()
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
         """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent over the network."""

@@ -140,7 +140,7 @@ class Trainer:
 
     def _step(self, batch: Batch | Share) -> StepRecord:
         began = time.perf_counter()
-        self.engine.measured()  # what came between steps, an evaluation, say, is no part of any
+        self.engine.forget()
         compute = partial(self._backward, batch)
         loss, tokens, squares = compute() if self.recount is None else self.recount.settled(self, compute)
         outer = self.engine.outer

@@ -32,9 +32,12 @@ class Clock:
     """Sums up the time that is spent inside of it; a block within another counts once. `event` makes events, where a stream waits and not the host."""
 
     def __init__(self, event: Callable[[], Event] | None = None) -> None:
-        self._event, self._depth, self._seconds, self._began = event, 0, 0.0, 0.0
+        self._event, self._depth, self._began = event, 0, 0.0
+        self._seconds = self._late = 0.0
+        """Of waits since the last reading; of those before it that were not over then."""
         self._first: Event | None = None
-        self._open: deque[tuple[Event, Event]] = deque()
+        self._open: deque[tuple[Event, Event, bool]] = deque()
+        """Begin and end of each, and whether it came before the last reading."""
         self._spare: list[Event] = []
 
     @classmethod
@@ -52,15 +55,15 @@ class Clock:
             self._gather()
             self._first = self._mark()
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, raised: type[BaseException] | None, *why: object) -> None:
         self._depth -= 1
         if self._depth:
             return
-        if self._first is not None:
-            self._open.append((self._first, self._mark()))
-            self._first = None
-        else:
+        first, self._first = self._first, None
+        if first is None:
             self._seconds += time.perf_counter() - self._began
+        elif raised is None:  # a device that fails would fail at the event too, and that is not what went wrong
+            self._open.append((first, self._mark(), False))
 
     def _mark(self) -> Event:
         """An event where the stream stands now."""
@@ -72,12 +75,22 @@ class Clock:
     def _gather(self) -> None:
         """What is over, in order: no event is waited for."""
         while self._open and self._open[0][1].query():
-            first, last = self._open.popleft()
-            self._seconds += first.elapsed_time(last) / 1e3
+            first, last, is_late = self._open.popleft()
+            if is_late:
+                self._late += first.elapsed_time(last) / 1e3
+            else:
+                self._seconds += first.elapsed_time(last) / 1e3
             self._spare += (first, last)
 
     def read(self) -> float:
         """Seconds since it was last read, as far as they are known."""
         self._gather()
-        found, self._seconds = self._seconds, 0.0
+        found, self._seconds, self._late = self._seconds + self._late, 0.0, 0.0
+        self._open = deque((first, last, True) for first, last, _ in self._open)
         return found
+
+    def forget(self) -> None:
+        """What came since it was last read."""
+        self._gather()
+        self._seconds = 0.0
+        self._open = deque(each for each in self._open if each[2])

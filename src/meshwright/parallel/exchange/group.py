@@ -38,6 +38,11 @@ class Meter:
         found, self.sent = Measured(self.sent, self.clock.read()), 0.0
         return found
 
+    def forget(self) -> None:
+        """What came since it was last read."""
+        self.sent = 0.0
+        self.clock.forget()
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -64,9 +69,14 @@ class Group:
         between = self.lanes.between if self.lanes is not None else ()
         return [each.process for each in (self, *between) if each.process is not None]
 
+    @property
+    def meters(self) -> list[Meter]:
+        """Its own, and those of its ways between hosts."""
+        return [each.meter for each in (self, *(self.lanes.between if self.lanes is not None else ()))]
+
     def measured(self) -> Measured:
         """Since it was last asked; what was sent between hosts too, waits for that are in its own."""
-        own, *between = [each.meter.read() for each in (self, *(self.lanes.between if self.lanes is not None else ()))]
+        own, *between = [meter.read() for meter in self.meters]
         return Measured(own.sent + sum(each.sent for each in between), own.waited)
 
     def is_native(self, tensor: torch.Tensor) -> bool:
