@@ -86,6 +86,6 @@ def _grown(holder: Holder, wanted: Mapping[str, float], rest: str) -> str:
     most = max(wanted, key=lambda kind: wanted[kind] - said[kind])
     beyond = wanted[most] - said[most]
     if beyond <= 0:
-        return f"no kind takes more than was predicted ({show_bytes(whole)} in all): something else holds memory there"
+        return f"no kind takes more than was predicted ({show_bytes(whole)} in all): less than that is free here"
     had, were = show_bytes(wanted[most]), show_bytes(max(said[most], 0.0))
     return f"that is {had} for {most}, {show_bytes(beyond)} more than the {were} that were predicted"
