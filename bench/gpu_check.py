@@ -11,7 +11,7 @@ Held to: bytes of parameters, gradients and optimizer equal to the estimate exac
 first loss of plain PyTorch within 1e-6 in float32, with recompute and offload of each kind the losses of the plain plan, and with activations
 on the host its gradients in float32; that a trainer that loads what another one saved goes on as if nothing had been, with a fused optimizer, one that
 nobody chose kernels for, exact sums, and half of the states on the host; and that `meshwright train` trains on one card, again from where it stopped, with
-trials before (ranks forked from a process that has started no driver, copies of every step, the watch of ranks). What needs two cards is not covered:
+trials before (ranks forked from a process that has started no driver, copies of every step, the watch of ranks, the memory of the step that is watched). What needs two cards is not covered:
 NCCL, pipelines, rings, links. Speed is a goal, printed with its figure and not judged. World size is 1; NCCL is not needed. Some minutes; figures go to bench/results/gpu.{md,json}.
 Exit codes: 0 all held, 1 something did not, 2 no device or bad input.
 """
@@ -42,6 +42,7 @@ from meshwright.intake.job import read_job, resolve
 from meshwright.models.registry import build
 from meshwright.parallel.device import own_device
 from meshwright.probe.machine import measure
+from meshwright.report.memory import read_timelines
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.job import Job
@@ -304,6 +305,22 @@ def commands(cluster: str, precision: str) -> list[str]:
             found.append(f"train: the loss did not fall: {records[1]['loss']:.4f} to {records[-1]['loss']:.4f}")
         if not any(path.name.startswith("step-") for path in Path(folder, "run", "checkpoints").iterdir()):
             found.append("train: no checkpoint was written")
+        return found + watched(Path(folder, "run"), {record["step"]: record["memory"] for record in records})
+
+
+def watched(folder: Path, memory: dict[int, dict[str, float]]) -> list[str]:
+    """What is wrong with the memory of a step that was watched, beside what the device counted of it."""
+    try:
+        (timeline,) = read_timelines(folder)
+    except InputError as error:
+        return [f"train: {error}"]
+    counted, found = memory[timeline.step]["total"], []
+    if not abs(timeline.total / counted - 1) <= MEMORY_TOLERANCE:
+        found.append(
+            f"train: the watch of step {timeline.step} adds up to {show_bytes(timeline.total)}, the device counted {show_bytes(counted)}"
+        )
+    if not timeline.place or not timeline.peak.activations:
+        found.append(f"train: the watch of step {timeline.step} saw no module at the peak, or no activations")
     return found
 
 
