@@ -2,12 +2,13 @@
 
 `python -m bench offload [FOLDER]`, the folder on the disk that is meant. Ways to files: every way in turn, three rounds, the best of each counts.
 Updates: steps of three plans and the disk alone in turn, medians; reads ahead of use hide all but the larger of what the update and what the disk takes. The limit is a
-control group's (Linux, root); its table is left out where none can be made.
+control group's (Linux, root); its table is left out where none can be made. A link to a device is played: each copy takes as long as it would there.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -16,17 +17,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from threading import Lock
 from typing import Any
 
 import torch
 
 from bench.peers import machine, write
+from meshwright.cost.hiding import beside_each_other
+from meshwright.parallel.offload.ferry import Ferry, Landing
 from meshwright.parallel.offload.scratch import Scratch, aligned
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ranks"))
 import limited
 
 PIECE, PIECES, ROUNDS, STEPS = 2 << 20, 128, 3, 7
+TIMES = (0.25, 0.5, 1.0, 2.0)
+"""Of an update on the host: what each way over a link takes by itself."""
 MIB = 2**20
 PLANS = ("dp1", "dp1.off-optimizer-files50", "dp1.off-optimizer-files")
 SIZES = {"kind": "llama", "layers": 4, "hidden": 512, "heads": 8, "ffn": 1376, "vocab": 8192, "seq": 32}
@@ -128,6 +134,64 @@ class Timed:
         self.seconds = time.perf_counter() - began
 
 
+class Paced(Ferry):
+    """Copies between the host and itself, one behind the other in each direction, each as long as one over a link of `rate` bytes/s."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self.rate, self.weights = rate, set[int]()
+        self._free = {True: 0.0, False: 0.0}
+        self._lock = Lock()
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Landing:
+        up = into.untyped_storage().data_ptr() in self.weights
+        with self._lock:
+            self._free[up] = lands = max(self._free[up], time.perf_counter()) + source.numel() * source.element_size() / self.rate
+        landing = super().copy(into, source)
+        time.sleep(max(lands - time.perf_counter(), 0.0))
+        return landing
+
+
+def over_a_link() -> list[dict[str, Any]]:
+    """Seconds of updates on the host whose gradients come down and whose weights go up at the rates of a link, of which each way by itself takes a
+    part, or several times, of the update with a link that takes no time."""
+    from meshwright.models.registry import build
+    from meshwright.parallel.offload.away import Away, away_of
+    from meshwright.train import trainer as training
+
+    def played(*given: Any) -> Away | None:
+        away = away_of(*given)
+        assert away is not None
+        away.beyond, away.ferry = True, paced
+        return away
+
+    torch.set_num_threads(1)
+    ids, paced = torch.arange(32).view(1, 32), Paced(math.inf)
+    torch.manual_seed(0)
+    training.away_of = played  # type: ignore[attr-defined]
+    try:
+        made = training.parallelize(
+            build(SIZES), lambda parameters: torch.optim.AdamW(parameters, fused=True), "dp1.off-optimizer", precision="bf16"
+        )
+    finally:
+        training.away_of = away_of  # type: ignore[attr-defined]
+    zero = made.engine.zero
+    paced.weights |= {unit.weights.untyped_storage().data_ptr() for unit in zero.trained}
+    each_way = sum(unit.own_gradients.numel() * unit.own_gradients.element_size() for unit in zero.trained)
+    made.step({"input_ids": ids, "labels": ids})
+
+    def updated(way: float) -> float:
+        paced.rate, timed = each_way / way if way else math.inf, Timed(type(zero).update.__get__(zero))
+        zero.update = timed  # type: ignore[method-assign]
+        made.step({"input_ids": ids, "labels": ids})
+        return timed.seconds
+
+    alone = min(updated(0.0) for _ in range(STEPS))
+    ways = [times * alone for times in (0.0, *TIMES)]
+    taken = [[updated(way) for way in ways] for _ in range(ROUNDS * STEPS)]
+    return [{"way": way, "update": min(each)} for way, each in zip(ways, zip(*taken, strict=True), strict=True)]
+
+
 def within_a_limit(folder: Path) -> list[dict[str, Any]]:
     """Three steps of a model within a third of what its states take, kept in memory and kept in files; none where no limit can be set."""
     from meshwright.intake.architecture import model_spec
@@ -168,6 +232,16 @@ def of_updates(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def of_link(rows: list[dict[str, Any]]) -> str:
+    alone = rows[0]["update"]
+    lines = ["| each way by itself s | update s | the longest of the three s | their sum s | as priced s | update over that |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in rows:
+        way, update, priced = row["way"], row["update"], beside_each_other(alone, row["way"], row["way"])
+        lines.append(f"| {way:.3f} | {update:.3f} | {max(way, alone):.3f} | {2 * way + alone:.3f} | {priced:.3f} | {update / priced:.2f} |")
+    return "\n".join(lines)
+
+
 def of_limit(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| plan | states MiB | limit MiB | how it ended | step s | of it waited for files | whole run s |",
@@ -188,10 +262,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is meant")
     parser.add_argument("--ways", action="store_true", help="ways to files alone")
     parser.add_argument("--update", action="store_true", help="updates alone")
+    parser.add_argument("--link", action="store_true", help="updates beside a link alone")
     parser.add_argument("--limit", action="store_true", help="the run within a limit of memory alone")
     parser.add_argument("--out", default="offload", help="name of the files in bench/results, or - for none")
     given = parser.parse_args(arguments)
-    every = not (given.ways or given.update or given.limit)
+    every = not (given.ways or given.update or given.link or given.limit)
     report: dict[str, Any] = {"machine": machine(), "workload": {"piece MiB": PIECE >> 20, "pieces": PIECES, **SIZES}, "tables": {}}
     texts: list[str] = []
 
@@ -207,12 +282,15 @@ def main(arguments: list[str] | None = None) -> None:
     if every or given.update:
         found = update(given.folder)
         add("Updates in bf16 with AdamW", of_updates(found), found)
+    if every or given.link:
+        found = over_a_link()
+        add("Updates on the host beside a link to a device", of_link(found), found)
     if every or given.limit:
         found = within_a_limit(given.folder)
         add("States three times the memory limit", of_limit(found) if found else "No control group can be made here: it needs root.", found)
     report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
     if every and given.out != "-":
-        note = f"Ways: the best of {ROUNDS} rounds. Updates: medians of {STEPS} steps. The limit counts the page cache too."
+        note = f"Ways: the best of {ROUNDS} rounds. Updates: medians of {STEPS} steps; beside a link the best of {ROUNDS * STEPS}. The limit counts the page cache too."
         write(given.out, "Offload to files", report, texts, note)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 
+from meshwright.base.pulse import Phase
 from meshwright.parallel.offload.away import Away, away_of
 from meshwright.parallel.offload.ferry import LANDED, Ferry, Landing
 from meshwright.parallel.offload.shards import HostShard
@@ -96,3 +97,26 @@ def test_a_copy_that_would_be_cast_on_the_way_is_refused_and_one_that_is_not_has
     assert ferry.copy(into := torch.empty(4), host) is LANDED and torch.equal(into, host)
     with pytest.raises(AssertionError, match=r"torch.float32 is to be cast to torch.bfloat16"):
         ferry.copy(torch.empty(4, dtype=torch.bfloat16), host)
+
+
+def came(plan: str, folder: str, apart: bool) -> list[int]:
+    """Windows out of files that are in memory, or on their way there, when backward is through, step by step."""
+    training.away_of = beyond if apart else away_of  # type: ignore[attr-defined]
+    try:
+        small = parse_plan(plan).but(bucket=40_000)
+        made = parallelize(make_model("llama"), make_optimizer, small, precision="bf16", anatomy=anatomy_of("llama"), offload_to=folder)
+    finally:
+        training.away_of = away_of  # type: ignore[attr-defined]
+    found, away = [], made.mesh.away
+    assert away is not None
+    made.on_phase = lambda phase: found.append(len(away._fetching)) if phase is Phase.reduce else None
+    for step in range(STEPS):
+        made.step(make_batch("llama", step))
+    return found
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("plan", ["dp1.off-optimizer-files", "pp2.off-optimizer-files", "dp2.z3.off-optimizer-files"])
+def test_the_first_states_are_read_while_backward_runs(ranks: Any, tmp_path: Any, plan: str, apart: bool) -> None:
+    for found in ranks.run(parse_plan(plan).world, came, plan, str(tmp_path), apart):
+        assert len(found) == STEPS and min(found) > 1

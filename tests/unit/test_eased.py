@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from jobs import named_job
+from jobs import cluster, decoder, named_job, small_job
 
 from meshwright.base.errors import InputError
+from meshwright.cost.constants import HOST_UPDATE, OVERLAP_SLOWDOWN
 from meshwright.cost.step import estimate
 from meshwright.search.eased import SAFE, STEP
 from meshwright.search.rank import search
@@ -79,3 +80,28 @@ def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhe
 def test_a_share_that_means_nothing_is_one_line(name: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         parse_plan(name)
+
+
+@pytest.mark.parametrize(("link", "longest", "others"), [(1e12, 1 / HOST_UPDATE, 4e-12), (1e9, 2e-9, 2e-9 + 1 / HOST_UPDATE)])
+def test_the_ways_down_and_up_are_beside_the_update_of_the_host_and_slow_the_longest_of_the_three(
+    link: float, longest: float, others: float
+) -> None:
+    on = cluster(1, 1)
+    job = small_job(decoder(((4, 512),), hidden=256), on.but(groups=(on.groups[0].but(host_bandwidth=link, host_memory=1e9),)))
+    assert estimate(job, parse_plan("dp1.off-optimizer")).time.offload == pytest.approx(
+        (longest + OVERLAP_SLOWDOWN * others) * job.model.parameters, rel=1e-3
+    )
+
+
+def test_weights_in_files_come_up_over_the_link_too() -> None:
+    on = cluster(1, 1)
+    fast, slow = (
+        small_job(
+            decoder(((4, 512),), hidden=256),
+            on.but(groups=(on.groups[0].but(host_bandwidth=link, host_memory=1e9, storage_bandwidth=1e9),)),
+        )
+        for link in (1e12, 1e7)
+    )
+    near, far = (estimate(job, parse_plan("dp1.z3.off-parameters-files")).time.offload for job in (fast, slow))
+    bytes_up = 2 * fast.model.parameters * 2
+    assert far - near > 0.9 * bytes_up * fast.workload.batch / 1e7

@@ -43,3 +43,13 @@ def beside(communication: Array, compute: Array) -> Array:
     1.26
     """
     return np.maximum(communication - compute, 0.0) + constants.OVERLAP_SLOWDOWN * np.minimum(communication, compute)
+
+
+def beside_each_other(*seconds: float) -> float:
+    """Seconds of all that runs at the same time: the longest, which the others slow as they do in `beside`.
+
+    >>> beside_each_other(2.0, 1.0, 1.0)
+    2.26
+    """
+    longest = max(seconds)
+    return longest + constants.OVERLAP_SLOWDOWN * (sum(seconds) - longest)

@@ -2,14 +2,18 @@
 hosts share memory, and the disk of a node is shared by its devices. The traffic of data ranks goes over the same link to the network: what
 comes from the host has what that leaves of the time to hide in.
 
-    optimizer        master weights and states; gradients go down, the host updates, weights come up: not hidden
+    optimizer        master weights and states; gradients go down, the host updates, weights come up, window by window beside each other, behind
+                     backward ([Note: after the norm])
     optimizer-files  the same on disk: all of it is read and written in each update, while the host updates what was read before
     a share of either: the rest stays and is updated where it is, while the disk reads and writes; a share of weights: whole layers of them
     parameters       shards of the weights (ZeRO 3); each layer's comes up before it runs, forward and backward, beside what runs
-    parameters-files the same out of files; the update writes them, and reads them first where they are themselves what is updated
+    parameters-files the same out of files, by the host's memory; the update writes them, and reads them first where they are what is updated
     activations      what blocks keep goes down in forward and comes up in backward, beside what runs; two blocks of it stay
 
 Of what waits in files SLOTS windows of WINDOW elements are in memory ([Note: windows] in parallel/offload/away.py).
+[Note: after the norm] No update begins before every gradient of the step is there: all ranks skip a step alike whose gradient is not finite, and
+what is clipped is clipped by the norm of the whole. A unit that was updated before could not be taken back without a copy of its states. So
+nothing of an update on the host is hidden by its own backward; ZeRO-Offload's delayed update is another result.
 Sources: Ren et al., ZeRO-Offload, arXiv 2101.06840, sections 3 and 4; Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.
 """
 
@@ -21,7 +25,7 @@ import numpy as np
 
 from meshwright.cost import constants
 from meshwright.cost.box import Array, Box, lift
-from meshwright.cost.hiding import beside
+from meshwright.cost.hiding import beside, beside_each_other
 from meshwright.cost.setting import Setting
 from meshwright.spec.plan import IN_PART, Offload
 
@@ -51,7 +55,8 @@ def passing(setting: Setting, box: Box, weights: Array, kept: Array, before: Arr
     if not any(box.offload):
         return lift(0.0, "")
     where, link, disk = away(box), setting.host_bandwidth or np.inf, setting.storage_bandwidth or np.inf
-    coming, rest = where.parameters * weights / link + where.parameters_files * weights / disk, where.activations * kept / link
+    read = 1.0 / disk + (0.0 if setting.on_host else 1.0 / link)
+    coming, rest = where.parameters * weights / link + where.parameters_files * weights * read, where.activations * kept / link
     return beside(rest + coming, before) + beside(rest + coming, behind)
 
 
@@ -84,7 +89,8 @@ def update(setting: Setting, box: Box, elements: Array, on_device: Array) -> tup
     seconds = 0.0 * on_device
     over_link = np.zeros(1)
     if setting.host_bandwidth:
-        over_link = elements * (2.0 * setting.recipe.size / setting.host_bandwidth + 1.0 / setting.host_update)
+        link = setting.host_bandwidth
+        over_link = elements * beside_each_other(1.0 / setting.host_update, setting.gradient / link, setting.recipe.size / link)
         seconds = where.optimizer * over_link
     if setting.storage_bandwidth:
         both_ways = 2.0 * elements * kept_of_optimizer(setting) / setting.storage_bandwidth
@@ -95,5 +101,6 @@ def update(setting: Setting, box: Box, elements: Array, on_device: Array) -> tup
         seconds = seconds + where.parameters_files * ways * elements * setting.recipe.size / setting.storage_bandwidth
     if setting.host_bandwidth:
         there = where.optimizer + where.optimizer_files
-        seconds = seconds + where.parameters * (1.0 - there) * elements * setting.recipe.size / setting.host_bandwidth
+        waiting = where.parameters + where.parameters_files * (not setting.on_host)
+        seconds = seconds + waiting * (1.0 - there) * elements * setting.recipe.size / setting.host_bandwidth
     return on_device * (1.0 - where.optimizer - where.optimizer_files), seconds

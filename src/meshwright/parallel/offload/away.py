@@ -161,8 +161,12 @@ class Away:
 
     def ahead(self, windows: Sequence[Window]) -> None:
         """Begin to fetch the first of those that `pass_by` will be given, once nothing of them is written any more."""
-        if not self._fetching:
-            self._fetch(deque(spread(windows)))
+        self._fetch(deque(spread(windows)))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether that has begun, for an update that has not."""
+        return bool(self._fetching)
 
     def pass_by(self, windows: Sequence[W], update: Callable[[W], None]) -> None:
         """`update` each of `windows`, fetched before and stored after, in order of their numbers; between them those that stay."""

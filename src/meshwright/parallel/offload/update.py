@@ -35,8 +35,8 @@ def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Op
 
 
 def fetch_ahead(away: Away, units: Sequence[FlatUnit]) -> None:
-    """The first states come while the last gradients are summed and their norm is taken; those are brought down when they are known."""
-    if units and isinstance(units[0].master, AwayMaster):
+    """The first states come while backward runs, from its first gradients on; those of an accelerator are brought down once all are known."""
+    if not away.is_ahead and units and isinstance(units[0].master, AwayMaster):
         away.ahead(_windows(units, known=False))
 
 

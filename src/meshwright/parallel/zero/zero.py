@@ -105,6 +105,8 @@ class Zero:
         stage.ready.clear()
 
     def _start(self, unit: FlatUnit) -> None:
+        if self.mesh.away is not None:
+            fetch_ahead(self.mesh.away, self.trained)
         if unit.zero >= 2:
             while len(self._pending) >= IN_FLIGHT:
                 self._pending.popleft().wait()
@@ -144,8 +146,6 @@ class Zero:
 
     def finish_gradients(self) -> None:
         """Every gradient is the sum over all ranks that read data, all tensor ranks' parts, and both ends of a tie."""
-        if self.mesh.away is not None:
-            fetch_ahead(self.mesh.away, self.trained)
         while self._pending:
             self._pending.popleft().wait()
         for pending in [unit.reduce_over_replicas() for unit in self.trained]:
