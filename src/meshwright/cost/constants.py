@@ -99,6 +99,10 @@ HOST_UPDATE = 4e9
 """Parameters that the processors of one node update in a second: CPU-Adam takes 1.03 s for 4 B and 2.57 s for 10 B (ZeRO-Offload, arXiv
 2101.06840, table 4). Where `probe` has measured it, that counts instead."""
 
+PINNED = 1.44
+"""Bytes that torch takes of a host for each byte of pinned memory that is asked for: it gives it out in powers of two (ATen/core/CachingHostAllocator.h), which
+is 1 / ln 2 times as much where all sizes are as likely."""
+
 FETCHED = 2
 """Layers of weights or of activations that stay on the device while the rest waits on the host: the one that runs and the next one."""
 

@@ -125,8 +125,9 @@ class Setting:
 
     @cached_property
     def host_memory(self) -> float:
-        """Bytes of the host for each of its devices."""
-        return min(group.host_memory / group.devices for group in self.job.cluster.groups)
+        """Bytes that can wait on the host for each of its devices."""
+        taken = 1.0 if self.on_host else constants.PINNED
+        return min(group.host_memory / group.devices for group in self.job.cluster.groups) / taken
 
     @cached_property
     def host_update(self) -> float:

@@ -103,7 +103,7 @@ def _of_hosts(rank: Rank | None) -> tuple[str, ...]:
     if rank is None:
         return ()
     has, box = rank.pricer.setting.host_memory, rank.box
-    said = f"{show_bytes(rank.host)} of each rank are to wait on its host, which has {show_bytes(has)} for each device"
+    said = f"{show_bytes(rank.host)} of each rank are to wait on its host, which has room for {show_bytes(has)} of each device"
     share, half = box.offload_share, replace(box, offload_share=box.offload_share / 2)
     least = _priced_ranks(rank.pricer, half)[rank.at].host
     room = int(100 * (share - rank.over * share / 2 / (rank.host - least))) if rank.host > least else 0
