@@ -136,6 +136,24 @@ def test_the_learning_rate_rises_to_its_top_and_ends_where_it_should() -> None:
     assert rates[99] == pytest.approx(0.1)
     assert all(a > b for a, b in pairwise(rates[10:]))
     assert learning_rate(Optimizer(lr=0.5, schedule="constant"), 77, 100) == 0.5
+    for schedule, full in (("linear", 11), ("warmup-stable-decay", 80)):
+        rates = [learning_rate(rule.but(schedule=schedule), step, 100) for step in range(100)]
+        assert [step for step, rate in enumerate(rates) if rate == 0.5] == [*range(9, full)]
+        assert rates[99] == pytest.approx(0.1) and all(a >= b for a, b in pairwise(rates[10:]))
+
+
+def test_an_optimizer_that_is_a_persons_own_code_is_named_as_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rules.py").write_text("import torch\n\ndef make(params):\n    return torch.optim.NAdam(params, lr=1e-2)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = optimizer_of(Optimizer(name="own_rules:make"))([nn.Parameter(torch.ones(3))])
+    assert isinstance(made, torch.optim.NAdam)
+    for name, line in (
+        ("own_rules:mak", "optimizer 'own_rules:mak': module 'own_rules' has no 'mak'; did you mean 'make'"),
+        ("no_rules:make", "optimizer 'no_rules:make': there is no module 'no_rules' here or installed"),
+    ):
+        with pytest.raises(InputError, match=line):
+            optimizer_of(Optimizer(name=name))
 
 
 # --- sample ---------------------------------------------------------------------------------------------------------------------

@@ -129,6 +129,12 @@ def test_rules_that_need_whole_tensors_are_compared_with_torchs_own(ranks: Pool,
     assert found.equal and found.weight < 1e-10
 
 
+def test_an_optimizer_of_a_persons_own_is_compared_with_itself_on_one_device(ranks: Pool) -> None:
+    given = question("dp2.z1").but(optimizer=Optimizer(name="updates:by_path"))
+    found = compare(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
+    assert found.equal and found.weight < 1e-10
+
+
 def test_a_finding_survives_json(asked: Question, ours: dict[str, Any]) -> None:
     found = compare(asked, "fp64", ours)
     assert Finding.model_validate_json(found.model_dump_json()) == found

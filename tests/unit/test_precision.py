@@ -44,6 +44,10 @@ def test_an_estimate_holds_the_bytes_that_a_recipe_says(workload: dict[str, Any]
         assert found == pytest.approx(expected * each, rel=1e-3)
 
 
+def test_an_optimizer_of_a_persons_own_is_priced_as_adamw() -> None:
+    assert mw.estimate(job(optimizer__name="mine:make"), "dp8.z1").memory == mw.estimate(job(), "dp8.z1").memory
+
+
 def test_muon_and_adafactor_hold_less_than_adamw_by_what_their_rules_keep() -> None:
     adamw, muon, adafactor = (mw.estimate(job(optimizer__name=name), "dp8.z1").memory.optimizer for name in ("adamw", "muon", "adafactor"))
     spec = job().model
@@ -81,6 +85,7 @@ def test_every_recipe_and_rule_is_planned_with_what_runs_it() -> None:
             {"optimizer__name": "adafactor", "optimizer__betas": (0.9, 0.99)},
             "betas is of adamw, adam, muon; adafactor has none",
         ),
+        ("1x8:h100", {"optimizer__name": "mine:make", "optimizer__weight_decay": 0.2}, "weight_decay is of adamw, adam, sgd"),
         ("1x8:h100", {"optimizer__cooldown": 0.1}, "cooldown is of the schedule warmup-stable-decay"),
         ("1x8:h100", {"optimizer__schedule": "constant", "optimizer__final_lr": 0.0}, "final_lr is of schedules that fall"),
         ("1x8:h100", {"optimizer__schedule": "liner"}, "did you mean 'linear'"),

@@ -38,7 +38,7 @@ class Shared:
     batch: Annotated[int | None, _option("sequences per optimizer step, over all devices")] = None
     seq: Annotated[int | None, _option("tokens per sequence")] = None
     precision: Annotated[str | None, _option("fp64, fp32, tf32, bf16, bf16-pure, fp16 or fp8; else the fastest of the devices")] = None
-    optimizer: Annotated[str | None, _option("adamw, adam, sgd, sgd-momentum, muon or adafactor")] = None
+    optimizer: Annotated[str | None, _option("adamw, adam, sgd, sgd-momentum, muon, adafactor or package.module:function")] = None
     lora: Annotated[str | None, _option("train adapters only: rank=8,alpha=16,target=q_proj+v_proj; parts left out take their default")] = (
         None
     )

@@ -6,7 +6,6 @@ the same `ModelSpec`.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from meshwright.intake.generic import generic_sizes, size_of
 from meshwright.intake.huggingface import config_sizes, has_formulas, read_config
 from meshwright.intake.sizes import Sizes, catalog_sizes
 from meshwright.spec.model import ModelSpec
-
-MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+from meshwright.spec.workload import LIVE
 
 
 def is_module(name: str) -> bool:
     """Whether `name` is live code, `package.module:function`."""
-    return MODULE.fullmatch(name) is not None
+    return LIVE.fullmatch(name) is not None
 
 
 def needs_running(name: str) -> bool:

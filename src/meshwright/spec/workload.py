@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshwright.base.codec import Noun
+from meshwright.base.errors import did_you_mean
 from meshwright.spec.compression import Compression
 from meshwright.spec.local import Local
 from meshwright.spec.precision import Recipe, recipe
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
 """Tensors of a state beside each parameter, of the weights' shape; `Optimizer.elements` knows the rules that differ by shape."""
+
+LIVE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""`package.module:function`."""
 
 WHOLE = ("muon", "adafactor")
 """Rules that update a tensor as one."""
@@ -27,6 +32,8 @@ OF = {
     "eps": WITH_BETAS,
     "momentum": ("sgd-momentum", "muon"),
     "matrix_lr": ("muon",),
+    "weight_decay": tuple(OPTIMIZER_STATES),
+    "decay": tuple(OPTIMIZER_STATES),
 }
 """Fields of some rules alone."""
 
@@ -35,7 +42,9 @@ class Optimizer(Noun):
     """The update rule. `warmup` steps (at most half of all) rise linearly to `lr`; then the rate stays, or falls to `final_lr` x `lr` at the last step by a
     cosine, by a line, or by a line over the last part of all steps."""
 
-    name: Literal["adamw", "adam", "sgd", "sgd-momentum", "muon", "adafactor"] = "adamw"
+    name: str = Field(
+        default="adamw", description=f"{', '.join(OPTIMIZER_STATES)}, or package.module:function, which makes one of parameters"
+    )
     lr: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
@@ -49,6 +58,15 @@ class Optimizer(Noun):
     schedule: Literal["constant", "cosine", "linear", "warmup-stable-decay"] = "cosine"
     cooldown: float = Field(default=0.2, gt=0, le=1, description="of warmup-stable-decay: the part of all steps in which the rate falls")
     clip: float | None = Field(default=1.0, gt=0, description="largest norm of the whole gradient; null: no clipping")
+
+    @field_validator("name")
+    @classmethod
+    def _named(cls, name: str) -> str:
+        if name not in OPTIMIZER_STATES and not LIVE.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is not one of {', '.join(OPTIMIZER_STATES)}, nor package.module:function{did_you_mean(name, OPTIMIZER_STATES)}"
+            )
+        return name
 
     @model_validator(mode="after")
     def _known(self) -> Optimizer:
@@ -65,9 +83,14 @@ class Optimizer(Noun):
         return self
 
     @property
+    def live(self) -> bool:
+        """Whether it is a person's own code."""
+        return self.name not in OPTIMIZER_STATES
+
+    @property
     def states(self) -> int:
-        """State tensors per parameter."""
-        return OPTIMIZER_STATES[self.name]
+        """State tensors per parameter; of a person's own code as many as AdamW has, as nobody knows."""
+        return OPTIMIZER_STATES.get(self.name, OPTIMIZER_STATES["adamw"])
 
     @property
     def whole(self) -> bool:

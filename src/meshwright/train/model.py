@@ -6,7 +6,6 @@ Promise: the same seed gives the same weights on every rank and under every plan
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import os
 import re
@@ -22,7 +21,7 @@ from torch import nn
 from meshwright.anatomy.inputs import beyond, example_of
 from meshwright.anatomy.lent import LENT, lent
 from meshwright.anatomy.ruled import RULES
-from meshwright.base.errors import InputError, did_you_mean
+from meshwright.base.errors import InputError
 from meshwright.checkpoint.weights import has_weights
 from meshwright.data.dataset import Objective
 from meshwright.models.registry import build
@@ -33,6 +32,7 @@ from meshwright.parallel.objective import writes_beside
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.workload import Lora
 from meshwright.train.adapters import attach
+from meshwright.train.live import live
 from meshwright.train.start import without_memory
 
 
@@ -94,19 +94,7 @@ def _in_folder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
 
 
 def _from_module(name: str) -> nn.Module:
-    module_name, _, function = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise InputError(f"model {name!r}: there is no module {error.name!r} here or installed") from None
-    make = getattr(module, function, None)
-    if make is None:
-        raise InputError(f"model {name!r}: module {module_name!r} has no {function!r}{did_you_mean(function, vars(module))}")
-    model = make()
+    model = live(name, "model")()
     if not isinstance(model, nn.Module):
         raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model

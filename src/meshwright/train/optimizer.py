@@ -21,6 +21,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 from meshwright.spec.rules import exact_faults, local_faults
 from meshwright.spec.workload import Optimizer, Workload
+from meshwright.train.live import live
 
 
 def recipe_of(workload: Workload, plan: Plan) -> Recipe:
@@ -31,7 +32,10 @@ def recipe_of(workload: Workload, plan: Plan) -> Recipe:
 
 
 def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the optimizer of `rule` from parameters."""
+    """What makes the optimizer of `rule` from parameters. A person's own function is given them alone: the rate is the job's, of which its groups have
+    the parts that they have of its own."""
+    if rule.live:
+        return live(rule.name, "optimizer")
 
     def make(given: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         parameters: Any = list(given)

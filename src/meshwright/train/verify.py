@@ -328,11 +328,11 @@ def alone(question: Question, precision: str) -> dict[str, Any]:
 
 def _plain_optimizer(model: nn.Module, rule: Optimizer) -> torch.optim.Optimizer:
     """Torch's own, of whole parameters."""
-    if rule.name in ("muon", "adafactor"):
-        for layer, names in layers(model, read(model)):
-            for name in names:
-                model.get_parameter(name).in_block = layer.startswith("block.")  # type: ignore[attr-defined]
-        return optimizer_of(rule)(model.parameters())
+    if rule.whole or rule.live:
+        in_block = {name: layer.startswith("block.") for layer, names in layers(model, read(model)) for name in names}
+        for name, parameter in model.named_parameters():  # what stand-ins of a trainer say
+            vars(parameter).update(path=name, is_matrix=parameter.ndim > 1, in_block=in_block[name])
+        return optimizer_of(rule)([parameter for parameter in model.parameters() if parameter.requires_grad])
     decays = {True: rule.weight_decay, False: rule.weight_decay if rule.decay == "all" else 0.0}
     groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is kind], "weight_decay": decays[kind]} for kind in decays]
     make = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(rule.name)
