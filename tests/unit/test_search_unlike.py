@@ -9,8 +9,8 @@ from jobs import cluster, decoder, device, small_job
 
 from meshwright.base.errors import InputError
 from meshwright.cost.box import box_of
-from meshwright.cost.hiding import bucketed
 from meshwright.cost.constants import PINNED
+from meshwright.cost.hiding import bucketed
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
 from meshwright.search import shares, sizes
