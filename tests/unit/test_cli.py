@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import meshwright as mw
 from meshwright.base.errors import InputError
 from meshwright.cli import main as command_line
 from meshwright.cli.doctor import Mend, text, torch_mends
@@ -221,13 +222,25 @@ def test_a_probe_of_more_ranks_than_the_cores_can_take_turns_for_names_the_numbe
 def test_files_that_the_disk_may_not_hold_are_said_with_the_share_that_would_fit(tmp_path: Path) -> None:
     memory = Memory(parameters=1, gradients=1, optimizer=1, activations=1, buffers=1, total=5, reserved=5)
     priced = Estimate(
-        memory=memory, per_stage=(memory,), time=Time(step=1.0), tokens_per_second=1.0, mfu=0.1, fits=True, offloaded=10 * 2.0**30
+        memory=memory,
+        per_stage=(memory,),
+        time=Time(step=1.0),
+        tokens_per_second=1.0,
+        mfu=0.1,
+        fits=True,
+        offloaded=15 * 2.0**30,
+        in_files=10 * 2.0**30,
     )
     plan = parse_plan("dp4.z3.off-optimizer-files80")
     line = short_of_room(plan, priced, tmp_path, 10 * 2.0**30)
     assert "has 10.0 GiB" in line and "up to 40.0 GiB" in line and "off-optimizer-files20 would fit" in line
     assert parse_plan("dp4.z3.off-optimizer-files20").offload == plan.offload
     assert not short_of_room(plan, priced, tmp_path, 40 * 2.0**30)
+    assert "up to 40.0 GiB" in short_of_room(plan.but(offload=(*plan.offload, "activations")), priced, tmp_path, 10 * 2.0**30)
+    job = resolve(read_job(None, (), {"cluster.name": "2x8:a100-80gb", "model.name": "llama2-7b"}))
+    groups = tuple(group.but(storage_bandwidth=1e9) for group in job.cluster.groups)
+    both = mw.estimate(job.but(cluster=job.cluster.but(groups=groups)), "dp16.z1.off-optimizer-files.off-activations")
+    assert 0 < both.in_files < both.offloaded
     assert not short_of_room(parse_plan("dp4.z3.off-optimizer80"), priced, tmp_path, 0.0)
 
 

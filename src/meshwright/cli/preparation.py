@@ -245,11 +245,11 @@ def short_of_room(plan: Plan, estimate: Estimate, folder: Path, free: float) -> 
     from meshwright.base.units import show_bytes
     from meshwright.spec.choices import FILES, goes_in_part
 
-    kinds, need = [what for what in plan.offload if what in FILES], estimate.offloaded * plan.world
-    if not kinds or len(kinds) < len(plan.offload) or need <= free:
+    kinds, need = [what for what in plan.offload if what in FILES], estimate.in_files * plan.world
+    if not kinds or need <= free:
         return ""
     share = int(plan.offload_share * free / need)
-    less = f"off-{kinds[0]}{share} would fit, " if goes_in_part(plan.offload) and share else ""
+    less = f"off-{kinds[0]}{share} would fit, " if goes_in_part(plan.offload) and len(kinds) == 1 and share else ""
     return (
         f"offload folder {str(folder)!r} has {show_bytes(free)}, {plan.name} needs up to {show_bytes(need)} in it: {less}"
         f"or make room, or give another folder (--offload-to)"

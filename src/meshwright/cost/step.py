@@ -57,6 +57,7 @@ def estimate_of(pricer: Pricer, box: Box) -> Estimate:
         verdict=verdict,
         limit=limit,
         offloaded=_offloaded(ranks),
+        in_files=max(rank.files for rank in ranks),
         crowded=crowded.over if crowded else 0.0,
         first=first,
         notes=(*pricer.setting.notes, *_of_compiler(first, seconds.step, job.workload.steps), *_of_hosts(crowded)),
@@ -152,6 +153,7 @@ def placed(job: Job, plan: Plan) -> Estimate:
         verdict=verdict,
         limit=least.limit,
         offloaded=_offloaded(ranks),
+        in_files=max(rank.files for rank in ranks),
         crowded=crowded.over if crowded else 0.0,
         first=first,
         notes=((f"the devices of {' and '.join(unused)} are left out",) if unused else ())

@@ -56,6 +56,7 @@ class Estimate(Noun):
     verdict: Fits = Fits.fits
     limit: float = Field(default=0.0, description="bytes that a rank can take of its device")
     offloaded: float = Field(default=0.0, description="bytes of the fullest rank that wait in host memory or in files, no part of `memory`")
+    in_files: float = Field(default=0.0, description="bytes of these that are in files")
     crowded: float = Field(default=0.0, description="bytes of what is to wait on the host that the fullest rank's host has no room for")
     first: float = Field(default=0.0, description="seconds that the first step of a launch takes besides: blocks are compiled")
     notes: tuple[str, ...] = Field(default=(), description="what the estimate leaves out or assumes for this plan")
