@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from meshwright.anatomy.derived import Tape
+from meshwright.anatomy.derived import Cut, Tape
 
 WIDTH = 64
 Block = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -105,14 +105,13 @@ def test_chance_and_what_was_written_are_not_made_again(block: Block) -> None:
     assert rows(held) <= rows(kept)
 
 
-def taped(block: Block) -> tuple[torch.Tensor, torch.Tensor, Tape]:
+def taped(block: Block) -> tuple[torch.Tensor, torch.Tensor, Cut]:
     x, weight = torch.randn(32, WIDTH, requires_grad=True), torch.randn(WIDTH, 2 * WIDTH, requires_grad=True)
     hidden = x * 1.0
     tape = Tape([hidden])
     with saved_tensors_hooks(tape.pack, tape.unpack), tape:
         made = block(hidden, weight)
-    tape.finish({})
-    return hidden, made, tape
+    return hidden, made, tape.finish({})
 
 
 def test_what_is_written_after_the_block_ends_the_backward_in_one_line() -> None:
@@ -125,10 +124,32 @@ def test_what_is_written_after_the_block_ends_the_backward_in_one_line() -> None
 
 
 def test_a_graph_that_is_kept_can_be_walked_twice_and_leaves_nothing_made_again() -> None:
-    hidden, made, tape = taped(gelu_by_hand)
+    hidden, made, cut = taped(gelu_by_hand)
     first, second = (torch.autograd.grad(made.sum(), hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
-    assert tape.derived and not tape.remade
+    assert cut.remade and all(value.again is None for value in cut.remade)
+
+
+def two_ends(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x @ weight
+    F.silu(wide)[:, :WIDTH] @ weight  # of which no loss hears
+    return torch.tanh(wide * wide) @ weight.t()
+
+
+def test_what_backward_never_asks_for_holds_on_to_nothing_that_was_made_for_others() -> None:
+    _, made, cut = taped(two_ends)
+    assert len(cut.remade) == 3
+    made.sum().backward()
+    assert all(value.again is None for value in cut.remade)
+
+
+def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda row: torch.tanh(row * 2.0))(x @ weight) @ weight.t()
+
+
+def test_functions_of_parts_of_a_batch_are_kept_as_they_are() -> None:
+    (mine, _), (expected, _) = run(batched, True), run(batched, False)
+    assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True))
 
 
 def test_a_form_of_block_is_decided_once() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stuck
 import torch
 import torch.distributed as dist
 from pool import Pool
@@ -76,6 +77,7 @@ def test_products_that_repeat_themselves_are_asked_for_before_cublas_starts(monk
 @pytest.mark.parametrize(("target", "words"), [("meshwright.train.loop:train", "model"), ("meshwright.cli.trials:rank", "job")])
 def test_a_rank_says_what_failed_before_groups_end(target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    monkeypatch.setenv(stuck.STUCK, "1")
     began = time.monotonic()
     with pytest.raises(MeshwrightError, match=words):
         Supervisor(Work(target, 2, {}, tmp_path, ("stuck",)), lambda *_: None).run()

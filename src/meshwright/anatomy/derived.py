@@ -11,6 +11,9 @@ torch.compile does for compiled graphs (H. He, Min-cut optimal recomputation wit
 [Note: no longer than needed] The tape keeps no memory alive that the block would have let go of, but for what is smaller than the tensor made of it
 (the 16-bit input of a float32 copy): values that are gone can be passed through, not held.
 
+[Note: gone when used] What was made again goes when the last of the tensors that it was made for has been asked for. Tensors that backward never asks
+for, such as those behind a result that no loss reads, hold on to no more than what they are made of.
+
 [Note: written between] A value that was written after it was read would be made again from other numbers. Versions tell: such a value is held, and where
 something is written after the block has run, backward ends with an error as autograd's own does.
 """
@@ -48,12 +51,13 @@ REMEMBERED = 64
 
 Keep = Callable[[torch.Tensor], Any]
 Take = Callable[[Any], torch.Tensor]
-Cuts = dict[Any, tuple[int, ...]]
+Cuts = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
+"""Of each form of block, as numbers in the order of what is kept: what is held, and what is made again for each of the others."""
 
 
 class Value:
     """One storage. `function` made it, as its result number `place`, of `args` and `kwargs`, in which views stand for tensors; None where it cannot be
-    made again. `free`: it is there anyway. `entered`: what the block was given. `kept`: what is held of it; `again`: what was made again."""
+    made again. `free`: it is there anyway. `entered`: what the block was given. `kept`: what is held of it; `again`: what was made again, for `wanted` tensors more."""
 
     __slots__ = (
         "again",
@@ -69,6 +73,7 @@ class Value:
         "sources",
         "storage",
         "version",
+        "wanted",
     )
 
     def __init__(self, tensor: torch.Tensor, free: bool = False, entered: bool = False) -> None:
@@ -78,6 +83,7 @@ class Value:
         self.forget()
         self.kept: Any = None
         self.again: torch.Tensor | None = None
+        self.wanted = 0
 
     def forget(self) -> None:
         """It cannot be made again."""
@@ -118,23 +124,26 @@ class View(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What is held; what is there anyway and must stay within reach; what is made again of both, in the order in which it was made."""
+    """What is held; what is there anyway and must stay within reach; what is made again of both, in the order in which it was made, and of that what
+    each of the tensors that are not held takes."""
 
     held: list[Value]
     needed: list[Value]
     remade: list[Value]
+    of: dict[Value, list[Value]]
 
 
 class Saved:
     """What autograd holds in place of a tensor: the tensor itself while the block runs forward, then a view, or what keeps it."""
 
-    __slots__ = ("ghost", "kept", "tensor", "version", "view")
+    __slots__ = ("ghost", "kept", "makes", "tensor", "version", "view")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.ghost, self.version = _ghost(tensor), tensor._version
         self.view: View | None = None
         self.kept: Any = None
+        self.makes: list[Value] = []
 
 
 class Tape(TorchFunctionMode):
@@ -147,8 +156,6 @@ class Tape(TorchFunctionMode):
         self.saved: list[Saved] = []
         self.small: list[torch.Tensor] = []
         self.entering = [tensor for tensor in entering if self._is_plain(tensor)]
-        self.remade: list[Value] = []
-        self.derived = self.waiting = 0
         for tensor in self.entering:
             self.values.setdefault(tensor.untyped_storage(), Value(tensor, free=True, entered=True))
 
@@ -196,7 +203,12 @@ class Tape(TorchFunctionMode):
         return View(value, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version)
 
     def _is_plain(self, tensor: Any) -> bool:
-        return type(tensor) in self.plain and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+        if type(tensor) not in self.plain or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return False
+        try:
+            return bool(tensor.untyped_storage() is not None)
+        except (NotImplementedError, RuntimeError):  # a part of a batch inside torch.vmap
+            return False
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """For `saved_tensors_hooks`, as is `unpack`."""
@@ -207,7 +219,7 @@ class Tape(TorchFunctionMode):
 
     # --- between --------------------------------------------------------------------------------------------------------------
 
-    def finish(self, cuts: Cuts) -> None:
+    def finish(self, cuts: Cuts) -> Cut:
         """The block's forward is over: what must be held is, all else goes. `cuts`: of the forms of blocks that were seen before."""
         asked = self.asked(saved.tensor for saved in self.saved if saved.tensor is not None)
         cut = cut_of(asked, cuts)
@@ -218,14 +230,16 @@ class Tape(TorchFunctionMode):
             assert tensor is not None
             if self.values.get(tensor.untyped_storage()) in asked:
                 saved.view = self.view(tensor)
-                self.derived += saved.view.value.kept is None
+                saved.makes = cut.of.get(saved.view.value, [])
+                for value in saved.makes:
+                    value.wanted += 1
             else:
                 saved.kept = self.keep(tensor)
         for value in cut.held:
             value.forget()
-        self.waiting = self.derived
         self.saved, self.small, self.entering = [], [], []
         self.values.clear()
+        return cut
 
     def asked(self, tensors: Iterable[torch.Tensor]) -> dict[Value, None]:
         """The values of `tensors` that are known and not there anyway."""
@@ -244,13 +258,10 @@ class Tape(TorchFunctionMode):
         if saved.view is None:
             return self.take(saved.kept)
         found = self._tensor(saved.view)
-        if saved.view.value.kept is None:
-            self.waiting -= 1
-            if not self.waiting:
-                self.waiting = self.derived
-                for value in self.remade:
-                    value.again = None
-                self.remade.clear()
+        for value in saved.makes:  # [Note: gone when used]
+            value.wanted -= 1
+            if value.wanted <= 0:
+                value.again = None
         return found
 
     def _tensor(self, view: View) -> torch.Tensor:
@@ -263,7 +274,6 @@ class Tape(TorchFunctionMode):
             with torch.no_grad():
                 result = value.function(*self._given(value.args), **self._given(value.kwargs))
             value.again = result[value.place] if isinstance(result, tuple | list) else result
-            self.remade.append(value)
         return view.of(value.again)
 
     def _given(self, seen: Any) -> Any:
@@ -309,10 +319,18 @@ def cut_of(asked: dict[Value, None], cuts: Cuts) -> Cut:
     if form not in cuts:
         if len(cuts) >= REMEMBERED:
             cuts.clear()
-        cuts[form] = _smallest(order, asked)
-    held = [order[at] for at in cuts[form]]
-    made = _before({value: None for value in asked if value not in held}, {*held})
-    return Cut(held, [value for value in made if value.is_there], [value for value in made if not value.is_there and value not in held])
+        least = {order[at] for at in _smallest(order, asked)}
+        made = {
+            number[value]: tuple(number[each] for each in _before([value], least) if each not in least)
+            for value in asked
+            if value not in least
+        }
+        cuts[form] = tuple(number[value] for value in order if value in least), made
+    held = [order[at] for at in cuts[form][0]]
+    of = {order[at]: [order[each] for each in taken if not order[each].is_there] for at, taken in cuts[form][1].items()}
+    taken = sorted({each for group in cuts[form][1].values() for each in group})
+    needed, remade = ([order[at] for at in taken if order[at].is_there is there] for there in (True, False))
+    return Cut(held, needed, remade, of)
 
 
 def _before(asked: Iterable[Value], known: Collection[Value] = ()) -> list[Value]:

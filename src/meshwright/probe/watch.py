@@ -150,7 +150,7 @@ class Watch:
         assert tape is not None
         asked = tape.asked(self.packed)
         self.packed.clear()
-        held, needed, remade = cut_of(asked, {})
+        held, needed, remade, _ = cut_of(asked, {})
         for value in (*(value for value in held if value not in asked), *(value for value in needed if value.entered)):
             if (storage := value.storage()) not in self.kept:
                 self._add("derived", self.place, storage, value.ghost.dtype, -value.nbytes)
