@@ -311,11 +311,10 @@ def test_a_disk_that_refuses_is_an_error_on_every_rank_and_leaves_nothing(tmp_pa
 def test_a_save_that_writes_an_old_buffer_is_caught_when_it_saves(tmp_path, monkeypatch):
     old = {}
 
-    def cached(tensor):
-        kept = old.setdefault(tensor.numel(), tensor.clone())
-        return lambda: kept
+    def cached(tensor, key, live):
+        return old.setdefault(tensor.numel(), tensor.clone())
 
-    monkeypatch.setattr(saving, "_later", cached)
+    monkeypatch.setattr(saving, "_brought", cached)
     save(tmp_path, 1, [(_piece(100), torch.ones(100))], {})
     with pytest.raises(SaveFailed, match="model/w reads back otherwise than it is in memory"):
         save(tmp_path, 2, [(_piece(100), torch.full((100,), 2.0))], {})

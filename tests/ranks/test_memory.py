@@ -171,7 +171,7 @@ def test_a_rank_alone_has_reserved_the_most_that_its_process_took_during_a_step(
     (held,) = ranks.run(1, written, str(tmp_path), "dp1")
     assert all(each["reserved"] >= 0.99 * each["resident"] > 1e7 for each in held)
     highest_resident()
-    taken = torch.ones(64 << 18)
+    taken = torch.ones(1 << 28)  # 1 GiB: more than a process has left over from what ran before
     del taken
     most, later = highest_resident(), highest_resident()
-    assert most - later > 50 << 20
+    assert most - later > 900 << 20

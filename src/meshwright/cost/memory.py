@@ -198,24 +198,26 @@ def message(setting: Setting, box: Box, tokens: Array) -> Array:
 
 class Kept(NamedTuple):
     """Bytes that a layer keeps of one micro-batch until its backward, over (b, s): all of it, when it recomputes only what entered, of all of it
-    the attention core, and what follows from the rest by cheap operations; and what it needs besides while it runs backward."""
+    the attention core, and what follows from the rest by cheap operations, with the most of it that is there at once when it is made again; and what
+    it needs besides while it runs backward."""
 
     whole: Array
     entering: Array
     core: Array
     derived: Array
+    at_once: Array
     passing: Array
 
     def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
         """What is kept, and needed besides, where the layer does each of `kinds` (c): over (b, s, c)."""
-        again = {
-            Recompute.none: 0.0 * self.whole,
-            Recompute.selective: self.core,
-            Recompute.operations: self.derived,
-            Recompute.layer: self.whole,
+        none = 0.0 * self.whole
+        of = {
+            Recompute.none: (self.whole, none),
+            Recompute.selective: (self.whole - self.core, self.core),
+            Recompute.operations: (self.whole - self.derived, self.at_once),
+            Recompute.layer: (self.entering, self.whole),
         }
-        alive = np.stack([again[kind] for kind in kinds], axis=-1)
-        kept = np.stack([self.entering if kind == Recompute.layer else self.whole - again[kind] for kind in kinds], axis=-1)
+        kept, alive = (np.stack([of[kind][which] for kind in kinds], axis=-1) for which in (0, 1))
         return kept, self.passing[..., None] + alive
 
 
@@ -231,8 +233,10 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
     routed = layer.routed_saved * (setting.imbalance - 1.0) if box.layout.ep > 1 else 0.0
     split = ((layer.saved_split + routed) * size + layer.fixed_split + layer.core_context * sequence) / box.tp
     split += layer.key_value_width * size * repeated(layer, box.tp)
-    derived_split = ((layer.derived_split * size) + layer.derived_fixed_split) / box.tp
-    derived = tokens[:, None] * (derived_split + (layer.derived_whole * size + layer.derived_fixed_whole) / divided)
+    at_once = tokens[:, None] * (
+        (layer.derived_split * size + layer.derived_fixed_split) / box.tp
+    )  # the feed-forward's, with which backward begins
+    derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None]
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     passing = tokens[:, None] * (layer.transient * size * local_share(layer, size, box.tp, sequence_parallel))
@@ -247,6 +251,7 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
         tokens[:, None] * (layer.output * size / divided),
         np.broadcast_to(core, shape),
         np.broadcast_to(derived, shape),
+        np.broadcast_to(at_once, shape),
         passing + gradient,
     )
 
@@ -266,7 +271,7 @@ def _chunked(setting: Setting, entry: Entry, box: Box, tokens: Array, whole: flo
     held = tokens[:, None] * whole + entry.largest(box.cut) * size
     shape = (len(tokens), len(box.sequence_parallel))
     none = np.zeros(shape)
-    return Kept(np.broadcast_to(held, shape), none, none, none, np.broadcast_to(passing, shape))
+    return Kept(np.broadcast_to(held, shape), none, none, none, none, np.broadcast_to(passing, shape))
 
 
 def host_copy(setting: Setting, layer: Layer, tp: int, tokens: Array) -> Array:
