@@ -53,6 +53,20 @@ def test_every_model_recomputes_by_operation_to_the_bit(ranks: Any, name: str) -
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
 
+def trained(plan: str, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of four steps, and the weights behind them (rank 0)."""
+    model = make_model("hf-llama")
+    trainer = parallelize(model, torch.optim.AdamW, plan, anatomy=anatomy_of("hf-llama"), precision=precision)
+    return [trainer.step(make_batch("hf-llama", step)).loss for step in range(4)], trainer.full_state_dict() or {}
+
+
+@pytest.mark.parametrize(("around", "precision"), [("dp2.z3", "bf16"), ("tp2.sp", "fp16"), ("dp1.mb4", "bf16-pure")])
+def test_low_precision_recomputes_by_operation_to_the_bit(ranks: Any, around: str, precision: str) -> None:
+    world = 1 if around.startswith("dp1") else 2
+    (losses, weights), (expected, plain) = (ranks.run(world, trained, plan, precision)[0] for plan in (f"{around}.rc-operations", around))
+    assert losses == expected and all(torch.equal(weights[name], plain[name]) for name in plain)
+
+
 ESTIMATED = (
     *("dp1.mb4.rc-layer2", "dp1.mb4.rc-selective", "pp2.mb2.rc-layer1", "tp2.mb4.rc-selective"),
     *(
