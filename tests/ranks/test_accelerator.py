@@ -146,6 +146,7 @@ def compressed(hosts: tuple[str, ...]) -> bool:
     mesh = Mesh(plan, Grid(plan), rank, Grid(plan).place(rank), torch.device("cpu"), hosts=hosts)
     group = joined(mesh, "copies", [(0, 1)])
     assert group is not None and group.process is not None
+    dist.barrier()  # nobody leaves while the other still connects
     vector = Vector(0, 512, torch.zeros(512), [(0, (512,))])
     return coded(Compression(kind="int8"), group, vector, scattered=False) is not None
 
