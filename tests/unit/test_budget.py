@@ -14,13 +14,21 @@ from meshwright.cli.main import run
 from meshwright.cost.box import box_of
 from meshwright.cost.memory import reserved
 from meshwright.cost.price import Pricer
+from meshwright.intake.architecture import model_spec
+from meshwright.intake.sizes import Sizes
 from meshwright.search.rank import search
 from meshwright.search.space import Space
+from meshwright.search.survey import first
 from meshwright.spec.job import Job
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 
 DEEP, DEEPER = (decoder(((blocks, 64),), hidden=32, heads=2, vocabulary=64, tied=True) for blocks in (20, 48))
 HOSTS = {"no way to the host": 0.0, "a slow way": 1e9, "a fast way": 1e12}
+
+
+LLAMA = model_spec("llama", Sizes(kind="llama", layers=12, hidden=64, heads=2, ffn=160, vocab=96, seq=256))
+"""Of whose blocks much follows from the rest: they recompute by operation too."""
 
 
 def job(devices: int, batch: int, link: float = 0.0, **pins: int) -> Job:
@@ -45,8 +53,11 @@ def every_price(question: Job) -> Iterator[tuple[float, float, Plan]]:
 
 @pytest.mark.parametrize("link", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize(("devices", "pins"), [(1, {}), (2, {"pp": 2, "micro_batch": 1})], ids=["one device", "a pipeline"])
-def test_within_a_budget_the_plan_is_the_quickest_that_exhaustive_choice_finds(devices: int, pins: dict[str, int], link: float) -> None:
-    question = job(devices, 2, link, schedule="1f1b", **pins)  # type: ignore[arg-type]
+@pytest.mark.parametrize("model", [DEEP, LLAMA], ids=["as wholes", "by operation too"])
+def test_within_a_budget_the_plan_is_the_quickest_that_exhaustive_choice_finds(
+    model: ModelSpec, devices: int, pins: dict[str, int], link: float
+) -> None:
+    question = job(devices, 2, link, schedule="1f1b", **pins).but(model=model)  # type: ignore[arg-type]
     every = list(every_price(question))
     assert len({plan for _, _, plan in every}) == len(every) > 20
     taken = [bytes_ for _, bytes_, _ in every]
@@ -55,6 +66,18 @@ def test_within_a_budget_the_plan_is_the_quickest_that_exhaustive_choice_finds(d
         chosen = search(with_budget(question, budget), top=1).chosen.estimate
         assert chosen.memory.reserved <= budget
         assert chosen.time.step <= 1.000001 * min(seconds for seconds, bytes_, _ in every if bytes_ <= budget), share
+
+
+def test_what_is_too_slow_for_all_blocks_may_be_quick_enough_for_some() -> None:
+    question = job(1, 4, micro_batch=4).but(model=LLAMA)
+    full, by_operation = (
+        search(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate for kind in ("none", "operations")
+    )
+    limited = with_budget(question, (full.memory.reserved + by_operation.memory.reserved) / 2)
+    best = search(limited).chosen
+    assert best.plan.recompute == "operations" and 0 < best.plan.recompute_layers < 12
+    found = first(limited, ceiling=best.estimate.time.step * 1.000001)
+    assert found is not None and found.plan == best.plan and best.estimate.time.step < by_operation.time.step
 
 
 def test_where_recompute_makes_a_plan_fit_it_comes_within_three_percent_of_the_budget() -> None:

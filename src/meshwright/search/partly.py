@@ -70,7 +70,7 @@ class Partly:
             part, parts = replace(part, recompute=parts[:count]), parts[count:]
             each = self._priced(part, at)
             for c, choice in enumerate(part.recompute):
-                seconds, fits, roomy = (table[:, :, :, c : c + 1] for table in (each.seconds, np.isfinite(each.score), each.roomy))
+                seconds, fits, roomy = (table[:, :, :, c : c + 1] for table in (each.seconds, each.may_fit, each.roomy))
                 yield Span(choice.part, _spread(asked.shape, at, asked[at] & fits, False), _spread(asked.shape, at, before[at], np.inf))
                 asked[at] &= ~(np.isfinite(seconds) & (roomy | (seconds > self.record)))
                 before[at] = np.where(np.isfinite(seconds), seconds, before[at])
@@ -89,7 +89,7 @@ class Partly:
                 each = self._priced(replace(box, recompute=tuple(self.coarse[part - 1] for part in stage)), at)
                 for c, part in enumerate(stage):
                     known[part] = _spread(asked.shape, at, each.seconds[:, :, :, c : c + 1], np.inf)
-                    fits[part] = _spread(asked.shape, at, np.isfinite(each.score[:, :, :, c : c + 1]), False)
+                    fits[part] = _spread(asked.shape, at, each.may_fit[:, :, :, c : c + 1], False)
         self.quickest = np.minimum.reduce(list(known.values()))
         parts = sorted(known)
         for before, part in pairwise(parts):

@@ -91,6 +91,11 @@ class Priced(NamedTuple):
         """Which plans fit with a margin."""
         return np.isfinite(self.score) & ~self.tight
 
+    @property
+    def may_fit(self) -> Array:
+        """Which plans are not known to find no room: they fit, or are too slow to have been asked."""
+        return np.isfinite(self.score) | ~np.isfinite(self.taken)
+
     def candidate(self, box: Box, at: int) -> Candidate:
         index = tuple(map(int, np.unravel_index(at, self.score.shape)))
         return Candidate(

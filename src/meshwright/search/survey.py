@@ -246,7 +246,7 @@ class Survey:
         for rung in rungs(kinds):
             less, more = at[rung.rest], at[rung.kind]
             enough = priced.roomy[less] & (rung.rest != Recompute.none)  # then none of these blocks needs to do more
-            there = np.isfinite(priced.score[more]) | (rung.kind == Recompute.layer)  # else no number of them fits
+            there = priced.may_fit[more] | (rung.kind == Recompute.layer)  # else no number of them fits
             partly = Partly(box, rung, lambda part: self.price(part, self.ranking.limit), self.ranking.record)
             for part, each in partly.explore(asked & (valley | (there & ~enough)), priced.seconds[less], priced.seconds[more]):
                 self.ranking.take(part, each, with_families=False)
