@@ -207,7 +207,7 @@ class Tape(TorchFunctionMode):
             return False
         try:
             return bool(tensor.untyped_storage() is not None)
-        except (NotImplementedError, RuntimeError):  # a part of a batch inside torch.vmap
+        except NotImplementedError:  # inside torch.vmap a tensor is a part of a batch, and has no storage
             return False
 
     def pack(self, tensor: torch.Tensor) -> Any:
