@@ -5,6 +5,7 @@ Promise: results in order of rank, or the first failing rank's traceback; no pro
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -40,6 +41,7 @@ def warm() -> None:
 def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 900.0) -> list[Any]:
     """`function(*arguments)` on `world` ranks. Raises RuntimeError with a rank's traceback when one fails."""
     warm()
+    gc.freeze()  # else a rank's first full collection would write to every object that it shares with the others
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         pipes, processes = [], []
