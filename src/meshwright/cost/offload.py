@@ -1,6 +1,6 @@
-"""What waits in host memory or in files, and what its way costs. A device has its link to the host for itself, both directions at once;
-hosts share memory, and the disk of a node is shared by its devices. The traffic of data ranks goes over the same link to the network: what
-comes from the host has what that leaves of the time to hide in.
+"""What waits in host memory or in files, and what its way costs. A device's rate to its host is what it has while its neighbours copy too; hosts
+share memory, and the disk of a node is shared by its devices. The traffic of data ranks goes over the same link to the network: what comes from
+the host has what that leaves of the time to hide in.
 
     optimizer        master weights and states; gradients go down, the host updates, weights come up, window by window beside each other, behind
                      backward ([Note: after the norm])

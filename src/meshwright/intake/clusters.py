@@ -167,13 +167,14 @@ def _device(row: catalog.Row) -> Device:
 
 
 def _node(row: catalog.Row, nodes: int, devices: int) -> NodeGroup:
+    sharing = min(1.0, row.get("host_links", devices) / devices)
     fields = {
         "nodes": nodes,
         "devices": devices,
         "device": _device(row),
         "link": build(Link, row["link"], f"device {row['name']}.link"),
         "host_memory": parse_quantity(row["host_memory"], "B") * devices,
-        "host_bandwidth": parse_quantity(row["host_bandwidth"], "B/s"),
+        "host_bandwidth": parse_quantity(row["host_bandwidth"], "B/s") * sharing,
         "storage_bandwidth": parse_quantity(row.get("storage_bandwidth", 0), "B/s"),
     }
     return build(NodeGroup, fields, f"nodes of {row['name']}")
