@@ -153,6 +153,17 @@ def refusal() -> str:
     return ""
 
 
+@pytest.mark.parametrize("way", ["rc-layer999", "rc-operations9", "off-activations9"])
+def test_more_blocks_than_a_stage_has_are_refused_in_one_line(ranks: Any, way: str) -> None:
+    assert ranks.run(1, refused, way)[0].startswith(f"plan dp1.{way}: {way} counts blocks of a stage, which has 4 at most")
+
+
+def refused(way: str) -> str:
+    with pytest.raises(InputError) as caught:
+        gradients("llama", f"dp1.{way}")
+    return str(caught.value)
+
+
 def test_selective_recompute_without_an_attention_kernel_is_refused_in_one_line(ranks: Any) -> None:
     found = ranks.run(1, refusal)[0]
     assert "scaled_dot_product_attention" in found and "\n" not in found

@@ -11,6 +11,7 @@ from jobs import cluster, decoder, small_job
 
 from meshwright.base.errors import NothingFits
 from meshwright.cli.main import run
+from meshwright.cost import constants
 from meshwright.cost.box import box_of
 from meshwright.cost.memory import reserved
 from meshwright.cost.price import Pricer
@@ -33,7 +34,7 @@ LLAMA = model_spec("llama", Sizes(kind="llama", layers=12, hidden=64, heads=2, f
 
 def job(devices: int, batch: int, link: float = 0.0, **pins: int) -> Job:
     on = cluster(1, devices, 1e9)
-    group = on.groups[0].but(host_bandwidth=link, host_memory=1e9)
+    group = on.groups[0].but(host_bandwidth=link, host_memory=1e9, host_update=constants.HOST_UPDATE)  # as if measured
     return small_job(DEEP, on.but(groups=(group,)), batch, sequence=256).but(pins=pins)
 
 

@@ -83,7 +83,14 @@ def test_a_device_becomes_a_node_with_links_in_base_units(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("1x4:a100-80gb", 25e9), ("1x8:a100-80gb", 12.5e9), ("1x16:v100-32gb", 3e9), ("1x8:h100", 52e9), ("1x8:b200", 26e9), ("1x3:b200", 52e9)],
+    [
+        ("1x4:a100-80gb", 25e9),
+        ("1x8:a100-80gb", 12.5e9),
+        ("1x16:v100-32gb", 3e9),
+        ("1x8:h100", 52e9),
+        ("1x8:b200", 26e9),
+        ("1x3:b200", 52e9),
+    ],
 )
 def test_the_devices_of_a_node_share_its_links_to_the_host_as_measured(text: str, rate: float) -> None:
     assert parse_cluster(text).groups[0].host_bandwidth == pytest.approx(rate)

@@ -16,14 +16,15 @@ from meshwright.cost.hiding import bucket
 from meshwright.cost.memory import reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate
-from meshwright.search.answer import Objective
+from meshwright.search.answer import Entry, Objective
+from meshwright.search.caution import TIGHT_GAIN, leans
 from meshwright.search.explain import explain
 from meshwright.search.rank import search, smaller
 from meshwright.search.ranking import simplicity
 from meshwright.search.space import Space
-from meshwright.search.survey import TIGHT_GAIN, survey
+from meshwright.search.survey import survey
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.estimate import Estimate, Fits
+from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
 from meshwright.spec.model import Layer, Parameter
 from meshwright.spec.plan import AXES, Plan, Schedule
@@ -45,7 +46,7 @@ def price_of(pricer: Pricer, plan: Plan) -> tuple[float, Plan] | None:
     taken, safe = reserved(pricer.setting, prices.allocated)
     if float(taken.item()) > limit or float(prices.on_host.item()) > pricer.setting.host_memory:
         return None
-    return float(prices.step.item()) * (1 + TIGHT_GAIN * (float(safe.item()) > limit)), plan
+    return float(prices.step.item()) * (1 + TIGHT_GAIN * (float(safe.item()) > limit or leans(job.cluster, plan.offload))), plan
 
 
 def ranked(job: Job) -> dict[Plan, float]:
@@ -56,8 +57,9 @@ def ranked(job: Job) -> dict[Plan, float]:
     return {plan: score for score, plan in sorted(fitting, key=lambda pair: (float(f"{pair[0]:.9e}"), *simplicity(pair[1])))}
 
 
-def score(estimate: Estimate) -> float:
-    return float(f"{estimate.time.step * (1 + TIGHT_GAIN * (estimate.verdict == Fits.tight)):.9e}")
+def score(job: Job, entry: Entry) -> float:
+    unsure = entry.estimate.verdict == Fits.tight or leans(job.cluster, entry.plan.offload)
+    return float(f"{entry.estimate.time.step * (1 + TIGHT_GAIN * unsure):.9e}")
 
 
 def usual(plan: Plan) -> bool:
@@ -93,7 +95,8 @@ def small_jobs(draw) -> Job:
     memory = draw(st.sampled_from([2e6, 4e6, 8e6, 16e6, 1e9]))
     batch = draw(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 11, 12]))
     on = cluster(nodes, devices, memory)
-    host = draw(st.sampled_from([{}, {"host_bandwidth": 16e9, "host_memory": 1e7}, {"host_bandwidth": 1e12, "host_memory": 1e9}]))
+    slow, fast = {"host_bandwidth": 16e9, "host_memory": 1e7}, {"host_bandwidth": 1e12, "host_memory": 1e9}
+    host = draw(st.sampled_from([{}, slow, fast, {**slow, "host_update": 1e9}, {**fast, "host_update": 1e9}]))
     pinned = ({"offload": ("optimizer",)}, {"offload": ("activations",)}, {"offload": ("optimizer", "activations")})
     pins = draw(
         st.sampled_from(
@@ -121,7 +124,7 @@ def equals_brute_force(job: Job) -> None:
     for ours, wanted in ((found[:1], every), (filter(usual, found), filter(usual, every))):
         for one, other in zip(ours, wanted, strict=False):  # two that differ by a rounding may change places
             assert one == other or every[one] == pytest.approx(every[other], rel=1e-8), (one.name, other.name)
-    assert score(answer.chosen.estimate) <= next(iter(every.values())) * (1 + 1e-8)  # less of what waits elsewhere is no slower
+    assert score(job, answer.chosen) <= next(iter(every.values())) * (1 + 1e-8)  # less of what waits elsewhere is no slower
     assert answer.considered == considered(job)
 
 
@@ -279,7 +282,8 @@ def test_when_a_pin_is_what_does_not_fit_dropping_it_is_the_way_out() -> None:
 
 
 def test_at_equal_time_the_simpler_plan_stands_first() -> None:
-    times = [(score(entry.estimate), *simplicity(entry.plan)) for entry in search(small_job(batch=16), top=40).plans]
+    job = small_job(batch=16)
+    times = [(score(job, entry), *simplicity(entry.plan)) for entry in search(job, top=40).plans]
     assert times == sorted(times)
     assert len(set(times)) == len(times)
 

@@ -16,11 +16,11 @@ from meshwright.cost.step import estimate
 from meshwright.search import shares, sizes
 from meshwright.search.advice import advise
 from meshwright.search.answer import Entry
+from meshwright.search.caution import TIGHT_GAIN
 from meshwright.search.improve import improvements
 from meshwright.search.rank import search
 from meshwright.search.ranking import family_of
 from meshwright.search.shares import whole
-from meshwright.search.survey import TIGHT_GAIN
 from meshwright.search.unlike import plans
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job

@@ -16,12 +16,14 @@ from test_search import small_jobs
 
 from meshwright.base.errors import InputError, MeshwrightError, NothingFits
 from meshwright.cli.main import main
+from meshwright.cost import constants
 from meshwright.report.text import WIDTH, columns_of
+from meshwright.report.why import against_text
 from meshwright.search import rank
+from meshwright.search.caution import TIGHT_GAIN
 from meshwright.search.explain import explain
 from meshwright.search.near import NoPlanFits
 from meshwright.search.rank import search
-from meshwright.search.survey import TIGHT_GAIN
 from meshwright.search.why_not import Outcome, families_against, why_not
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
@@ -75,6 +77,17 @@ def test_a_tight_plan_comes_first_only_when_it_is_more_than_5_percent_faster() -
             assert len(said) == 1 and "faster but tight" in said[0]
             passed += 1
     assert passed
+
+
+def test_a_plan_over_a_link_to_the_host_that_was_not_measured_comes_first_only_when_it_is_more_than_5_percent_faster() -> None:
+    job = named_job("llama2-70b", "8x8:h100", 512, 4096)
+    (group,) = job.cluster.groups
+    measured = job.but(cluster=job.cluster.but(groups=(group.but(host_update=constants.HOST_UPDATE),)))
+    leaning, certain = search(measured, 1).chosen, search(job, 1).chosen
+    assert leaning.plan.offload and not certain.plan.offload
+    assert 0 < certain.estimate.time.step / leaning.estimate.time.step - 1 < TIGHT_GAIN
+    found = why_not(job, certain, leaning.name, leaning.plan)
+    assert found.outcome == Outcome.unmeasured and "nobody has measured" in against_text(search(job, 1), found).replace("\n", " ")
 
 
 def test_the_margin_is_the_limit_less_what_is_reserved() -> None:

@@ -60,6 +60,7 @@ from meshwright.parallel.zero.local import outer_of
 from meshwright.parallel.zero.zero import Zero
 from meshwright.spec.plan import Plan, Recompute
 from meshwright.spec.precision import Recipe
+from meshwright.spec.rules import count_faults
 from meshwright.spec.runs import missing
 
 
@@ -209,6 +210,8 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
         raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
     if plan.stages == 1:
         plan.stage_layers(max(anatomy.count, 1))
+    for fault in count_faults(plan, max(anatomy.count, 1)):
+        raise InputError(f"plan {plan.name}: {fault.message}")
     check_experts(anatomy, plan)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshwright.cost.step import estimate
 from meshwright.search.answer import Answer, Family
-from meshwright.search.survey import TIGHT_GAIN
+from meshwright.search.caution import TIGHT_GAIN, leans
 from meshwright.search.why_not import Term, terms
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
@@ -53,7 +53,7 @@ def _chosen(answer: Answer) -> Sentence:
 
 
 def _passed(job: Job, answer: Answer) -> list[Sentence]:
-    """The fastest tight plan that the chosen one was put before."""
+    """The fastest plan that the chosen one was put before, for it is not certain."""
     step = answer.chosen.estimate.time.step
     known = [(entry.estimate.time.step, entry.plan) for entry in answer.plans]
     known += [(family.seconds, family.plan) for family in answer.families if family.fits]
@@ -61,9 +61,11 @@ def _passed(job: Job, answer: Answer) -> list[Sentence]:
     if seconds >= step or answer.chosen.estimate.verdict != Fits.fits:
         return []
     priced = estimate(job, plan)
-    if priced.verdict != Fits.tight:
-        return []
-    return [tell("why.passed", plan=plan.name, share=step / seconds - 1.0, verdict=verdict(priced), gain=TIGHT_GAIN)]
+    if priced.verdict == Fits.tight:
+        return [tell("why.passed", plan=plan.name, share=step / seconds - 1.0, verdict=verdict(priced), gain=TIGHT_GAIN)]
+    if leans(job.cluster, plan.offload):
+        return [tell("why.leans", plan=plan.name, share=step / seconds - 1.0, gain=TIGHT_GAIN)]
+    return []
 
 
 def _where(answer: Answer) -> Sentence:

@@ -19,8 +19,9 @@ from meshwright.cost.memory import ample
 from meshwright.cost.setting import setting
 from meshwright.cost.step import estimate, estimate_of
 from meshwright.search import unlike
+from meshwright.search.caution import cautious
 from meshwright.search.ranking import Candidate
-from meshwright.search.survey import TIGHT_GAIN, Survey, first, quick
+from meshwright.search.survey import Survey, first, quick
 from meshwright.search.why_not import illegal
 from meshwright.spec.cluster import MANY
 from meshwright.spec.estimate import Fits
@@ -138,8 +139,8 @@ def _even(job: Job, runnable: bool, known: Plan | None) -> Candidate | None:
         priced = estimate(job, known) if known is not None else None
     except InputError:  # its shares, or its actions, are of another batch
         priced = None
-    if priced is not None and priced.fits:
-        return first(job, runnable, priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight)))
+    if known is not None and priced is not None and priced.fits:
+        return first(job, runnable, cautious(job, known, priced))
     least = quick(lean(job), runnable)
     if least.ranking.best:
         return first(job, runnable, least.ranking.best[0].score)

@@ -31,8 +31,8 @@ from meshwright.cost.price import Pricer, Prices
 from meshwright.cost.setting import Setting, setting
 from meshwright.cost.step import estimate
 from meshwright.search import portions, sizes
+from meshwright.search.caution import cautious
 from meshwright.search.division import divisors, even
-from meshwright.search.survey import TIGHT_GAIN
 from meshwright.search.worth import offered
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
@@ -96,7 +96,7 @@ def _score(job: Job, plan: Plan) -> float:
     """Of a plan that is priced by itself; infinite where it does not fit or breaks a rule."""
     if any(faults(job, plan)) or (priced := estimate(job, plan)).verdict == Fits.no:
         return np.inf
-    return priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * (priced.verdict == Fits.tight))
+    return cautious(job, plan, priced)
 
 
 def box_of_all(job: Job, tp: int, pp: int) -> Box:

@@ -1,7 +1,7 @@
 """Pricing the space of a job: the best plans that fit, the best or nearest of every family, and how many did not fit.
 
 Exact: the best plan is the one that pricing plan by plan would give. Plans stand in the order of their score: the step, and TIGHT_GAIN more where
-memory is tight; or, for the most headroom, the bytes taken. At equal score (to nine digits) the simpler plan stands first: fewer axes, lower
+it is not certain (caution.py); or, for the most headroom, the bytes taken. At equal score (to nine digits) the simpler plan stands first: fewer axes, lower
 ZeRO, no recompute, no sequence parallelism, the plainer schedule.
 
 [Note: bounds] What need not be priced, because it cannot be among what is shown:
@@ -35,6 +35,7 @@ from meshwright.cost.memory import Footprint, ample, reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.relief import least
 from meshwright.search.answer import Objective
+from meshwright.search.caution import TIGHT_GAIN, leans
 from meshwright.search.partly import FEW, Partly, crop
 from meshwright.search.ranking import ROUNDING, Candidate, Priced, Ranking
 from meshwright.search.space import Region, Space, rungs
@@ -43,9 +44,6 @@ from meshwright.spec.plan import Offload, Recompute
 
 DOES_NOT_FIT = "does not fit"
 SLOWER = "slower for certain"
-
-TIGHT_GAIN = 0.05
-"""A plan whose memory is tight stands before one that fits with a margin only when it is faster by more than this share."""
 
 ROWS = 1 << 16
 """Plans of one box at most, so that its arrays stay in a core's cache."""
@@ -169,7 +167,8 @@ class Survey:
         taken = np.where(mask, usual, np.inf)
         tight = np.broadcast_to(safe > ample(setting), box.shape)
         each = step if not box.compile else step + first_step(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
-        worth = taken if self.objective == Objective.headroom else np.where(tight, each * (1.0 + TIGHT_GAIN), each)
+        unsure = tight | np.array([leans(setting.job.cluster, choice) for choice in box.offload])  # the last axis
+        worth = taken if self.objective == Objective.headroom else np.where(unsure, each * (1.0 + TIGHT_GAIN), each)
         return Priced(np.where(taken <= self._usable, worth, np.inf), step, taken, tight)
 
     def _count(self, box: Box, step: Array, found: Priced) -> None:
@@ -222,7 +221,8 @@ class Survey:
         stay = priced.seconds[:, :, :, :1]
         stay = np.where(_lone(box), stay.min(axis=ALONG_Z, keepdims=True), stay)
         seconds = bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)  # what must wait elsewhere may gain by recompute
-        seconds = np.where(bound.safe > ample(self.pricer.setting), seconds * (1.0 + TIGHT_GAIN), seconds)
+        leaning = np.array([leans(self.pricer.setting.job.cluster, way) for way in ways])
+        seconds = np.where((bound.safe > ample(self.pricer.setting)) | leaning, seconds * (1.0 + TIGHT_GAIN), seconds)
         room = (
             self._usable if self.ranking.best else max(self._usable, self.least.reserved if self.least else np.inf)
         )  # else what comes nearest

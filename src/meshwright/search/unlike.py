@@ -24,9 +24,10 @@ from meshwright.cost.price import Pricer
 from meshwright.cost.setting import setting
 from meshwright.cost.step import model_flops
 from meshwright.search import shares
+from meshwright.search.caution import TIGHT_GAIN
 from meshwright.search.division import divisors
 from meshwright.search.ranking import rounded
-from meshwright.search.survey import TIGHT_GAIN, survey
+from meshwright.search.survey import survey
 from meshwright.search.worth import offered
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, Recompute, Schedule

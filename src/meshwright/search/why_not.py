@@ -16,6 +16,7 @@ from meshwright.base.codec import Noun
 from meshwright.base.errors import InputError
 from meshwright.cost.step import estimate, estimate_of
 from meshwright.search.answer import Answer, Entry
+from meshwright.search.caution import leans
 from meshwright.search.pins import conflict
 from meshwright.search.survey import Survey, survey
 from meshwright.spec.estimate import Estimate, Fits, Time
@@ -32,6 +33,7 @@ class Outcome(StrEnum):
     chosen = "chosen"
     slower = "slower"
     tight = "tight"
+    unmeasured = "unmeasured"
     faster = "faster"
     unfit = "unfit"
     illegal = "illegal"
@@ -66,7 +68,7 @@ def terms(chosen: Estimate, other: Estimate) -> tuple[Term, ...]:
     return tuple(sorted((term for term in found if term.seconds), key=lambda term: -abs(term.seconds)))
 
 
-def against(asked: str, chosen: Entry, plan: Plan, priced: Estimate) -> Against:
+def against(job: Job, asked: str, chosen: Entry, plan: Plan, priced: Estimate) -> Against:
     """A priced plan beside the chosen one."""
     outcome = (
         Outcome.chosen
@@ -77,6 +79,8 @@ def against(asked: str, chosen: Entry, plan: Plan, priced: Estimate) -> Against:
         if priced.time.step >= chosen.estimate.time.step
         else Outcome.tight
         if priced.verdict == Fits.tight
+        else Outcome.unmeasured
+        if leans(job.cluster, plan.offload)
         else Outcome.faster
     )
     return Against(asked=asked, outcome=outcome, plan=plan, estimate=priced, terms=terms(chosen.estimate, priced))
@@ -85,7 +89,7 @@ def against(asked: str, chosen: Entry, plan: Plan, priced: Estimate) -> Against:
 def families_against(job: Job, answer: Answer) -> tuple[Against, ...]:
     """The best plan of every family that lost, or its nearest, beside the chosen one."""
     return tuple(
-        against(family.name, answer.chosen, family.plan, estimate(job, family.plan))
+        against(job, family.name, answer.chosen, family.plan, estimate(job, family.plan))
         for family in answer.families
         if family.plan != answer.chosen.plan
     )
@@ -97,7 +101,7 @@ def why_not(job: Job, chosen: Entry, asked: str, wanted: Plan | Mapping[str, Any
         broken = tuple(fault.message for fault in faults(job, wanted))
         if broken:
             return Against(asked=asked, outcome=Outcome.illegal, plan=wanted, faults=broken)
-        return against(asked, chosen, wanted, estimate(job, wanted))
+        return against(job, asked, chosen, wanted, estimate(job, wanted))
     narrowed = job.but(pins={**job.pins, **wanted})
     try:
         found = survey(narrowed, 1, runnable=runnable)
@@ -106,7 +110,7 @@ def why_not(job: Job, chosen: Entry, asked: str, wanted: Plan | Mapping[str, Any
     best = found.ranking.best[0] if found.ranking.best else min(found.ranking.nearest.values(), key=lambda it: it.reserved, default=None)
     if best is None:
         return Against(asked=asked, outcome=Outcome.illegal, faults=illegal(found))
-    return against(asked, chosen, best.plan, estimate_of(found.pricer, best.alone))
+    return against(job, asked, chosen, best.plan, estimate_of(found.pricer, best.alone))
 
 
 def illegal(found: Survey) -> tuple[str, ...]:

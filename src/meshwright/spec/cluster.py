@@ -53,7 +53,9 @@ class NodeGroup(Noun):
     link: Link = Field(description="between the devices of a node")
     host_memory: Bytes = 0.0
     storage_bandwidth: BytesPerSecond = Field(default=0.0, description="of the local disk of a node, which its devices share")
-    host_bandwidth: BytesPerSecond = Field(default=0.0, description="between a device and its host, one direction, while its neighbours use theirs")
+    host_bandwidth: BytesPerSecond = Field(
+        default=0.0, description="between a device and its host, one direction, while its neighbours use theirs"
+    )
     host_update: float = Field(
         default=0.0,
         ge=0,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.search.survey import TIGHT_GAIN
+from meshwright.search.caution import TIGHT_GAIN, leans
 from meshwright.spec.estimate import Fits
 from meshwright.validation.cases import Case, case_of
 from meshwright.validation.predict import Prediction, predict
@@ -181,8 +181,9 @@ def _regrets(found: Sequence[Prediction]) -> list[float]:
 
 
 def _choice(each: Prediction) -> tuple[bool, float]:
-    """How the planner ranks: what does not fit last; a tight plan must be TIGHT_GAIN faster."""
-    return not each.fits, each.seconds * (1.0 + TIGHT_GAIN * (each.estimate.verdict == Fits.tight))
+    """How the planner ranks: what does not fit last; a plan that is not certain must be TIGHT_GAIN faster."""
+    unsure = each.estimate.verdict == Fits.tight or leans(each.case.job.cluster, each.plan.offload)
+    return not each.fits, each.seconds * (1.0 + TIGHT_GAIN * unsure)
 
 
 def _correlation(group: Sequence[Prediction]) -> float:

@@ -37,6 +37,7 @@ TEXTS = {
     "family.ZeRO-3": "ZeRO-3",
     # --- why this plan
     "why.chosen": "{plan}：每步 {step:seconds}，每秒 {rate:count} 个 token，在 {considered:count} 个方案中排第一",
+    "why.leans": "{plan} 快 {share:percent}，但靠的是这里没有人测过的主机链路：这样的方案要快出 {gain:percent} 以上才排在前面（`meshwright probe --save` 会测量它）",
     "why.passed": "{plan} 快 {share:percent}，但{verdict}：勉强放得下的方案要快出 {gain:percent} 以上才排在前面",
     "why.where": "时间：{shares}。显存：一个 rank 可用 {limit:bytes}，占用 {reserved:bytes}，{verdict}；最大的一项是{kind}（{size:bytes}）",
     "why.share": "{item} {share:percent}",
@@ -174,6 +175,7 @@ TEXTS = {
     "against.illegal": "{asked} 不能运行：{faults:line}",
     "against.chosen": "{plan} 就是选中的方案",
     "against.slower": "{plan} 每步比 {chosen} 慢 {gap:seconds}（{share:percent}）；{verdict}",
+    "against.unmeasured": "{plan} 每步比 {chosen} 快 {gap:seconds}（{share:percent}），但靠的是这里没有人测过的主机链路：不足以作为依据（`meshwright probe --save` 会测量它）",
     "against.tight": "{plan} 每步比 {chosen} 快 {gap:seconds}（{share:percent}），但{verdict}：对不允许失败的运行来说太少",
     "against.faster": "{plan} 每步比 {chosen} 快 {gap:seconds}（{share:percent}）；{verdict}；搜索不尝试它，或者排序的目标不同",
     "against.unfit": "{plan} {verdict}",

@@ -37,6 +37,7 @@ TEXTS = {
     "family.ZeRO-3": "ZeRO-3",
     # --- why this plan
     "why.chosen": "{plan}: {step:seconds} a step, {rate:count} tokens/s, the first of {considered:count plan}",
+    "why.leans": "{plan} is {share:percent} faster, over a link to the host that nobody has measured here: such a plan comes first only when it is more than {gain:percent} faster (`meshwright probe --save` measures the link)",
     "why.passed": "{plan} is {share:percent} faster but {verdict}: a tight plan comes first only when it is more than {gain:percent} faster",
     "why.where": "time: {shares}. memory: {reserved:bytes} of the {limit:bytes} that a rank can take, {verdict}; most of it {kind} ({size:bytes})",
     "why.share": "{item} {share:percent}",
@@ -174,6 +175,7 @@ TEXTS = {
     "against.illegal": "{asked} cannot run: {faults:line}",
     "against.chosen": "{plan} is the chosen plan",
     "against.slower": "{plan} loses {gap:seconds} a step ({share:percent}) to {chosen}; {verdict}",
+    "against.unmeasured": "{plan} would save {gap:seconds} a step ({share:percent}) beside {chosen}, over a link to the host that nobody has measured here: that is too little to build on (`meshwright probe --save` measures the link)",
     "against.tight": "{plan} would save {gap:seconds} a step ({share:percent}) beside {chosen}, but it is {verdict}: too little for a run that must not fail",
     "against.faster": "{plan} would save {gap:seconds} a step ({share:percent}) beside {chosen}; {verdict}; the search does not try it, or ranks by something else",
     "against.unfit": "{plan} {verdict}",

@@ -1,0 +1,29 @@
+"""By how much a plan must be faster than one that is certain to run as priced.
+
+Not certain is a plan whose memory is tight, and one that leans on a link to the host that nobody has measured: what a catalog says of such links is
+of a device alone, and in nodes as they are the devices of one switch share them, both directions slow each other, and the host's memory is shared
+by all (a quarter to a half of the rate alone: ZeRO-Infinity, arXiv:2104.07857, section 3; NVIDIA/nvbandwidth#11, #53). `probe` measures the link
+with all devices at once, and the host's own update with it; a plan on a cluster that was probed stands by its time alone.
+"""
+
+from __future__ import annotations
+
+from meshwright.spec.choices import Offload
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.estimate import Estimate, Fits
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+
+TIGHT_GAIN = 0.05
+"""A plan that is not certain stands before one that is only when it is faster by more than this share."""
+
+
+def leans(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
+    """Whether a plan that offloads so is priced by a link to the host that was not measured. Of cores it is none."""
+    return bool(offload) and cluster.host_bandwidth > 0 and not all(group.host_update for group in cluster.groups)
+
+
+def cautious(job: Job, plan: Plan, priced: Estimate) -> float:
+    """Seconds of a step of the run, and TIGHT_GAIN more where the plan is not certain."""
+    unsure = priced.verdict == Fits.tight or leans(job.cluster, plan.offload)
+    return priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * unsure)
