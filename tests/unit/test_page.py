@@ -57,7 +57,7 @@ def settings_of(found: Grid, data: dict[str, Any]) -> list[tuple[Job, dict[str, 
 
 
 EVEN = decoder(((1, 8),), hidden=32, heads=2, vocabulary=108)
-EVEN = EVEN.but(layers=tuple(map(attending(32, 0), EVEN.layers)))
+EVEN = EVEN.but(layers=tuple(map(attending(32, 0, 0.0), EVEN.layers)))
 """On four devices with one sequence, two of its plans take the same time but for a rounding."""
 
 

@@ -66,8 +66,9 @@ def usual(plan: Plan) -> bool:
     return not (plan.recompute_layers or plan.offload or plan.context != "ring" or plan.axes != AXES)
 
 
-def attending(hidden: int, experts: int) -> Callable[[Layer], Layer]:
-    """A block with what context ranks exchange, what selective recompute drops and, where there are `experts`, a stack of them."""
+def attending(hidden: int, experts: int, derived: float) -> Callable[[Layer], Layer]:
+    """A block with what context ranks exchange, what selective recompute drops, a share that follows from the rest and, where there are `experts`, a
+    stack of them."""
 
     def changed(layer: Layer) -> Layer:
         if layer.name != "block":
@@ -76,6 +77,8 @@ def attending(hidden: int, experts: int) -> Callable[[Layer], Layer]:
         return layer.but(
             parameters=(*layer.parameters, *stack),
             core_fixed=layer.fixed_split,
+            derived_split=derived * layer.saved_split,
+            derived_moved=derived * layer.moved,
             query_width=hidden,
             key_value_width=2 * hidden,
             routed=hidden if experts else 0,
@@ -90,7 +93,9 @@ def small_jobs(draw) -> Job:
     heads = draw(st.sampled_from([2, 3, 4]))
     runs = tuple((draw(st.integers(1, 3)), heads * draw(st.integers(4, 40))) for _ in range(draw(st.integers(1, 2))))
     model = decoder(runs, hidden=heads * 16, heads=heads, vocabulary=draw(st.integers(50, 2000)), tied=draw(st.booleans()))
-    model = model.but(layers=tuple(map(attending(heads * 16, draw(st.sampled_from([0, 0, 2]))), model.layers)))
+    model = model.but(
+        layers=tuple(map(attending(heads * 16, draw(st.sampled_from([0, 0, 2])), draw(st.sampled_from([0.0, 0.4]))), model.layers))
+    )
     nodes, devices = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3)]))
     memory = draw(st.sampled_from([2e6, 4e6, 8e6, 16e6, 1e9]))
     batch = draw(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 11, 12]))
