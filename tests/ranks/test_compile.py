@@ -5,39 +5,52 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from equality import alone, check, train
+from equality import alone, anatomy_of, check, make_batch, make_model, train
 
 from meshwright.base.errors import InputError
 from meshwright.parallel import compiled
 from meshwright.spec.plan import parse_plan
+from meshwright.train.trainer import parallelize
 
 PLANS = ("dp1.compile", "dp2.z3.mb2.compile", "tp2.mb4.compile", "tp2.sp.mb4.compile", "pp2.rc-layer.compile", "pp2.zb1.compile",
-         "dp2.tp2.z1.mb2.compile", "pp2.off-activations.compile")  # fmt: skip
+         "dp2.tp2.z1.mb2.compile", "pp2.off-activations.compile", "cp2.compile", "cp2.ulysses.compile", "cp4.ulysses2.z3.compile", "tp2.cp2.sp.compile",
+         "pp2.interleaved2.cp2.rc-layer.compile", "cp2.rc-selective.compile", "cp2.ulysses.rc-operations.compile", "dp1.mb4.rc-selective.compile",
+         "dp2.z3.rc-selective.compile", "tp2.sp.rc-operations.compile", "pp2.interleaved2.rc-operations1.compile", "dp2.z3.rc-layer1-operations.compile",
+         "pp2.rc-operations.off-activations.compile", "pp2.zb1.rc-operations.compile", "dp2.z3.rc-selective.off-activations.compile")  # fmt: skip
 
 
-def train_with(backend: str, *given: Any) -> tuple[dict[str, Any], float]:
-    """On every rank: what `train` returns, and the seconds that the compiler took."""
+@contextmanager
+def by(backend: str) -> Iterator[None]:
+    """Blocks are compiled by `backend`, anew."""
     import torch._dynamo
 
     before = os.environ.get(compiled.SWITCH)
     os.environ[compiled.SWITCH] = backend
     torch._dynamo.reset()
-    began = compiled.seconds()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's own, of tensors that it looks at
-            return train(*given), compiled.seconds() - began
+            yield
     finally:
         os.environ.pop(compiled.SWITCH)
         if before is not None:
             os.environ[compiled.SWITCH] = before
 
 
-@pytest.mark.parametrize("plan", ["dp1.compile"])
+def train_with(backend: str, *given: Any) -> tuple[dict[str, Any], float]:
+    """On every rank: what `train` returns, and the seconds that the compiler took."""
+    with by(backend):
+        began = compiled.seconds()
+        return train(*given), compiled.seconds() - began
+
+
+@pytest.mark.parametrize("plan", ["dp1.compile", "cp2.compile", "dp1.rc-operations.compile", "dp1.rc-selective.compile"])
 def test_compiled_blocks_compute_what_one_device_computes(ranks: Any, plan: str) -> None:
     found = ranks.run(parse_plan(plan).world, train_with, "aot_eager", "llama", plan, "fp64", 2)
     check(alone("llama", "fp64", 2), [result for result, _ in found], "fp64")
@@ -54,9 +67,36 @@ def test_compiled_blocks_go_with_every_strategy(ranks: Any, model: str, plan: st
 
 
 @pytest.mark.soak
-def test_generated_code_computes_what_one_device_computes(ranks: Any) -> None:
-    found = ranks.run(1, train_with, "inductor", "llama", "dp1.compile", "fp32", 2)
+@pytest.mark.parametrize(
+    "plan", ["dp1.compile", "cp2.compile", "cp2.ulysses.compile", "dp1.rc-operations.compile", "dp1.rc-selective.compile"]
+)
+def test_generated_code_computes_what_one_device_computes(ranks: Any, plan: str) -> None:
+    found = ranks.run(parse_plan(plan).world, train_with, "inductor", "llama", plan, "fp32", 2)
     check(alone("llama", "fp32", 2), [result for result, _ in found], "fp32")
+
+
+def gradients_with(backend: str, name: str, plan: str) -> dict[str, torch.Tensor] | None:
+    with by(backend):
+        return parallelize(make_model(name), torch.optim.AdamW, plan, anatomy=anatomy_of(name)).gradients(make_batch(name, 0))[2]
+
+
+def check_bits(ranks: Any, backend: str, name: str, way: str) -> None:
+    plain, kept = (ranks.run(1, gradients_with, backend, name, f"dp1.mb4{part}.compile")[0] for part in ("", f".{way}"))
+    assert plain.keys() == kept.keys()
+    assert all(torch.equal(plain[name], kept[name]) for name in plain)
+
+
+@pytest.mark.parametrize("way", ["rc-selective", "rc-operations"])
+def test_what_the_compiler_makes_again_is_what_was_there(ranks: Any, way: str) -> None:
+    """By the compiler's cuts and formulas, one operation at a time."""
+    check_bits(ranks, "aot_eager_decomp_partition", "llama", way)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("way", ["rc-layer", "rc-selective", "rc-operations"])
+def test_generated_code_makes_again_what_was_there(ranks: Any, way: str, name: str) -> None:
+    check_bits(ranks, "inductor", name, way)
 
 
 def test_without_a_compiler_a_compiled_plan_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +104,3 @@ def test_without_a_compiler_a_compiled_plan_is_refused_in_one_line(monkeypatch: 
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(InputError, match=r"needs a C\+\+ compiler"):
         compiled.check_compiler(parse_plan("dp2.compile"), torch.device("cpu"))
-    for plan in ("cp2.compile", "dp2.rc-selective.compile"):
-        with pytest.raises(InputError, match="compile does not go with"):
-            compiled.check_compiler(parse_plan(plan), torch.device("cpu"))

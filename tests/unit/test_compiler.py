@@ -40,8 +40,8 @@ def test_a_rank_compiles_each_kind_of_block_once() -> None:
 
 def test_the_compiler_changes_the_order_of_a_short_run_and_not_of_a_long_one() -> None:
     long, short = search(of_two_kinds(1_000_000), top=1).plans[0], search(of_two_kinds(1), top=1).plans[0]
-    without = search(of_two_kinds(1_000_000).but(pins={"recompute": long.plan.recompute}), top=1).plans[0]
-    assert long.plan.but(compile=False) == without.plan
+    steps = [each.estimate.time.step for each in search(of_two_kinds(1_000_000), top=10).plans]
+    assert steps == sorted(steps) and long.estimate.time.step == steps[0]
     assert short.estimate.first < long.estimate.first and short.estimate.time.step > long.estimate.time.step
     assert short.estimate.over(1) < long.estimate.over(1)
 

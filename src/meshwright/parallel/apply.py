@@ -123,7 +123,6 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
     weights = {storage_of(unit.weights) for unit in zero.units}
     run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(plan, mesh.device, weights), carry=Carry(wants) if wants else None)
     gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table}, reads)
-    set_context(model, anatomy, gates, context)
     pipeline = Pipeline(
         mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage), recipe.exact
     )
@@ -146,14 +145,26 @@ def _groups(model: nn.Module, make: MakeOptimizer, table: list[Layer], mesh: Mes
 
 
 def _finished(engine: Parallel, needs: Needs) -> Parallel:
-    """What depends on all that is laid: whole tensors for the optimizer, the products of the recipe, compiled blocks."""
+    """What depends on all that is laid: whole tensors for the optimizer, the products of the recipe, compiled blocks, what is cut around them."""
     model, anatomy = engine.model, engine.anatomy
     give_whole(engine, needs)
     if engine.mesh.plan.compile and anatomy.blocks is not None:
-        compile_blocks(engine.gates, [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)])
+        compile_blocks(engine.gates, [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)], _leaner(engine))
+    set_context(model, anatomy, engine.gates, engine.context)
     use_products(model, anatomy, engine.recipe)
     engine.outer = outer_of(engine.recipe, engine.zero)
     return engine
+
+
+def _leaner(engine: Parallel) -> set[int]:
+    """Blocks of this rank that recompute by operation."""
+    plan = engine.mesh.plan
+    return {
+        index
+        for start, stop in engine.bounds.values()
+        for index in range(start, stop)
+        if plan.recompute_at(index - start) == Recompute.operations
+    }
 
 
 def _account(table: list[Layer], shapes: dict[str, torch.Size]) -> None:

@@ -2,27 +2,34 @@
 
 What is compiled is the forward inside a gate: gathering of weights, recompute, cuts of the sequence and stages lie outside. Collectives and
 layers with a forward of ours (tensor parallelism, weight gradients that are put off, experts) wait for other ranks: the compiler is kept out of
-them, so that a block of theirs is compiled in the pieces between. Blocks are alike, so the first one's code serves all.
+them, as out of attention over context ranks, so that a block of theirs is compiled in the pieces between. Blocks are alike, so the first one's code
+serves all.
 
-Results are those of eager mode within the rounding of fused operations. Where a compiler is missing, and with what the compiler does not see
-(attention over context ranks, an attention core that is computed again), the plan is refused in one line.
+[Note: what the compiler keeps] Of a compiled block the compiler cuts forward from backward: it keeps what products read, and makes again on the way what
+norms and activations give besides. Where a block recomputes by operation, it keeps least instead, by the rule of anatomy/derived.py: whatever is not cheap
+there (attention on a processor is, to torch) must be saved, and all else may be made again, for what products read too.
+
+Results are those of eager mode within the rounding of fused operations. Where a compiler is missing the plan is refused in one line.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
+from meshwright.anatomy.derived import CHEAP
 from meshwright.base.errors import InputError
 from meshwright.parallel.pipeline.gates import Gate
 from meshwright.spec.plan import Plan
-from meshwright.spec.rules import compile_faults
 
 SWITCH = "MESHWRIGHT_COMPILER"
 """Environment variable: another backend of torch.compile than inductor."""
@@ -32,8 +39,6 @@ def check_compiler(plan: Plan, device: torch.device) -> None:
     """InputError where blocks of `plan` cannot be compiled on `device`."""
     if not plan.compile:
         return
-    for fault in compile_faults(plan):
-        raise InputError(f"plan {plan.name}: {fault.message}")
     if backend() != "inductor":
         return
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
@@ -48,14 +53,57 @@ def backend() -> str:
     return os.environ.get(SWITCH) or "inductor"
 
 
-def compile_blocks(gates: Sequence[Gate], blocks: Sequence[nn.Module]) -> None:
-    """The computation inside of the gates of `blocks` is compiled when it first runs."""
+def compile_blocks(gates: Sequence[Gate], blocks: Sequence[nn.Module], lean: Collection[int]) -> None:
+    """The computation inside of the gates of `blocks` is compiled when it first runs. `lean`: those that recompute by operation."""
     for gate in gates:
         if gate.index is not None:
             block = blocks[gate.index]
             for module in block.modules():
                 _keep_out(module, block)
-            gate.inner = torch.compile(gate.inner, backend=backend(), dynamic=False)
+            gate.inner = torch.compile(gate.inner, backend=_keeping_least if gate.index in lean else backend(), dynamic=False)
+
+
+def _keeping_least(graph: Any, given: Any, **options: Any) -> Any:
+    """A backend of torch.compile: [Note: what the compiler keeps]. Names of torch that are not public: tests/ranks/test_compile.py fails when they move."""
+    from torch._dynamo import lookup_backend
+    from torch._functorch import config
+
+    nodes = [node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]
+    for node in nodes:
+        if not {_name(node), f"__{_name(node)}__"} & CHEAP:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if _name(node) in ("chunk", "split"):
+            _as_slices(graph.graph, node)
+    graph.recompile()
+    with config.patch(aggressive_recomputation=True, recompute_views=True):
+        return lookup_backend(backend())(graph, given, **options)
+
+
+def _name(node: Any) -> str:
+    """Of the function or the method that a node of a graph calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _as_slices(graph: Any, node: Any) -> None:
+    """Parts of a tensor as slices of it, which the compiler knows as such: it would keep a part and what is made of another beside the whole."""
+    parts = node.meta["example_value"]
+    if (
+        len(parts) < 2
+        or not node.args
+        or any(user.target is not operator.getitem or not isinstance(user.args[1], int) for user in node.users)
+    ):
+        return
+    shape = node.args[0].meta["example_value"].shape
+    dim = next(dim for dim, size in enumerate(shape) if size != parts[0].shape[dim])
+    starts = [0, *accumulate(part.shape[dim] for part in parts)]
+    for user in [*node.users]:
+        place = user.args[1] % len(parts)
+        with graph.inserting_before(user):
+            part = graph.call_function(torch.narrow, (node.args[0], dim, starts[place], parts[place].shape[dim]))
+        part.meta = user.meta
+        user.replace_all_uses_with(part)
+        graph.erase_node(user)
+    graph.erase_node(node)
 
 
 def _keep_out(module: nn.Module, block: nn.Module) -> None:

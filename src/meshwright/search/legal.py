@@ -12,7 +12,6 @@ from meshwright.spec.plan import Offload, Plan, Recompute
 from meshwright.spec.rules import (
     Fault,
     Update,
-    compile_faults,
     count_faults,
     division_faults,
     expert_faults,
@@ -86,7 +85,6 @@ def first_fault(job: Job, plan: Plan, updates: Updates) -> Fault | None:
         tensor_faults(plan, model.divisible, model.tensor_parallel),
         expert_faults(plan, model.experts),
         offload_faults(plan, job.cluster),
-        compile_faults(plan),
         update_faults(plan, updates.update),
         stage_faults(plan, max(model.blocks, 1)),
         sequence_faults(plan, job.workload.sequence),

@@ -132,7 +132,7 @@ class Space:
         check_pins(self.job)
         links = fabric(self.job.cluster)
         self._domain = links.domain
-        self._recompute = [Recompute.none, Recompute.layer] if self.pins.get("compile") else offered(self.job, self.pins.get("recompute"))
+        self._recompute = offered(self.job, self.pins.get("recompute"))
         self._partly = not {"recompute", "recompute_layers", "recompute_rest", "offload_layers"} & self.pins.keys()
         self._reliefs = range(1, relief(self.job) + 1)
         self._updates = Updates(self.job)

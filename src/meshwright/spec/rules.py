@@ -16,7 +16,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.local import Local
 from meshwright.spec.model import Layer
-from meshwright.spec.plan import FILES, Context, Offload, Plan, Recompute, Schedule
+from meshwright.spec.plan import FILES, Context, Offload, Plan, Schedule
 from meshwright.spec.precision import Recipe
 from meshwright.spec.workload import Workload
 
@@ -97,14 +97,6 @@ def offload_faults(plan: Plan, cluster: Cluster) -> Iterator[Fault]:
                 f"off-{what}: the cluster names no host_bandwidth between its devices and their hosts (a core's memory is the host's); "
                 "off-optimizer-files needs none",
             )
-
-
-def compile_faults(plan: Plan) -> Iterator[Fault]:
-    """torch.compile sees attention where it is torch's own, computed once; what of a compiled block is made again it decides itself."""
-    inside = next((kind for kind in (plan.recompute, plan.recompute_rest) if kind in (Recompute.selective, Recompute.operations)), None)
-    if plan.compile and (plan.cp > 1 or inside):
-        what = f"cp{plan.cp}" if plan.cp > 1 else f"rc-{inside}"
-        yield Fault(f"compile does not go with {what.strip('0123456789')}", f"compile does not go with {what}: leave one of them out")
 
 
 def stage_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
@@ -301,7 +293,6 @@ def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     yield from expert_faults(plan, job.model.experts)
     yield from context_faults(plan, job.model.divisible)
     yield from offload_faults(plan, job.cluster)
-    yield from compile_faults(plan)
     yield from stage_faults(plan, job.model.blocks)
     yield from count_faults(plan, job.model.blocks)
     yield from sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence)

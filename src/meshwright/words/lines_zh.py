@@ -387,5 +387,4 @@ LINES = {
     "input should be less than {}": "应当小于 {0}",
     "input should be {}": "应当是 {0}",
     "; did you mean {}?": "；是不是 {0}？",
-    "compile does not go with {}: leave one of them out": "compile 不能与 {0} 同用：去掉其中之一",
 }

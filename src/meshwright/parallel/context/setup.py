@@ -40,6 +40,8 @@ def context_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> Context | None
     attend = attending(mesh)
     if plan.recompute == plans.Recompute.selective:
         attend = partial(checkpoint, attend, use_reentrant=False)
+    if plan.compile:
+        attend = torch.compiler.disable(attend)
     return Context(Pieces(group.size, group.index), attend, way, plan.tp if plan.sequence_parallel else 1)
 
 

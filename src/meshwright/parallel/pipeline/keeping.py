@@ -45,10 +45,16 @@ class Keeping:
 
     @classmethod
     def of(cls, plan: Plan, device: torch.device, weights: Collection[int]) -> Keeping:
-        """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its core themselves (context/setup.py)."""
-        elsewhere = plan.recompute == Recompute.selective and plan.cp > 1
+        """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its core themselves (context/setup.py),
+        the compiler to what follows by operation (compiled.py)."""
+        elsewhere = {Recompute.selective} if plan.cp > 1 else set()
+        elsewhere |= {Recompute.operations} if plan.compile else set()
+
+        def here(place: int) -> Recompute:
+            return Recompute.none if (how := plan.recompute_at(place)) in elsewhere else how
+
         away = Activations(device, weights) if Offload.activations in plan.offload else None
-        return cls(_nothing if elsewhere else plan.recompute_at, away, plan.sends)
+        return cls(here, away, plan.sends)
 
     def __call__(self, forward: Forward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], once: Sequence[torch.Tensor]) -> Any:
         """The block's `forward`; it is the block number `place` of its stage. `once`: buffers that a pass moves on, and the same pass again must not."""
@@ -112,7 +118,7 @@ def _core_again(forward: Forward) -> Forward:
 
 
 class _Core(TorchFunctionMode):
-    """Attention called inside keeps its inputs alone."""
+    """Attention called inside keeps its inputs alone. The compiler reads this too, and makes attention again where it would have been kept."""
 
     def __init__(self) -> None:
         super().__init__()
