@@ -75,9 +75,22 @@ def alone(rule: Any) -> tuple[set[str], dict[str, torch.Tensor]]:
     return reached, model.state_dict()
 
 
-@pytest.mark.parametrize("plan", ["dp1", "dp2", "dp2.z1", "dp2.z3", "pp2.mb2", "pp2.mb2.zbv.z3"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp1",
+        "dp2",
+        "dp2.z1",
+        "dp2.z3",
+        "pp2.mb2",
+        "pp2.mb2.zbv.z3",
+        "dp1.off-optimizer50",
+        "dp2.z1.off-optimizer-files",
+        "dp2.z3.off-parameters-files",
+    ],
+)
 def test_decay_leaves_alone_what_no_loss_has_reached(ranks: Any, plan: str) -> None:
-    gradients, weights = ranks.run(1 if plan == "dp1" else 2, trained, plan, sgd)[0]
+    gradients, weights = ranks.run(1 if plan.startswith("dp1") else 2, trained, plan, sgd)[0]
     reached, expected = alone(sgd)
     assert gradients.keys() == reached
     assert any(not torch.equal(weights[name], net().state_dict()[name]) for name in ("late.weight",)), "it runs from the third step on"
@@ -87,7 +100,7 @@ def test_decay_leaves_alone_what_no_loss_has_reached(ranks: Any, plan: str) -> N
 
 def test_adamw_leaves_idle_layers_bit_for_bit_alone(ranks: Any) -> None:
     before = net().state_dict()
-    for plan in ("dp2.z1", "pp2.mb2"):
+    for plan in ("dp2.z1", "pp2.mb2", "dp2.z1.off-optimizer", "dp2.z1.off-optimizer50"):
         _, weights = ranks.run(2, trained, plan, adamw)[0]
         idle = [name for name in before if ".idle." in name]
         assert len(idle) == 8 and all(torch.equal(weights[name], before[name]) for name in idle)

@@ -15,7 +15,7 @@ torch.compile does for compiled graphs (H. He, Min-cut optimal recomputation wit
 for, such as those behind a result that no loss reads, hold on to no more than what they are made of.
 
 [Note: written between] A value that was written after it was read would be made again from other numbers. Versions tell: such a value is held, and where
-something is written after the block has run, backward ends with an error as autograd's own does.
+something is written after the block has run, backward ends with an error as autograd's own does. Of buffers that passes move on a copy is kept.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ Cuts = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
 
 class Value:
     """One storage. `function` made it, as its result number `place`, of `args` and `kwargs`, in which views stand for tensors; None where it cannot be
-    made again. `free`: it is there anyway. `entered`: what the block was given. `kept`: what is held of it; `again`: what was made again, for `wanted` tensors more."""
+    made again. `free`: it is there anyway. `entered`: what the block was given. `gathered`: a weight, whose storage is emptied and filled with the same
+    again. `kept`: what is held of it; `again`: what was made again, for `wanted` tensors more."""
 
     __slots__ = (
         "again",
@@ -65,6 +66,7 @@ class Value:
         "entered",
         "free",
         "function",
+        "gathered",
         "ghost",
         "kept",
         "kwargs",
@@ -76,9 +78,10 @@ class Value:
         "wanted",
     )
 
-    def __init__(self, tensor: torch.Tensor, free: bool = False, entered: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, free: bool = False, entered: bool = False, gathered: bool = False) -> None:
         storage = tensor.untyped_storage()
-        self.storage, self.nbytes, self.free, self.entered = weakref.ref(storage), storage.nbytes(), free, entered
+        self.storage, self.nbytes = weakref.ref(storage), storage.nbytes()
+        self.free, self.entered, self.gathered = free, entered, gathered
         self.ghost, self.version = _ghost(tensor), tensor._version
         self.forget()
         self.kept: Any = None
@@ -147,10 +150,19 @@ class Saved:
 
 
 class Tape(TorchFunctionMode):
-    """One forward of a block that was given `entering`, then what its backward asks for. `keep`, `take`: where what is held waits meanwhile."""
+    """One forward of a block that was given `entering`, then what its backward asks for. `keep`, `take`: where what is held waits meanwhile.
+    `weights`: storages that are emptied and filled again."""
 
-    def __init__(self, entering: Iterable[Any] = (), keep: Keep | None = None, take: Take | None = None, plain: tuple[type, ...] = PLAIN):
+    def __init__(
+        self,
+        entering: Iterable[Any] = (),
+        keep: Keep | None = None,
+        take: Take | None = None,
+        plain: tuple[type, ...] = PLAIN,
+        weights: Collection[int] = (),
+    ) -> None:
         super().__init__()
+        self.weights = weights
         self.keep, self.take, self.plain = keep or _as_it_is, take or _as_it_is, plain
         self.values: weakref.WeakKeyDictionary[Any, Value] = weakref.WeakKeyDictionary()
         self.saved: list[Saved] = []
@@ -199,7 +211,8 @@ class Tape(TorchFunctionMode):
     def view(self, tensor: torch.Tensor) -> View:
         value = self.values.get(tensor.untyped_storage())
         if value is None:  # weights, buffers and what others made of them; or what cannot be made again
-            value = self.values[tensor.untyped_storage()] = Value(tensor, free=tensor.grad_fn is None)
+            storage = tensor.untyped_storage()
+            value = self.values[storage] = Value(tensor, free=tensor.grad_fn is None, gathered=storage._cdata in self.weights)
         return View(value, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version)
 
     def _is_plain(self, tensor: Any) -> bool:
@@ -219,12 +232,17 @@ class Tape(TorchFunctionMode):
 
     # --- between --------------------------------------------------------------------------------------------------------------
 
-    def finish(self, cuts: Cuts) -> Cut:
-        """The block's forward is over: what must be held is, all else goes. `cuts`: of the forms of blocks that were seen before."""
+    def finish(self, cuts: Cuts, moving: Collection[int] = ()) -> Cut:
+        """The block's forward is over: what must be held is, all else goes. `cuts`: of the forms of blocks that were seen before. `moving`: storages of
+        buffers that other passes write to."""
         asked = self.asked(saved.tensor for saved in self.saved if saved.tensor is not None)
         cut = cut_of(asked, cuts)
         for value in (*cut.held, *cut.needed):
-            value.kept, value.version = self.keep(flat(value)), value.ghost._version
+            whole = flat(value)
+            if whole.untyped_storage()._cdata in moving:
+                whole = whole.clone()
+                value.ghost = _ghost(whole)
+            value.kept, value.version = self.keep(whole), value.ghost._version
         for saved in self.saved:
             tensor, saved.tensor = saved.tensor, None
             assert tensor is not None
@@ -267,7 +285,7 @@ class Tape(TorchFunctionMode):
     def _tensor(self, view: View) -> torch.Tensor:
         value = view.value
         if value.kept is not None:
-            if value.is_written and (value.entered or not value.free):  # weights are gathered anew
+            if value.is_written and not value.gathered:
                 raise written(view.dtype, value.ghost._version, value.version)
             return view.of(self.take(value.kept))
         if value.again is None:

@@ -116,7 +116,7 @@ class Anatomy:
     """Parameters outside blocks, embedding and head that are used after the blocks."""
     against: dict[str, str] = field(default_factory=dict)
     """'sequence': why sequence parallelism would be wrong; 'rows': the module that gives tokens a place among those of other rows (counted.py);
-    'gathering': a parameter that the forward itself writes to; 'stages': a block that runs in a backward of the model's own."""
+    'gathering': a parameter that the forward itself writes to; 'stages': why stages cannot be left and entered between blocks."""
     understood: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     stacks: tuple[tuple[str, int], ...] = ()

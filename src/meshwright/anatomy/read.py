@@ -369,7 +369,11 @@ def _against(reading: Reading, blocks: str, shapes: dict[str, torch.Size], split
     found = {"sequence": _against_sequence(reading, blocks, shapes, splits)}
     if reading.seen:
         said = reading.seen.against
-        found |= {"rows": reading.seen.counted.found, "gathering": said.get("writes", ""), "stages": said.get("apart", "")}
+        found |= {
+            "rows": reading.seen.counted.found,
+            "gathering": said.get("writes", ""),
+            "stages": reading.seen.against_stages(reading.stacks),
+        }
     return {what: why for what, why in found.items() if why}
 
 
@@ -377,8 +381,8 @@ def _against_sequence(reading: Reading, blocks: str, shapes: dict[str, torch.Siz
     """A matrix that stays whole inside the blocks may mix places of the sequence, or sees too few of them."""
     if len(reading.lists) > 1:
         return f"blocks stand in several lists ({', '.join(reading.lists)})"
-    if reading.seen and "repeats" in reading.seen.against:
-        return f"{reading.seen.against['repeats']} runs more than once"
+    if reading.seen and reading.seen.repeated:
+        return f"{reading.seen.repeated[0]} runs more than once"
     found = [one for regions in reading.found.values() for one in regions]
     flat = next((one.region.columns[0] for one in found if not one.keeps_sequence), None)
     if flat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,8 +90,8 @@ class Trace:
 
     order: dict[str, int] = field(default_factory=dict)
     """Parameters in the order of their first use."""
-    blocks: dict[str, None] = field(default_factory=dict)
-    """Paths of the blocks in the order in which they ran."""
+    blocks: dict[str, int] = field(default_factory=dict)
+    """Paths of the blocks in the order in which they ran, and how often each did."""
     products: dict[str, list[Product]] = field(default_factory=lambda: defaultdict(list))
     attentions: dict[str, list[Attention]] = field(default_factory=lambda: defaultdict(list))
     problems: dict[str, str] = field(default_factory=dict)
@@ -119,16 +120,30 @@ class Trace:
     handed: dict[str, Handed] = field(default_factory=dict)
     """By block."""
     against: dict[str, str] = field(default_factory=dict)
-    """'repeats': a block that runs more than once; 'writes': a parameter that the forward itself writes to; 'apart': a block that runs where no gradient is
-    recorded, as in a backward of the model's own."""
+    """'writes': a parameter that the forward itself writes to; 'apart': a block that runs where no gradient is recorded, as in a backward of the model's
+    own; 'again': a block that a checkpoint of the model's own runs once more in backward."""
     alive: list[Any] = field(default_factory=list)
 
-    def begin(self, block: str, again: bool) -> None:
-        """A block begins; `again`: not for the first time."""
-        for what, found in (("repeats", again), ("apart", not torch.is_grad_enabled())):
+    def begin(self, block: str, kept: bool) -> None:
+        """A block begins; `kept`: what it keeps for backward is in the hands of the model."""
+        for what, found in (("apart", not torch.is_grad_enabled()), ("again", kept)):
             if found:
                 self.against.setdefault(what, block)
-        self.blocks.setdefault(block)
+        self.blocks[block] = self.blocks.get(block, 0) + 1
+
+    @property
+    def repeated(self) -> list[str]:
+        """Blocks that run more than once."""
+        return [block for block, times in self.blocks.items() if times > 1]
+
+    def against_stages(self, stacks: Sequence[str]) -> str:
+        """Why stages of these lists cannot be entered and left once in a pass, at the calls of their blocks."""
+        if apart := self.against.get("apart"):
+            return f"{apart} runs where torch records no gradient, in a function with a backward of its own"
+        if again := self.against.get("again"):
+            return f"{again} runs inside a checkpoint of the model's own, which calls it again in backward (turn that off and let the plan recompute: rc-layer)"
+        twice = next((block for block in self.repeated if block.rpartition(".")[0] in stacks), "")
+        return f"{twice} runs more than once in a pass" if twice else ""
 
     def follow(self, call: Call, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str], stack: list[str]) -> None:
         """One operation, inside the modules of `stack`."""

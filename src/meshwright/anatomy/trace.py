@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.anatomy.experts import standing_in
 from meshwright.anatomy.inflow import Inflows
 from meshwright.anatomy.inputs import BATCH, QUESTIONS, Example, arguments, example_of, unasked
+from meshwright.anatomy.keeper import keeper
 from meshwright.anatomy.learnt import Learnt
 from meshwright.anatomy.places import CUTS, MATMULS, RESHAPES, TURNS, Call, Lost, Share, along, moved
 from meshwright.anatomy.plain import is_convolution, is_plain
@@ -113,7 +114,7 @@ class Watch(TorchFunctionMode):
         self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(list)  # of an argument: the modules it was given to, and where
         self.returned: set[int] = set()  # what blocks gave
         self.again = 0  # how deep in a block that has run before
-        self.inflows, self.nothing, self.learnt = Inflows(), torch.empty(0), Learnt(names)
+        self.inflows, self.nothing, self.learnt, self.keeper = Inflows(), torch.empty(0), Learnt(names), keeper()
         self.trace.alive.append(inputs)
 
     # --- modules --------------------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class Watch(TorchFunctionMode):
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if depth == 1:
                 self.again += name in self.trace.blocks
-                self.trace.begin(name, bool(self.again))
+                self.trace.begin(name, keeper() != self.keeper)
             self.stack.append(name)
             if not self.again:
                 self._enter(name, module, args, kwargs, depth == 1)

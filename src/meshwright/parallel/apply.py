@@ -213,10 +213,8 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
         raise InputError(
             f"plan {plan.name}: the model writes to {written} in its own forward, and ZeRO 3 gathers weights anew for each: use z2 at most, or turn that off"
         )
-    if plan.stages > 1 and (apart := anatomy.against.get("stages")):
-        raise InputError(
-            f"plan {plan.name}: {apart} runs where torch records no gradient, in a function with a backward of its own, and stages are left and entered between blocks: use pp1"
-        )
+    if plan.stages > 1 and (called := anatomy.against.get("stages")):
+        raise InputError(f"plan {plan.name}: {called}, and stages are left and entered between blocks: use pp1")
     if plan.stages > 1 and anatomy.blocks is None:
         raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
     if plan.stages == 1:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshwright.anatomy.keeper import keeper
 from meshwright.base.errors import InputError
 
 
@@ -58,14 +59,24 @@ def call_of(
 
 
 class Attending(TorchFunctionMode):
-    """While it is on, attention is computed by `attend`."""
+    """While it is on, attention is computed by `attend`. Raises InputError where the model would compute it again when it is off."""
 
     def __init__(self, attend: Callable[[Call], torch.Tensor]) -> None:
         super().__init__()
         self.attend = attend
 
+    def __enter__(self) -> Self:
+        self._began = keeper(), torch.is_grad_enabled()
+        super().__enter__()
+        return self
+
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention:
+            if not torch.compiler.is_compiling() and (keeper(), torch.is_grad_enabled()) != self._began:
+                raise InputError(
+                    "cp: attention runs inside a checkpoint of the model's own, which would compute it again of this rank's piece alone: "
+                    "turn that off and let the plan recompute (rc-layer), or use cp1"
+                )
             return self.attend(call_of(*args, **(kwargs or {})))
         return function(*args, **(kwargs or {}))
 

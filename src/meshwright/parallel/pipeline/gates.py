@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.parallel.pipeline.absent import check_beside, hidden_of, passed_by
 from meshwright.parallel.pipeline.carry import Carry
-from meshwright.parallel.pipeline.keeping import Keeping, buffers_kept
+from meshwright.parallel.pipeline.keeping import Keeping
+from meshwright.parallel.pipeline.moving import Moving
 from meshwright.parallel.zero.flat import FlatUnit
 
 
@@ -74,7 +75,7 @@ class Gate:
     def __init__(self, module: nn.Module, run: Run, index: int | None = None, returns: int = 0) -> None:
         """`returns`: values that the block returns, 0 for a bare tensor."""
         self.inner: Callable[..., Any] = module.forward
-        self.running = buffers_kept(module) if index is not None else []
+        self.moving = Moving(module)
         self.run, self.index, self.returns = run, index, returns
         self.checked = False
         self.units: list[FlatUnit] = []
@@ -142,7 +143,7 @@ class Gate:
                 entering.register_hook(self._close_behind_backward)
         self.called = self.run.passes
         if self.index is not None and torch.is_grad_enabled():
-            output = self.run.keeping(self.inner, self.index - self.run.start, args, kwargs, self.running)
+            output = self.run.keeping(self.inner, self.index - self.run.start, args, kwargs, self.moving)
         else:
             output = self.inner(*args, **kwargs)
         for unit in self.units:

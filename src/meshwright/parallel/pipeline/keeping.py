@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -22,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.anatomy.derived import Cuts, Tape
+from meshwright.anatomy.keeper import keeper
 from meshwright.base.errors import InputError
-from meshwright.parallel.offload.activations import Activations, Block, taken
+from meshwright.parallel.offload.activations import Activations, Block, storage_of, taken
+from meshwright.parallel.pipeline.moving import AsBefore, Moving
 from meshwright.spec.plan import Offload, Plan, Recompute
 
 Forward = Callable[..., Any]
@@ -36,12 +37,13 @@ def _nothing(place: int) -> Recompute:
 @dataclass(frozen=True)
 class Keeping:
     """For all blocks of a rank. `how`: what the block of a place in its stage computes again. `away`: where what it keeps waits, if it `sends` it; None
-    where all of it stays. `cuts`: what was decided of forms of blocks, by operation."""
+    where all of it stays. `cuts`: what was decided of forms of blocks, by operation. `weights`: storages that are gathered anew."""
 
     how: Callable[[int], Recompute] = _nothing
     away: Activations | None = None
     sends: Callable[[int], bool] = bool
     cuts: Cuts = field(default_factory=dict)
+    weights: Collection[int] = ()
 
     @classmethod
     def of(cls, plan: Plan, device: torch.device, weights: Collection[int]) -> Keeping:
@@ -54,42 +56,39 @@ class Keeping:
             return Recompute.none if (how := plan.recompute_at(place)) in elsewhere else how
 
         away = Activations(device, weights) if Offload.activations in plan.offload else None
-        return cls(here, away, plan.sends)
+        return cls(here, away, plan.sends, weights=weights)
 
-    def __call__(self, forward: Forward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], once: Sequence[torch.Tensor]) -> Any:
-        """The block's `forward`; it is the block number `place` of its stage. `once`: buffers that a pass moves on, and the same pass again must not."""
+    def __call__(self, forward: Forward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: Moving) -> Any:
+        """The block's `forward`; it is the block number `place` of its stage. `moving`: its buffers."""
         if self.away is None or not self.sends(place):
-            return self._run(forward, place, once, None, args, kwargs)
+            return self._run(forward, place, moving, None, args, kwargs)
         with self.away.kept_by(place) as block:
-            return self._run(forward, place, once, block, args, kwargs)
+            return self._run(forward, place, moving, block, args, kwargs)
 
-    def _run(
-        self, forward: Forward, place: int, once: Sequence[torch.Tensor], block: Block | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, forward: Forward, place: int, moving: Moving, block: Block | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         how = self.how(place)
         if how == Recompute.layer:
-            return _again(forward, once)(*args, **kwargs)
+            return _again(forward, moving, args, kwargs)
         if how == Recompute.selective:
             return _core_again(forward)(*args, **kwargs)
-        return self._by_operation(forward, block, args, kwargs) if how == Recompute.operations else forward(*args, **kwargs)
+        return self._by_operation(forward, moving, block, args, kwargs) if how == Recompute.operations else forward(*args, **kwargs)
 
-    def _by_operation(self, forward: Forward, block: Block | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tape = Tape(tree_leaves((args, kwargs)), block.keep if block else None, taken if block else None)
+    def _by_operation(self, forward: Forward, moving: Moving, block: Block | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = moving.before()
+        tape = Tape(tree_leaves((args, kwargs)), block.keep if block else None, taken if block else None, weights=self.weights)
         with saved_tensors_hooks(tape.pack, tape.unpack), tape:
             output = forward(*args, **kwargs)
-        tape.finish(self.cuts)
+        tape.finish(self.cuts, {storage_of(each.buffer) for each in moving.moved(before)})
         return output
 
 
-def _again(forward: Forward, once: Sequence[torch.Tensor]) -> Forward:
-    contexts: Any = {"context_fn": lambda: (nullcontext(), as_it_was(once))} if once else {}
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
-
-
-def buffers_kept(module: nn.Module) -> list[torch.Tensor]:
-    """Those of the saved state: running means among them."""
-    kept = module.state_dict().keys()
-    return [buffer for name, buffer in module.named_buffers() if name in kept]
+def _again(forward: Forward, moving: Moving, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    before = moving.before()
+    as_before = AsBefore(before)
+    contexts: Any = {"context_fn": lambda: (nullcontext(), as_before)} if any(each.value is not None for each in before) else {}
+    output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+    as_before.moved = moving.moved(before)
+    return output
 
 
 @contextmanager
@@ -118,14 +117,16 @@ def _core_again(forward: Forward) -> Forward:
 
 
 class _Core(TorchFunctionMode):
-    """Attention called inside keeps its inputs alone. The compiler reads this too, and makes attention again where it would have been kept."""
+    """Attention called inside keeps its inputs alone; where the model's own code computes it again anyway, as a whole, it does. The compiler reads this
+    too, and makes attention again where it would have been kept."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.met = False
+        self.met, self.keeper = False, keeper()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not F.scaled_dot_product_attention:
+        is_core = function is F.scaled_dot_product_attention
+        self.met |= is_core
+        if not is_core or (not torch.compiler.is_compiling() and keeper() != self.keeper):
             return function(*args, **(kwargs or {}))
-        self.met = True
         return checkpoint(function, *args, use_reentrant=False, **(kwargs or {}))

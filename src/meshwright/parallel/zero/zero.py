@@ -213,7 +213,7 @@ class Zero:
         self.unreached = tuple(name for name, ranks in zip(self.unreached, came, strict=True) if not ranks)
 
     def _staying(self) -> list[tuple[FlatUnit, torch.Tensor, torch.Tensor]]:
-        """Runs of weights that an update leaves alone, and their values. Those that wait elsewhere are updated where they lie."""
+        """Runs of weights that an update leaves alone, and their values; what waits elsewhere sees to its own (offload/update.py)."""
         names = set(self.unreached)
         held = [
             (unit, own_run(unit, name))
@@ -229,7 +229,7 @@ class Zero:
         self.settle()
         staying = self._staying() if self.unreached else []
         if self.mesh.away is not None and any(isinstance(unit.master, AwayMaster) for unit in self.trained):
-            update_away(self.mesh.away, self.trained, optimizer, scale)
+            update_away(self.mesh.away, self.trained, optimizer, scale, self.unreached)
         else:
             update(self.trained, optimizer, scale, step, not self._updated)
         self._updated = True

@@ -1,0 +1,124 @@
+"""Blocks that move buffers of their own on and read them, and blocks that models compute again themselves: gradients bit for bit, or one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from equality import VOCABULARY, make_batch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.base.errors import InputError
+from meshwright.parallel.pipeline.moving import Moving
+from meshwright.train.trainer import parallelize
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Its mean of what it was given so far moves in place, or is set anew; or it has none, and its attention is computed again by itself (`inside`)."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.up, self.down, self.read = kind, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=kind != "hidden")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        now = x.detach().mean((0, 1)) / 2
+        if torch.is_grad_enabled() and self.kind == "set":
+            self.mean = self.mean / 2 + now
+        elif torch.is_grad_enabled() and self.kind in ("moved", "hidden"):
+            self.mean.div_(2).add_(now)
+        again = "inside" in self.kind and x.requires_grad
+        x = x + (checkpoint(self.attention, x, use_reentrant=self.kind == "inside-old") if again else self.attention(x))
+        return x + self.down(F.silu(self.up(x + self.mean)))
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.read(x).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True).transpose(1, 2).reshape(x.shape)
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str, times: int = 1) -> None:
+        super().__init__()
+        self.words, self.head, self.times, self.kind = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY), times, kind
+        self.layers = nn.ModuleList(Block(kind) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        for layer in [*self.layers] * self.times:
+            x = checkpoint(layer, x, use_reentrant=False) if self.kind == "around" else layer(x)
+        return self.head(x)
+
+
+def gradients(kind: str, plan: str, times: int = 1) -> dict[str, torch.Tensor] | str | None:
+    """And the means behind the step."""
+    torch.manual_seed(0)
+    model = Net(kind, times)
+    try:
+        trainer = parallelize(model, torch.optim.AdamW, plan)
+        found = trainer.gradients(make_batch("llama", 0))[2]
+    except InputError as error:
+        return str(error)
+    return None if found is None else found | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("around", ["dp1.mb4", "pp2.mb2", "dp2.z3.mb2"])
+@pytest.mark.parametrize("kind", ["moved", "set", "hidden"])
+def test_what_is_made_again_reads_buffers_as_they_were_in_its_pass(ranks: Any, kind: str, around: str) -> None:
+    world = 1 if around.startswith("dp1") else 2
+    plain = ranks.run(world, gradients, kind, around)[0]
+    for way in ("rc-layer", "rc-operations", "rc-layer1-operations.off-activations"):
+        kept = ranks.run(world, gradients, kind, f"{around}.{way}")[0]
+        assert plain.keys() == kept.keys() and all(torch.equal(plain[name], kept[name]) for name in plain), way
+
+
+@pytest.mark.parametrize("way", ["rc-layer", "rc-operations"])
+def test_blocks_that_run_twice_in_a_pass_read_what_each_time_moved(ranks: Any, way: str) -> None:
+    plain, kept = (ranks.run(1, gradients, "moved", plan, 2)[0] for plan in ("dp1.mb4", f"dp1.mb4.{way}"))
+    assert all(torch.equal(plain[name], kept[name]) for name in plain)
+
+
+@pytest.mark.parametrize("kind", ["inside", "inside-old", "around"])
+@pytest.mark.parametrize("way", ["rc-selective", "rc-operations", "rc-layer", "off-activations"])
+def test_models_that_checkpoint_themselves_train_under_every_recompute(ranks: Any, kind: str, way: str) -> None:
+    plain, kept = (ranks.run(1, gradients, kind, plan)[0] for plan in ("dp1.mb4", f"dp1.mb4.{way}"))
+    assert all(torch.equal(plain[name], kept[name]) for name in plain)
+
+
+def test_blocks_that_run_twice_or_are_called_again_in_backward_are_cut_by_no_stage(ranks: Any) -> None:
+    """The second time through was left out, without a word."""
+    for said in ranks.run(2, gradients, "moved", "pp2.mb2", 2):
+        assert said == "plan pp2.mb2: layers.0 runs more than once in a pass, and stages are left and entered between blocks: use pp1"
+    for said in ranks.run(2, gradients, "around", "pp2.mb2"):
+        assert said.startswith("plan pp2.mb2: layers.0 runs inside a checkpoint of the model's own")
+
+
+@pytest.mark.parametrize("kind", ["inside", "inside-old"])
+def test_context_ranks_attend_inside_no_checkpoint_of_the_models_own(ranks: Any, kind: str) -> None:
+    """It computed attention again of one rank's piece alone: another one's gradients, without a word."""
+    for said in ranks.run(2, gradients, kind, "cp2.mb4"):
+        assert said.startswith("cp: attention runs inside a checkpoint of the model's own")
+
+
+def test_a_buffer_that_begins_to_move_later_is_refused() -> None:
+    """Of the first pass all values are at hand, and of later ones those that are known to move."""
+
+    def passes(layer: nn.BatchNorm1d) -> Iterator[list[str]]:
+        moving = Moving(layer)
+        for training in (False, True):
+            layer.train(training)
+            before = moving.before()
+            layer(torch.randn(4, 3))
+            yield [each.name for each in moving.moved(before)]
+
+    found = passes(nn.BatchNorm1d(3))
+    assert next(found) == []
+    with pytest.raises(
+        InputError, match="the buffer num_batches_tracked of a block is moved on in some passes and was not in the first one"
+    ):
+        next(found)
