@@ -24,6 +24,7 @@ WAYS = (
         "off-activations1",
         "rc-layer1.off-activations1",
     ),
+    *("off-activations-files", "rc-layer1.off-activations-files", "rc-operations.off-activations-files", "off-activations-files1"),
 )
 
 
@@ -100,7 +101,7 @@ def test_what_a_block_keeps_twice_waits_once_and_what_was_written_between_twice(
 
 
 def test_of_the_first_blocks_alone_activations_wait(ranks: Any) -> None:
-    """Of those that wait two are on the device at a time, so that 8 blocks make room for 6, and 16 for 14."""
+    """Of those that wait one is on the device while other blocks run, and two while one of them does: 8 make room for 7, 16 for 15, all 32 for 30 or, at the head, 31."""
     from meshwright.cost.step import estimate
     from meshwright.intake.clusters import read_cluster
     from meshwright.intake.models import read_model
@@ -114,7 +115,7 @@ def test_of_the_first_blocks_alone_activations_wait(ranks: Any) -> None:
         for way in ("", ".off-activations8", ".off-activations16", ".off-activations")
     ]
     less = [before - after for before, after in itertools.pairwise(kept)]
-    assert less[0] / 6 == pytest.approx(less[1] / 8) == pytest.approx(less[2] / 16)
+    assert less[0] / 7 == pytest.approx(less[1] / 8) and 15 <= less[2] / (less[0] / 7) <= 16
     assert ranks.run(1, sent, "off-activations1") == [1] and ranks.run(1, sent, "off-activations") == [4]
 
 

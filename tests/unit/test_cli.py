@@ -237,6 +237,9 @@ def test_files_that_the_disk_may_not_hold_are_said_with_the_share_that_would_fit
     assert parse_plan("dp4.z3.off-optimizer-files20").offload == plan.offload
     assert not short_of_room(plan, priced, tmp_path, 40 * 2.0**30)
     assert "up to 40.0 GiB" in short_of_room(plan.but(offload=(*plan.offload, "activations")), priced, tmp_path, 10 * 2.0**30)
+    kept = parse_plan("dp2.pp2.off-activations-files")
+    assert "off-activations-files4 would fit" in short_of_room(kept, priced, tmp_path, 10 * 2.0**30, blocks=32)
+    assert "would fit" not in short_of_room(kept, priced, tmp_path, 10 * 2.0**30)
     job = resolve(read_job(None, (), {"cluster.name": "2x8:a100-80gb", "model.name": "llama2-7b"}))
     groups = tuple(group.but(storage_bandwidth=1e9) for group in job.cluster.groups)
     both = mw.estimate(job.but(cluster=job.cluster.but(groups=groups)), "dp16.z1.off-optimizer-files.off-activations")

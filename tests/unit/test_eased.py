@@ -73,7 +73,7 @@ def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhe
     ("name", "words"),
     [
         ("dp1.off-optimizer0", "greater than or equal to 1"),
-        ("dp1.off-activations-files", "is not understood"),
+        ("dp1.off-activations.off-activations-files", "names activations twice"),
         ("dp1.z3.off-optimizer50.off-parameters", "leave the share or one of the two out"),
     ],
 )

@@ -81,7 +81,8 @@ def test_a_tight_plan_comes_first_only_when_it_is_more_than_5_percent_faster() -
 
 def test_a_plan_over_a_link_to_the_host_that_was_not_measured_comes_first_only_when_it_is_more_than_5_percent_faster() -> None:
     job = named_job("llama2-70b", "8x8:h100", 512, 4096)
-    (group,) = job.cluster.groups
+    group = job.cluster.groups[0].but(host_memory=2.0 * job.cluster.groups[0].host_memory)
+    job = job.but(cluster=job.cluster.but(groups=(group,)))
     measured = job.but(cluster=job.cluster.but(groups=(group.but(host_update=constants.HOST_UPDATE),)))
     leaning, certain = search(measured, 1).chosen, search(job, 1).chosen
     assert leaning.plan.offload and not certain.plan.offload

@@ -214,7 +214,8 @@ def _prepared(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, 
     with Lease(folder):
         longer = write_run(folder, launch, choice)
         away = Path(launch.run.offload_to or folder)
-        room = short_of_room(choice.plan, choice.estimate, away, disk_usage(away).free) if choice.estimate and away.is_dir() else ""
+        blocks = choice.question.model.blocks if choice.question is not None else 0
+        room = short_of_room(choice.plan, choice.estimate, away, disk_usage(away).free, blocks) if choice.estimate and away.is_dir() else ""
         other = apart(choice.question) if choice.question is not None and world is None else []
         for line in filter(None, [*(say(line, wanted.language) for line in choice.why), *other, longer, room]):
             screen.note(line)

@@ -22,7 +22,7 @@ import numpy as np
 
 from meshwright.spec.model import Parameter
 from meshwright.spec.plan import AXES as PLAN_AXES
-from meshwright.spec.plan import PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule, goes_in_part, lies_as_v
+from meshwright.spec.plan import PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule, goes_in_part, lies_as_v, sends
 from meshwright.spec.rules import micro_batches_of
 
 AXES = "robsczf"
@@ -317,7 +317,7 @@ class Box:
             recompute_rest=again.rest,
             offload=offload,
             offload_share=round(100 * self.offload_share) if goes_in_part(offload) else 100,
-            offload_layers=self.offload_layers if Offload.activations in offload else 0,
+            offload_layers=self.offload_layers if sends(offload) else 0,
             bucket=self.bucket,
             loss_chunks=self.loss_chunks,
             context=micro_batch.context,

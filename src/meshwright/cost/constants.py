@@ -103,15 +103,15 @@ PINNED = 1.44
 """Bytes that torch takes of a host for each byte of pinned memory that is asked for: it gives it out in powers of two (ATen/core/CachingHostAllocator.h), which
 is 1 / ln 2 times as much where all sizes are as likely."""
 
-FETCHED = 2
-"""Layers of weights or of activations that stay on the device while the rest waits on the host: the one that runs and the next one."""
-
 WINDOW = 1 << 19
 """Elements that a host updates at a time where gradients, weights or states are kept in another type, or states elsewhere: the runtime's own
 (parallel/zero/master.py)."""
 
 SLOTS = 4
 """Windows of them that are in memory: the runtime's own."""
+
+PIECES = 2 << 20
+"""Bytes by which what blocks keep goes from a core's memory to a file: the runtime's own (parallel/offload/depot.py)."""
 
 PIPELINING = 2.0
 """Of sqrt(wire x hops), what filling the pipeline of a collective costs with pieces of the best size: the theory's 2, which measured all-gathers of

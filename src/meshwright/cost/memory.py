@@ -57,11 +57,12 @@ class States(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """Bytes of activations at the fullest moment of the head's backward (less than nothing without a head), of any other's, and on the host."""
+    """Bytes of activations at the fullest moment of the head's backward (less than nothing without a head), of any other's; on the host, in files."""
 
     at_head: Array
     elsewhere: Array
     on_host: Array
+    in_files: Array
 
 
 class Footprint(NamedTuple):
@@ -99,7 +100,7 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
         activations,
         fullest - activations + passing_by,
         waiting,
-        where.optimizer_files * held + where.parameters_files * parameters,
+        where.optimizer_files * held + where.parameters_files * parameters + alive.in_files,
     )
 
 
@@ -292,8 +293,10 @@ def activations(setting: Setting, box: Box, tokens: Array, ranks: Sequence[Held]
     head, others = (
         np.concatenate(parts, axis=AXES.index("c"))[..., order, :, :] for parts in zip(*(each[:2] for each in found), strict=True)
     )
-    resting = [each.on_host for each in found]
-    return Alive(head, others, np.concatenate(resting, axis=AXES.index("c"))[..., order, :, :] if any(box.offload) else resting[0])
+    if not any(box.offload):
+        return Alive(head, others, *found[0][2:])
+    gone = (np.concatenate(parts, axis=AXES.index("c"))[..., order, :, :] for parts in zip(*(each[2:] for each in found), strict=True))
+    return Alive(head, others, *gone)
 
 
 def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[Again], ranks: Sequence[Held]) -> Alive:
@@ -320,15 +323,21 @@ def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[
     moment = (table.reshape(len(count), -1, table.shape[4]) @ weights).reshape(shape)
     parts = len(box.sequence_parallel), len(chosen)
     if not any(box.offload):
-        return Alive(_fullest(moment, at_head, parts), _fullest(moment, ~at_head, parts), lift(0.0, ""))
+        return Alive(_fullest(moment, at_head, parts), _fullest(moment, ~at_head, parts), lift(0.0, ""), lift(0.0, ""))
     blocks = np.array([entry.is_block and not (part and behind) for entry in setting.entries for behind in range(1 + some)])
-    goes = np.maximum(table[..., : len(pairs)] - constants.FETCHED, 0.0) * blocks
-    resting = (goes.reshape(len(count), -1, len(pairs)) @ weights[:, : len(pairs)]).reshape(shape)
-    sent = away(box).activations
+    stays = 1.0 + (table[..., len(pairs) :] * blocks).sum(axis=-1, keepdims=True)
+    held = table[..., : len(pairs)] * blocks
+    goes = np.maximum(held - stays, 0.0)
+    resting, every = ((part.reshape(len(count), -1, len(pairs)) @ weights[:, : len(pairs)]).reshape(shape) for part in (goes, held))
+    where = away(box)
+    sent = where.activations + where.activations_files
     head, others = (
         np.where(sent > 0, _fullest(moment - resting, which, parts), _fullest(moment, which, parts)) for which in (at_head, ~at_head)
     )
-    return Alive(head, others, sent * _fullest(resting, np.ones_like(at_head), parts))
+    copied, passing, gone = (_fullest(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting))
+    gone = gone if box.pp == 1 else copied  # the last block of a pass goes where another pass comes before its backward
+    pinned = where.activations_files * passing * (not setting.on_host)  # what goes to a file goes by the host's memory
+    return Alive(head, others, where.activations * gone + pinned, where.activations_files * gone)
 
 
 def _fullest(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:

@@ -9,6 +9,7 @@ the host has what that leaves of the time to hide in.
     parameters       shards of the weights (ZeRO 3); each layer's comes up before it runs, forward and backward, beside what runs
     parameters-files the same out of files, by the host's memory; the update writes them, and reads them first where they are what is updated
     activations      what blocks keep goes down in forward and comes up in backward, beside what runs; two blocks of it stay
+    activations-files the same through the host's memory to a disk, written and read
 
 Of what waits in files SLOTS windows of WINDOW elements are in memory ([Note: windows] in parallel/offload/away.py).
 [Note: after the norm] No update begins before every gradient of the step is there: all ranks skip a step alike whose gradient is not finite, and
@@ -38,6 +39,7 @@ class Away(NamedTuple):
     parameters: Array
     parameters_files: Array
     activations: Array
+    activations_files: Array
 
     @property
     def gone(self) -> tuple[Array, Array, Array]:
@@ -54,10 +56,16 @@ def passing(setting: Setting, box: Box, weights: Array, kept: Array, before: Arr
     """Seconds a micro-batch that `weights` bytes, needed forward and backward, and `kept` bytes of activations add to what runs beside them."""
     if not any(box.offload):
         return lift(0.0, "")
-    where, link, disk = away(box), setting.host_bandwidth or np.inf, setting.storage_bandwidth or np.inf
-    read = 1.0 / disk + (0.0 if setting.on_host else 1.0 / link)
-    coming, rest = where.parameters * weights / link + where.parameters_files * weights * read, where.activations * kept / link
+    where, link, read = away(box), setting.host_bandwidth or np.inf, to_files(setting)
+    coming = where.parameters * weights / link + where.parameters_files * weights * read
+    rest = where.activations * kept / link + where.activations_files * kept * read
     return beside(rest + coming, before) + beside(rest + coming, behind)
+
+
+def to_files(setting: Setting) -> float:
+    """Seconds of a byte between a device and a file, by the host's memory."""
+    over_link = 0.0 if setting.on_host or not setting.host_bandwidth else 1.0 / setting.host_bandwidth
+    return over_link + (1.0 / setting.storage_bandwidth if setting.storage_bandwidth else 0.0)
 
 
 def kept_of_optimizer(setting: Setting) -> float:
@@ -67,17 +75,19 @@ def kept_of_optimizer(setting: Setting) -> float:
 
 
 def windows(setting: Setting, box: Box, largest: Array, elements: Array) -> Array:
-    """Bytes of the slots that what waits in files passes by, of `elements` on a rank in units of at most `largest`, and of the buffer that
-    shards of weights come up in."""
+    """Bytes of the slots that what waits in files passes by, of `elements` on a rank in units of at most `largest`, of the buffer that shards of
+    weights come up in, and of what cores write activations by."""
     if not any(box.offload):
         return lift(0.0, "")
     where, size = away(box), setting.recipe.size
     slots = np.minimum(constants.SLOTS * np.minimum(largest, constants.WINDOW), elements * box.offload_share)
     shared = np.minimum(where.optimizer + where.optimizer_files + (not setting.recipe.master), 1.0)
     coming = (where.parameters_files > 0) + (where.parameters > 0) * (1.0 - setting.on_host)
+    pieces = where.activations_files * (constants.PIECES * setting.on_host)
     return (
         slots * ((where.optimizer_files > 0) * kept_of_optimizer(setting) + (where.parameters_files > 0) * shared * size)
         + coming * largest * size
+        + pieces
     )
 
 

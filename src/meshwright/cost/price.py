@@ -26,7 +26,7 @@ from meshwright.cost.setting import Setting, setting
 from meshwright.cost.stages import Kind, kinds, ranks
 from meshwright.cost.units import FlatUnits
 from meshwright.spec.job import Job
-from meshwright.spec.plan import AXES, IN_BLOCKS, Recompute
+from meshwright.spec.plan import AXES, IN_BLOCKS, Recompute, sends
 
 
 class Seconds(NamedTuple):
@@ -118,8 +118,13 @@ class Ranks(NamedTuple):
         """Of these with `kind`, those whose activations may wait elsewhere."""
         if not box.offload_layers:
             return self.doing(box.recompute, blocks, kind)
-        first = stack([held.again(box.offload_layers) for held in self.of_order], kinds=0)
-        return first[..., None] * np.array([choice.kind == kind for choice in box.recompute])
+        return self.first(box, blocks)[..., None] * np.array([choice.kind == kind for choice in box.recompute])
+
+    def first(self, box: Box, blocks: Array) -> Array:
+        """Blocks whose activations wait elsewhere where any do (r, o, entry)."""
+        if not box.offload_layers:
+            return self.layers * blocks
+        return stack([held.again(box.offload_layers) for held in self.of_order], kinds=0)
 
 
 class Pricer:
@@ -219,6 +224,10 @@ class Pricer:
         if separate(box.orders):
             rest = (ranks.layers * self._blocks)[..., None] - ranks.doing(box.recompute, self._blocks, *IN_BLOCKS)
             weights = _over_some(rest, one.weights[None])[0]
+            sent = [sends(choice) for choice in box.offload]
+            if any(sent):  # what was fetched does not wait for W
+                stay = np.minimum(rest, (ranks.layers * self._blocks - ranks.first(box, self._blocks))[..., None])
+                weights = np.where(lift(sent, "f"), _over_some(stay, one.weights[None])[0], weights)
         repeated = tensor_again + context_again + dispatch_again
         if whole:
             times = lift([order.virtual_stages for order in box.orders], "o")

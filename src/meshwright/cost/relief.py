@@ -6,7 +6,7 @@ recomputes does then, but for what entered it. So states, what moves, and activa
 below; it stands where a block keeps no less, without its attention core or what follows from the rest, than enters it.
 
 [Note: least seconds] Of the optimizer elsewhere nothing is hidden: the step changes by the update. Weights from the host cost at least the
-slowdown of what runs beside them, and no micro-batch goes faster than the link. Activations K seconds from the host, beside passes of P seconds,
+slowdown of what runs beside them, and no micro-batch goes faster than the link. Activations K seconds from the host or a disk, beside passes of P seconds,
 cost the larger of 2 K - (1 - slowdown) P and 2 K slowdown; over the number of recomputed blocks both are lines, so that the least is where all, none,
 or so many recompute that the two are equal. Ranks are taken as the one that gains least, data ranks as silent.
 """
@@ -54,12 +54,13 @@ def least(pricer: Pricer, box: Box, offloads: tuple[tuple[Offload, ...], ...]) -
     if setting.host_bandwidth:
         where, counts = offload.away(box), lift(box.counts, "b")[0]
         weights = where.parameters * held(box, states, zero=3) * (2.0 * setting.recipe.size / setting.host_bandwidth)
-        waits = constants.OVERLAP_SLOWDOWN * weights + where.activations * _both_ways(pricer, given, ranks)
+        waits = constants.OVERLAP_SLOWDOWN * weights + where.activations * _both_ways(pricer, given, ranks, 1.0 / setting.host_bandwidth)
         more, link = more + counts * waits.min(axis=0), counts * weights.max(axis=0)
     if setting.storage_bandwidth:
-        files, counts = offload.away(box).parameters_files, lift(box.counts, "b")[0]
-        weights = files * held(box, states, zero=3) * (2.0 * setting.recipe.size / setting.storage_bandwidth)
-        more = more + counts * constants.OVERLAP_SLOWDOWN * weights.min(axis=0)
+        where, counts = offload.away(box), lift(box.counts, "b")[0]
+        weights = where.parameters_files * held(box, states, zero=3) * (2.0 * setting.recipe.size / setting.storage_bandwidth)
+        waits = constants.OVERLAP_SLOWDOWN * weights + where.activations_files * _both_ways(pricer, given, ranks, offload.to_files(setting))
+        more = more + counts * waits.min(axis=0)
         link = np.maximum(link, counts * weights.max(axis=0))
     return Least(taken, safe, more, link)
 
@@ -74,14 +75,15 @@ def _entering(pricer: Pricer, box: Box) -> Array:
     return lift(np.maximum.reduce([each.entering for each in blocks]), "bs") if stands else lift(np.inf, "")
 
 
-def _both_ways(pricer: Pricer, box: Box, ranks: Ranks) -> Array:
-    """Seconds that a micro-batch of each of `ranks` waits at least where activations are offloaded, with its recompute; [Note: least seconds]."""
+def _both_ways(pricer: Pricer, box: Box, ranks: Ranks, each: float) -> Array:
+    """Seconds that a micro-batch of each of `ranks` waits at least where activations are offloaded, with its recompute, a byte taking `each` one way;
+    [Note: least seconds]."""
     if box.recompute[0] != Again(Recompute.none):
         return lift(0.0, "")
     box = replace(box, recompute=(Again(Recompute.none), Again(Recompute.layer), *box.recompute[1:]))
     one, slowed = pricer.passes(box, ranks), constants.OVERLAP_SLOWDOWN
     again = one.backward - one.backward[..., :1, :, :]
-    way = 2.0 * pricer.saved(box, ranks) / pricer.setting.host_bandwidth
+    way = 2.0 * pricer.saved(box, ranks) * each
     seen = again + way - (1.0 - slowed) * (one.forward + one.backward)
     hidden = again + slowed * way
     (seen_none, seen_whole), (hidden_none, hidden_whole) = (

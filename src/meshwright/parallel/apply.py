@@ -121,7 +121,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
     zero = Zero(mesh, flat, partial, tied, tie_group(mesh) if anatomy.tied else None)
     zero.unreached = zero.names = trained
     weights = {storage_of(unit.weights) for unit in zero.units}
-    run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(plan, mesh.device, weights), carry=Carry(wants) if wants else None)
+    run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(mesh, weights), carry=Carry(wants) if wants else None)
     gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table}, reads)
     pipeline = Pipeline(
         mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage), recipe.exact

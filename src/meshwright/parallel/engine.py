@@ -17,6 +17,8 @@ from meshwright.parallel.experts.dispatch import Mixture
 from meshwright.parallel.experts.ranks import ExpertRanks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch, Objective
+from meshwright.parallel.offload.away import Away
+from meshwright.parallel.offload.depot import Depot
 from meshwright.parallel.pipeline.gates import Gate, Run, StageDone
 from meshwright.parallel.pipeline.keeping import as_it_was
 from meshwright.parallel.pipeline.play import Pipeline, Tensors
@@ -98,8 +100,8 @@ class Parallel:
         """What came since `measured` was last asked: an evaluation between two steps, say, is no part of either."""
         for meter in (self.pipeline.wire.meter, *(meter for group in self.mesh.groups.values() for meter in group.meters)):
             meter.forget()
-        if self.mesh.away is not None:
-            self.mesh.away.clock.forget()
+        for elsewhere in self._elsewhere:
+            elsewhere.clock.forget()
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
         """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent over the network."""
@@ -111,11 +113,16 @@ class Parallel:
         waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items()}
         messages = self.pipeline.wire.meter.read()
         waited["pipeline"] = messages.waited
-        waited |= {"offload": self.mesh.away.clock.read()} if self.mesh.away is not None else {}
+        waited |= {"offload": sum(each.clock.read() for each in self._elsewhere)} if self._elsewhere else {}
         if self.mesh.device_mesh is None:
             return waited, {}
         sent = {kind: sum(each.sent for each in meters) for kind, meters in kinds.items()}
         return waited, sent | ({"pipeline": messages.sent} if self.mesh.plan.pp > 1 else {})
+
+    @property
+    def _elsewhere(self) -> list[Away | Depot]:
+        """What this rank waits for besides other ranks."""
+        return [each for each in (self.mesh.away, self.mesh.depot) if each is not None]
 
     def _open_ungated(self) -> None:
         """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""

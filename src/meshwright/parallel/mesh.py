@@ -22,6 +22,7 @@ from meshwright.parallel.exchange.join import joined
 from meshwright.parallel.exchange.lanes import LANE_WORDS, Lanes
 from meshwright.parallel.exchange.shared import Host, meet
 from meshwright.parallel.offload.away import Away
+from meshwright.parallel.offload.depot import Depot
 from meshwright.spec.grid import Grid, Place
 from meshwright.spec.plan import Plan
 
@@ -48,6 +49,7 @@ class Mesh:
     identities: tuple[str, ...] = ()
     channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     away: Away | None = None
+    depot: Depot | None = None
     hosts: tuple[str, ...] = ()
     """Of each rank, where accelerators meet whose memory is not shared."""
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from meshwright.cost.box import CHOICES, PARTS, Again, Array, Box
 from meshwright.search.ranking import Priced
-from meshwright.spec.plan import Offload
+from meshwright.spec.plan import sends
 
 FEW = 4096
 """Plans of a box that are priced as quickly as a part of them."""
@@ -46,7 +46,7 @@ class Partly:
     def __init__(self, box: Box, rung: Again, price: Callable[[Box], Priced], record: float) -> None:
         self.box, self.rung, self.price, self.record = box, rung, price, record
         self.coarse = tuple(rung._replace(part=part) for part in range(1, PARTS))
-        self.valley = any(Offload.activations in choice for choice in box.offload)
+        self.valley = any(sends(choice) for choice in box.offload)
         self.found: list[tuple[Box, Any, Priced]] = []
         self.quickest = np.empty(0)
 

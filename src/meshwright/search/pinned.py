@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Offload, Plan, goes_in_part
+from meshwright.spec.plan import Offload, Plan, goes_in_part, sends
 
 
 def check_pins(job: Job) -> None:
@@ -28,7 +28,7 @@ def check_pins(job: Job) -> None:
         raise InputError(
             f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind the first ones that recompute: pin recompute_layers too"
         )
-    if pins.get("offload_layers") and "activations" not in pins.get("offload", ()):
+    if pins.get("offload_layers") and not sends(pins.get("offload", ())):
         raise InputError(f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: pin off=[activations] too")
     if {"dp_replicate", "dp_shard"} <= pins.keys():
         pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]

@@ -40,8 +40,8 @@ from meshwright.spec.plan import (
     FILES,
     HELD,
     IN_BLOCKS,
-    OPTIMIZER,
     PARAMETERS,
+    TWICE,
     Axis,
     Context,
     Offload,
@@ -60,9 +60,9 @@ OFFERED = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved, Schedule.
 
 OFFLOADS = tuple(
     kept
-    for count in range(len(Offload))
+    for count in range(len(TWICE) + 1)
     for kept in combinations(Offload, count)
-    if not set(OPTIMIZER) <= set(kept) and not set(PARAMETERS) <= set(kept)
+    if not any(set(places) <= set(kept) for places in TWICE.values())
 )
 
 

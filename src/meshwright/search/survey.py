@@ -40,7 +40,7 @@ from meshwright.search.partly import FEW, Partly, crop
 from meshwright.search.ranking import ROUNDING, Candidate, Priced, Ranking
 from meshwright.search.space import Region, Space, rungs
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Offload, Recompute
+from meshwright.spec.plan import Offload, Recompute, sends
 
 DOES_NOT_FIT = "does not fit"
 SLOWER = "slower for certain"
@@ -123,7 +123,7 @@ class Survey:
     def _asked(self, box: Box, priced: Priced) -> Array:
         """Plans that leave no margin without recompute, and are fast enough to be the best with it or with offload; all where activations must
         wait elsewhere, which recompute may make faster."""
-        if Offload.activations in box.offload[0]:
+        if sends(box.offload[0]):
             return np.isfinite(priced.seconds[:, :, :, :1])
         return _lone_too(box, ~priced.roomy[:, :, :, :1] & (priced.seconds[:, :, :, :1] <= self.ranking.record))
 
@@ -202,7 +202,7 @@ class Survey:
         priced = Priced(*(table[(*at[:3], every, *at[4:])] for table in priced))
         open_ = self._open(box, asked[at], priced, region.ways)
         self._partly(region, box, open_[region.ways[0]], priced)
-        waiting = sorted(region.offloads, key=lambda choice: (Offload.activations in choice, len(choice)))
+        waiting = sorted(region.offloads, key=lambda choice: (sends(choice), len(choice)))
         while waiting := [choice for choice in waiting if open_[choice].any()]:
             together = gathered({choice: open_[choice] for choice in waiting}, len(box.recompute))
             near = np.concatenate([open_[choice] for choice in together], axis=-1)
@@ -233,7 +233,7 @@ class Survey:
         """Prices plans that offload, all activations or none of them; the least seconds of each, whatever recomputes, over obs1zf."""
         found = self.price(sent, self.ranking.limit)
         self.ranking.take(sent, found, with_families=False)
-        return self._partly(region, sent, asked if Offload.activations in sent.offload[0] else asked & self._asked(sent, found), found)
+        return self._partly(region, sent, asked if sends(sent.offload[0]) else asked & self._asked(sent, found), found)
 
     def _partly(self, region: Region, box: Box, asked: Array, priced: Priced) -> Array:
         """Of the numbers of blocks that recompute, the best of each plan that is asked for; the least seconds of each."""
@@ -242,7 +242,7 @@ class Survey:
             return np.minimum(priced.seconds[:, :, :, :1], priced.seconds[:, :, :, -1:])
         at = {kind: np.s_[:, :, :, kinds.index(kind) : kinds.index(kind) + 1] for kind in kinds}
         quickest = np.full(asked.shape, np.inf)
-        valley = any(Offload.activations in choice for choice in box.offload)
+        valley = any(sends(choice) for choice in box.offload)
         for rung in rungs(kinds):
             less, more = at[rung.rest], at[rung.kind]
             enough = priced.roomy[less] & (rung.rest != Recompute.none)  # then none of these blocks needs to do more
@@ -271,7 +271,7 @@ def gathered(open_: Mapping[tuple[Offload, ...], Array], recompute: int) -> tupl
     for way in others:
         both = mask | open_[way]
         alone = len(found) * extent(mask) + extent(open_[way])
-        if (Offload.activations in way) == (Offload.activations in first) and recompute * ((len(found) + 1) * extent(both) - alone) <= FEW:
+        if sends(way) == sends(first) and recompute * ((len(found) + 1) * extent(both) - alone) <= FEW:
             found.append(way)
             mask = both
     return tuple(found)

@@ -66,9 +66,10 @@ class Offload(StrEnum):
     parameters = "parameters"
     parameters_files = "parameters-files"
     activations = "activations"
+    activations_files = "activations-files"
 
 
-FILES = (Offload.optimizer_files, Offload.parameters_files)
+FILES = (Offload.optimizer_files, Offload.parameters_files, Offload.activations_files)
 """What waits in files; all else waits in host memory."""
 
 OPTIMIZER = (Offload.optimizer, Offload.optimizer_files)
@@ -77,8 +78,19 @@ OPTIMIZER = (Offload.optimizer, Offload.optimizer_files)
 PARAMETERS = (Offload.parameters, Offload.parameters_files)
 """ZeRO 3's shards of the weights."""
 
+ACTIVATIONS = (Offload.activations, Offload.activations_files)
+"""What blocks keep between their forward and their backward."""
+
+TWICE = {"optimizer": OPTIMIZER, "parameters": PARAMETERS, "activations": ACTIVATIONS}
+"""What waits in one place only: on the host, or in files."""
+
 IN_PART = OPTIMIZER + PARAMETERS
 """What can wait in part, by a share of each rank's."""
+
+
+def sends(offload: Collection[Offload]) -> bool:
+    """Whether activations wait so."""
+    return bool(set(offload) & set(ACTIVATIONS))
 
 
 def goes_in_part(offload: Collection[Offload]) -> bool:

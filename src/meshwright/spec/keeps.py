@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from meshwright.spec.choices import IN_BLOCKS, OPTIMIZER, PARAMETERS, Offload, Recompute, goes_in_part
+from meshwright.spec.choices import ACTIVATIONS, IN_BLOCKS, OPTIMIZER, PARAMETERS, TWICE, Offload, Recompute, goes_in_part, sends
 from meshwright.spec.rows import Rows
 
 
@@ -45,22 +45,22 @@ class Keeps(Rows):
             raise ValueError(
                 f"offload {[str(what) for what in self.offload]} names each of {', '.join(Offload)} at most once, in this order"
             )
-        if set(OPTIMIZER) <= set(self.offload):
-            raise ValueError("offload names the optimizer twice: on the host, or in files")
-        if set(PARAMETERS) <= set(self.offload):
-            raise ValueError("offload names the parameters twice: on the host, or in files")
+        for what, places in TWICE.items():
+            if set(places) <= set(self.offload):
+                raise ValueError(f"offload names {what} twice: on the host, or in files")
         away = [what for what in self.offload if what in PARAMETERS]
         if away and self.zero < 3:
             raise ValueError(
                 f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)"
             )
-        if self.offload_layers and Offload.activations not in self.offload:
+        sent = next((what for what in self.offload if what in ACTIVATIONS), None)
+        if self.offload_layers and sent is None:
             raise ValueError(
                 f"offload_layers {self.offload_layers} counts blocks whose activations wait: write off-activations{self.offload_layers}"
             )
         if self.offload_layers and self.recompute_layers not in (0, self.offload_layers):
             raise ValueError(
-                f"off-activations{self.offload_layers}: of a stage the same first blocks recompute and send activations away, "
+                f"off-{sent}{self.offload_layers}: of a stage the same first blocks recompute and send activations away, "
                 f"not {self.recompute_layers} and {self.offload_layers}; recompute all alike, or as many"
             )
         return self
@@ -83,4 +83,4 @@ class Keeps(Rows):
 
     def sends(self, place: int) -> bool:
         """Whether the activations of the block of this place in its virtual stage wait elsewhere."""
-        return Offload.activations in self.offload and (not self.offload_layers or place < self.offload_layers)
+        return sends(self.offload) and (not self.offload_layers or place < self.offload_layers)

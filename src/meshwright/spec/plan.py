@@ -4,7 +4,7 @@ Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (Z
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
 micro-batch; `mb8-2` of each data replica), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2, then 1),
-`rc-selective`, `rc-operations`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `rc-layer8-operations` (the others by operation), `off-optimizer`, `off-optimizer-files`, `off-activations8` (of the first 8 blocks of each virtual stage), `off-optimizer-files60`
+`rc-selective`, `rc-operations`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `rc-layer8-operations` (the others by operation), `off-optimizer`, `off-optimizer-files`, `off-activations8` (of the first 8 blocks of each virtual stage), `off-activations-files8`, `off-optimizer-files60`
 (of each rank's optimizer states 60 hundredths wait in files), `off-parameters-files`, `off-parameters50`, `ulysses` (how context ranks attend; else
 by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `shards3-1` (parts of
 the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from meshwright.base.codec import build
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.spec.choices import (
+    ACTIVATIONS,
     AXES,
     BUCKET,
     FILES,
@@ -30,6 +31,7 @@ from meshwright.spec.choices import (
     IN_PART,
     OPTIMIZER,
     PARAMETERS,
+    TWICE,
     Axis,
     Context,
     Offload,
@@ -38,6 +40,7 @@ from meshwright.spec.choices import (
     goes_in_part,
     lies_as_v,
     rank_of,
+    sends,
 )
 from meshwright.spec.keeps import Keeps
 from meshwright.spec.numbers import listed, unlisted
@@ -249,7 +252,7 @@ def away_parts(plan: Plan) -> list[str]:
     ['off-optimizer-files60', 'off-activations']
     """
     part = "" if plan.offload_share == 100 else plan.offload_share
-    numbers = {**dict.fromkeys(IN_PART, part), Offload.activations: plan.offload_layers or ""}
+    numbers = {**dict.fromkeys(IN_PART, part), **dict.fromkeys(ACTIVATIONS, plan.offload_layers or "")}
     return [f"off-{what}{numbers[what]}" for what in plan.offload]
 
 
@@ -274,6 +277,7 @@ _KNOWN = (
         "off-parameters-files",
         "off-parameters-files50",
         "off-activations8",
+        "off-activations-files8",
         "ulysses",
         "sh6-2",
         "shards3-1",
@@ -345,6 +349,6 @@ def parse_plan(name: str) -> Plan:
 
 
 __all__ = [
-    "AXES", "BUCKET", "FILES", "HELD", "IN_BLOCKS", "IN_PART", "OPTIMIZER", "PARAMETERS", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
-    "away_parts", "goes_in_part", "lies_as_v", "parse_plan", "plan_name", "rank_of",
+    "ACTIVATIONS", "AXES", "BUCKET", "FILES", "HELD", "IN_BLOCKS", "IN_PART", "OPTIMIZER", "PARAMETERS", "TWICE", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
+    "away_parts", "goes_in_part", "lies_as_v", "parse_plan", "plan_name", "rank_of", "sends",
 ]  # fmt: skip

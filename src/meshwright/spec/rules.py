@@ -16,7 +16,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.local import Local
 from meshwright.spec.model import Layer
-from meshwright.spec.plan import FILES, Context, Offload, Plan, Schedule
+from meshwright.spec.plan import ACTIVATIONS, FILES, Context, Plan, Schedule
 from meshwright.spec.precision import Recipe
 from meshwright.spec.workload import Workload
 
@@ -116,7 +116,8 @@ def count_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
     if not (plan.recompute_layers or plan.offload_layers) or any(stage_faults(plan, blocks)):
         return
     most = max(plan.stage_layers(max(blocks, 1)))
-    for what, count in ((f"rc-{plan.recompute}", plan.recompute_layers), ("off-activations", plan.offload_layers)):
+    sent = next((what for what in plan.offload if what in ACTIVATIONS), "")
+    for what, count in ((f"rc-{plan.recompute}", plan.recompute_layers), (f"off-{sent}", plan.offload_layers)):
         named = f"{what}{count}"
         if count > most:
             yield Fault(
@@ -203,7 +204,7 @@ def states_away(plan: Plan) -> tuple[str, ...]:
     >>> states_away(parse_plan("dp2.z1.off-optimizer-files.off-activations"))
     ('optimizer-files',)
     """
-    return tuple(str(what) for what in plan.offload if what != Offload.activations)
+    return tuple(str(what) for what in plan.offload if what not in ACTIVATIONS)
 
 
 class Update(NamedTuple):

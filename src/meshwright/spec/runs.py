@@ -8,17 +8,15 @@ searches only here.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
-from meshwright.spec.plan import Offload, Plan, Schedule, away_parts
+from meshwright.spec.plan import ACTIVATIONS, OPTIMIZER, PARAMETERS, Plan, Schedule, away_parts
 
 RUNS: dict[str, tuple[Any, ...]] = {
     "schedule": tuple(Schedule),
     "offload": tuple(
-        tuple(what for what in (optimizer, parameters, activations) if what is not None)
-        for optimizer in (None, Offload.optimizer, Offload.optimizer_files)
-        for parameters in (None, Offload.parameters, Offload.parameters_files)
-        for activations in (None, Offload.activations)
+        tuple(what for what in kept if what is not None) for kept in product((None, *OPTIMIZER), (None, *PARAMETERS), (None, *ACTIVATIONS))
     ),
 }
 """Values of the fields of a plan that run; every other field runs with all of its values."""

@@ -30,6 +30,7 @@ from meshwright.parallel.experts.dispatch import loads, pairs_by_expert, said
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, rows_of
 from meshwright.parallel.offload.away import away_of
+from meshwright.parallel.offload.depot import depot_of
 from meshwright.parallel.tensor.products import check_device
 from meshwright.parallel.update.door import fuse
 from meshwright.parallel.update.groups import MakeOptimizer
@@ -93,7 +94,8 @@ def parallelize(
     agree_on_model(model, plan, str(precision))
     chosen = recipe(precision) if isinstance(precision, str) else precision
     mesh = make_mesh(plan, device)
-    mesh = replace(mesh, away=away_of(plan, mesh.device, beside.get("offload_to")))
+    folder = beside.get("offload_to")
+    mesh = replace(mesh, away=away_of(plan, mesh.device, folder), depot=depot_of(plan, mesh.device, folder))
     check_device(chosen, mesh.device)
     known = Known(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
     predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.place.pp)
@@ -303,15 +305,17 @@ class Trainer:
         return state.gather_state(self.engine)
 
     def bytes(self) -> dict[str, int]:
-        """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits elsewhere of these."""
+        """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits elsewhere of these, and the most
+        that waited in files of what blocks keep."""
         held = [unit.bytes() for unit in self.engine.zero.units]
         optimizer = sum(unit.master.bytes() for unit in self.engine.zero.units if unit.has_master)
         optimizer += sum(unit.master.state_bytes() for unit in self.engine.zero.trained)
-        away = self.mesh.away
+        away, depot = self.mesh.away, self.mesh.depot
         for values in self.optimizer.state.values() if away is None or away.optimizer is None else ():
             optimizer += sum(
                 value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor) and value.ndim
             )
+        elsewhere = (away.bytes(self.engine.zero.units) if away is not None else 0) + (depot.size if depot is not None else 0)
         ways = [way for unit in self.engine.zero.trained for way in unit.across if way is not None]
         kept = sum(way.kept.numel() * way.kept.element_size() for way in ways)
         optimizer += self.engine.outer.bytes() if self.engine.outer is not None else 0
@@ -319,7 +323,7 @@ class Trainer:
             "parameters": sum(weights for weights, _ in held),
             "gradients": sum(gradients for _, gradients in held) + kept,
             "optimizer": optimizer,
-            **({} if away is None else {"offloaded": away.bytes(self.engine.zero.units)}),
+            **({"offloaded": elsewhere} if away is not None or depot is not None else {}),
         }
 
     def held(self) -> dict[str, float]:
@@ -333,7 +337,7 @@ class Trainer:
     def passing(self) -> int:
         """Bytes that this rank holds for what is on its way to other ranks of its host, or to and from files."""
         shared = self.mesh.host.passing if self.mesh.host is not None else 0
-        return shared + (self.mesh.away.passing if self.mesh.away is not None else 0)
+        return shared + sum(each.passing for each in (self.mesh.away, self.mesh.depot) if each is not None)
 
     @property
     def run_state(self) -> RunState:

@@ -168,7 +168,7 @@ LINES = {
     "{} ({}): {} rows of {} to train on, {} held out": "{0}（{1}）：训练 {2} 行，每行 {3} 个 token，留出 {4} 行",
     "all {} steps are done": "{0} 步都已完成",
     "goes on from the checkpoint of step {}": "从第 {0} 步的检查点继续",
-    "step {} waited {} of {} for what its plan keeps elsewhere: a folder on a faster disk (--offload-to), or a smaller share (off-optimizer-files50), waits less": "第 {0} 步有 {1}（共 {2}）在等计划放在别处的东西：换更快磁盘上的文件夹（--offload-to）或更小的份额（off-optimizer-files50），等待更少",
+    "step {} waited {} of {} for what its plan keeps elsewhere: a folder on a faster disk (--offload-to), or a smaller share (off-optimizer-files50, off-activations-files8), waits less": "第 {0} 步有 {1}（共 {2}）在等计划放在别处的东西：换更快磁盘上的文件夹（--offload-to）或更小的份额（off-optimizer-files50、off-activations-files8），等待更少",
     "checkpoint {}": "检查点 {0}",
     "no sample: {}": "没有样例：{0}",
     "a sample of what it writes:": "它写出的样例：",

@@ -1,14 +1,16 @@
-"""What blocks keep between their forward and their backward, in host memory meanwhile.
+"""What blocks keep between their forward and their backward, in host memory or in a file meanwhile.
 
-[Note: beside] On an accelerator copies go over a stream of their own. What a block keeps leaves while the next block runs, and the device lets go
-of it when that one is through; while a block runs backward, what the block before it kept comes up. So two blocks of it are on the device at
-most, which is what cost/offload.py prices, and what the last block keeps is there when backward begins.
+[Note: beside] What a block keeps leaves while the next block runs, and the device lets go of it when that one is through; while a block runs backward,
+what the block before it kept comes. So two blocks of it are on the device at most, which is what cost/offload.py prices. What the last block of a pass
+keeps stays until another pass begins, forward or backward: mostly its own backward comes first. On an accelerator copies go over streams of their own,
+by pinned memory, and on to a file by threads; ranks on CPUs, whose memory is the host's, write what was kept itself.
 
 [Note: one stream's memory] Memory on the device is taken and given back by the stream that computes, which has then waited for the copy: nothing
-is written, or read, after its memory has gone to somebody else, also when a step ends in an error (`Block.__del__`).
+is written, or read, after its memory has gone to somebody else, also when a step ends in an error (`Parcel.__del__`).
 
-A tensor that a block keeps several times (the input of three projections) goes once. Tensors of other kinds, or on other devices, stay. What is
-kept is not written any more while it is copied: autograd refuses models that write what they keep.
+A storage that a block keeps several times (the input of three projections, attention's output and what follows from it) goes once. Tensors of other
+kinds, or on other devices, stay. What is kept is not written any more while it is copied: a tensor that was is refused when backward asks for it, as
+autograd does.
 Source of the stream and of what waits for what: torchtune's OffloadActivations; torch's save_on_cpu is the same on the stream that computes.
 """
 
@@ -16,42 +18,56 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Any
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.parallel.offload.depot import Depot
+from meshwright.parallel.offload.ferry import LANDED, Ferry, Landing
+from meshwright.parallel.offload.scratch import PAGE
+
 
 class Activations:
-    """Of one rank, whose blocks run on `device`. `weights`: storages that stay where they are. `stream`: for copies; None where memory is the host's."""
+    """Of one rank, whose blocks run on `device`. `weights`: storages that stay where they are. `depot`: its file; None where host memory is meant."""
 
-    def __init__(self, device: torch.device, weights: Collection[int]) -> None:
-        self.device, self.weights = device, weights
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, weights: Collection[int], depot: Depot | None = None) -> None:
+        self.device, self.weights, self.depot = device, weights, depot
+        self.ferry = Ferry(device) if depot is None else depot.ferry
+        self.beyond = device.type == "cuda"
+        """Whether the device has memory of its own."""
         self._last = self._opened = _nobody
 
     @contextmanager
     def kept_by(self, place: int) -> Iterator[Block]:
         """Around the forward of the block number `place` of its stage."""
         before = self._last()
-        block = Block(self, before if before is not None and before.place == place - 1 else None, place)
-        with saved_tensors_hooks(block.keep, taken):
-            yield block
         if before is not None:
-            before.let_go()
-        block.leave()
+            before.leave()
+        block = Block(self, before if before is not None and before.place == place - 1 else None, place)
+        try:
+            with saved_tensors_hooks(block.keep, taken):
+                yield block
+            if before is not None:
+                before.let_go()
+        finally:
+            block.finish()
         self._last = weakref.ref(block)
 
     def open(self, block: Block) -> None:
         """`block` runs backward: the one that did before needs nothing any more, the next one's comes."""
-        opened = self._opened()
+        opened, last = self._opened(), self._last()
         if opened is block:
             return
-        if opened is not None:
-            opened.let_go()
         self._opened = weakref.ref(block)
+        others = [other for other in (opened, last) if other is not None and other is not block]
+        for other in others:
+            other.leave()
         block.fetch()
+        for other in others:
+            other.let_go()
         before = block.before()
         if before is not None:
             before.fetch()
@@ -63,79 +79,201 @@ class Block:
     def __init__(self, rank: Activations, before: Block | None, place: int) -> None:
         self.rank, self.place = rank, place
         self.before = _nobody if before is None else weakref.ref(before)
-        self._host: list[torch.Tensor] = []
-        self._here: list[torch.Tensor] = []
-        self._places: dict[Any, int] = {}
-        self._moving: torch.cuda.Event | None = None
-        self._coming = False
+        self._parcels: list[weakref.ref[Parcel]] = []
+        self._seen: dict[Any, Parcel] = {}
 
-    # --- forward --------------------------------------------------------------------------------------------------------------
+    @property
+    def parcels(self) -> list[Parcel]:
+        """Those that backward still needs."""
+        return [parcel for each in self._parcels if (parcel := each()) is not None]
 
     def keep(self, tensor: torch.Tensor) -> Any:
         """What autograd holds instead of `tensor`."""
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not plain or tensor.device.type != self.rank.device.type or storage_of(tensor) in self.rank.weights:
+        if not self._goes(tensor):
             return tensor
-        key = (storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        if key not in self._places:
-            self._places[key] = len(self._host)
-            self._host.append(self._sent(tensor))
-            self._here.append(tensor.detach())
-        return self, self._places[key]
+        lies, own = Lies.of(tensor), tensor
+        key: tuple[Any, ...] = storage_of(tensor), tensor._version
+        if tensor.nbytes * 2 < tensor.untyped_storage().nbytes():  # a small part of something
+            key, own = (*key, lies), tensor.detach().clone()
+            lies = Lies.of(own)
+        parcel = self._seen.get(key)
+        if parcel is None:
+            parcel = self._seen[key] = Parcel(self, own)
+            self._parcels.append(weakref.ref(parcel))
+        return parcel, lies
 
-    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its copy in host memory, which on an accelerator is pinned and filled beside what runs."""
-        stream = self.rank.stream
-        if stream is None:
-            return torch.empty_like(tensor).copy_(tensor)
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(self.rank.device))
-        with torch.cuda.stream(stream):
-            host.copy_(tensor, non_blocking=True)
-        return host
+    def _goes(self, tensor: torch.Tensor) -> bool:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.device.type != self.rank.device.type:
+            return False
+        large = self.rank.depot is None or tensor.nbytes >= PAGE
+        return large and storage_of(tensor) not in self.rank.weights
+
+    def finish(self) -> None:
+        """Its forward is over."""
+        self._seen.clear()
+        if self.rank.depot is None and not self.rank.beyond:
+            self.let_go()
 
     def leave(self) -> None:
-        """Its forward is over."""
-        self._places.clear()
-        if self.rank.stream is None:
-            self._here.clear()
-        else:
-            self._moving = self.rank.stream.record_event()
+        """What it keeps begins to go where it waits, unless it is on its way or there."""
+        for parcel in self.parcels:
+            parcel.leave()
 
     def let_go(self) -> None:
         """The device needs it no more for now."""
-        if self._here and self.rank.stream is not None:
-            computing = torch.cuda.current_stream(self.rank.device)
-            if self._moving is None:  # an error came before the end of forward
-                computing.wait_stream(self.rank.stream)
-            else:
-                computing.wait_event(self._moving)
-        self._here.clear()
+        for parcel in self.parcels:
+            parcel.let_go()
 
-    __del__ = let_go
+    def fetch(self) -> None:
+        """Begin to bring it up, unless it is here."""
+        for parcel in self.parcels:
+            parcel.fetch()
+
+
+class Lies(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Lies:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def of_bytes(self, values: torch.Tensor) -> torch.Tensor:
+        """The tensor in the same bytes elsewhere."""
+        found: Any = torch.empty(0, dtype=self.dtype, device=values.device)
+        return found.set_(values.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
+
+
+class Parcel:
+    """One storage that a block keeps: on the device (`here`), in the host's memory, in a room of the file, or on its way between them."""
+
+    def __init__(self, block: Block, tensor: torch.Tensor) -> None:
+        self.block, self.rank, self.depot = block, block.rank, block.rank.depot
+        self.here: torch.Tensor | None = bytes_of(tensor)
+        self.size = self.here.numel()
+        self._host: torch.Tensor | None = None
+        self._room: int | None = None
+        self._going: Future[None] | None = None
+        self._coming: Future[Landing] | None = None
+        """To and from the file."""
+        self._landing = LANDED
+        """Of the last copy between device and host."""
+        self._ghost: torch.Tensor | None = ghost_of(tensor)
+        self._version, self._is_written = tensor._version, False
+        if self.depot is None and not self.rank.beyond:
+            self.leave()
+
+    # --- forward --------------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        if self.here is None or self._host is not None or self._room is not None:
+            return
+        values = self.here if self.depot is not None and not self.rank.beyond else self._brought_down(self.here)
+        if self.depot is not None:
+            self._room = self.depot.take(self.size)
+            self._going = self.depot.write(self._room, values, self._landing)
+
+    def _brought_down(self, here: torch.Tensor) -> torch.Tensor:
+        """A copy in the host's memory, which on an accelerator is pinned and filled beside what runs."""
+        rank, depot = self.rank, self.depot
+        self._host = torch.empty(self.size, dtype=torch.uint8, pin_memory=rank.beyond) if depot is None else depot.fresh(self.size)
+        rank.ferry.follow()
+        self._landing = rank.ferry.copy(self._host, here)
+        return self._host
+
+    def let_go(self) -> None:
+        self.leave()
+        self._arrive()
+        if self.depot is not None:
+            self._host = None
+        if self.here is not None:
+            self._look()
+            self._landing.before_computing()
+            self.here = self._ghost = None
+
+    def _arrive(self) -> None:
+        """What is on its way to or from the file is there. Raises what went wrong."""
+        going, coming, self._going, self._coming = self._going, self._coming, None, None
+        if (going is None and coming is None) or self.depot is None:
+            return
+        with self.depot.clock:
+            if going is not None:
+                going.result()
+            if coming is not None:
+                self._landing = coming.result()
+
+    def _look(self) -> None:
+        """Whether the tensor was written after it was kept, before all of it was elsewhere."""
+        at_once = self.depot is None and not self.rank.beyond
+        self._is_written |= not at_once and self._ghost is not None and self._ghost._version != self._version
 
     # --- backward -------------------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Begin to bring it up, unless it is here."""
-        stream = self.rank.stream
-        if stream is None or self._here or not self._host:
+        rank, depot = self.rank, self.depot
+        if self.here is not None or self._coming is not None:
             return
-        self._here = [torch.empty_like(host, device=self.rank.device) for host in self._host]
-        stream.wait_stream(torch.cuda.current_stream(self.rank.device))
-        with torch.cuda.stream(stream):
-            for here, host in zip(self._here, self._host, strict=True):
-                here.copy_(host, non_blocking=True)
-        self._moving, self._coming = stream.record_event(), True
+        if rank.beyond:
+            self.here = torch.empty(self.size, dtype=torch.uint8, device=rank.device)
+            rank.ferry.follow()
+        if depot is not None:
+            assert self._room is not None
+            self._host = depot.fresh(self.size)
+            self._coming = depot.read(self._room, self._host, self.here)
+        elif self.here is None:
+            self.here = self._host
+        else:
+            assert self._host is not None
+            self._landing = rank.ferry.copy(self.here, self._host)
 
-    def take(self, place: int) -> torch.Tensor:
-        self.rank.open(self)
-        if self.rank.stream is None:
-            return self._host[place]
+    def take(self) -> torch.Tensor:
+        """Its bytes on the device."""
+        self.rank.open(self.block)
         self.fetch()
-        if self._coming and self._moving is not None:
-            torch.cuda.current_stream(self.rank.device).wait_event(self._moving)
-        return self._here[place]
+        if self._coming is not None:
+            self._arrive()
+            self.here = self._host if self.here is None else self.here
+            self._host = None
+        self._look()
+        if self._is_written:
+            raise RuntimeError(
+                "a tensor that a block's backward needs was written in place after it was kept (off-activations): "
+                "let the model make a new tensor instead"
+            )
+        self._landing.before_computing()
+        assert self.here is not None
+        return self.here
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # a disk that fails fails where something is still needed of it
+            for moving in (self._going, self._coming):
+                if moving is not None and not moving.cancel():
+                    moving.exception()
+            if self._coming is not None and not self._coming.cancelled():
+                self._landing = self._coming.result()
+        with suppress(Exception):
+            self._landing.before_computing()
+            if self.depot is not None and self._room is not None:
+                self.depot.give(self._room, self.size)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of its storage."""
+    found: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    storage = tensor.untyped_storage()
+    return found.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[no-any-return]
+
+
+def ghost_of(tensor: torch.Tensor) -> torch.Tensor:
+    """It has the version of `tensor`, and no memory."""
+    ghost = tensor.detach()
+    ghost.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return ghost
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -146,8 +284,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 def taken(kept: Any) -> torch.Tensor:
     if isinstance(kept, torch.Tensor):
         return kept
-    block, place = kept
-    return block.take(place)  # type: ignore[no-any-return]
+    parcel, lies = kept
+    return lies.of_bytes(parcel.take())  # type: ignore[no-any-return]
 
 
 def _nobody() -> Block | None:

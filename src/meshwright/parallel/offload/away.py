@@ -23,7 +23,7 @@ from meshwright.parallel.exchange.clock import Clock
 from meshwright.parallel.offload.ferry import LANDED, Ferry, Landing
 from meshwright.parallel.offload.scratch import Scratch, aligned, paged
 from meshwright.parallel.zero.master import RUN, WINDOW
-from meshwright.spec.plan import FILES, OPTIMIZER, PARAMETERS, Offload, Plan
+from meshwright.spec.plan import ACTIVATIONS, FILES, OPTIMIZER, PARAMETERS, Offload, Plan
 
 if TYPE_CHECKING:
     from meshwright.parallel.zero.flat import FlatUnit
@@ -244,7 +244,7 @@ def spread(windows: Sequence[W]) -> list[W]:
 
 def away_of(plan: Plan, device: torch.device, folder: str | Path | None) -> Away | None:
     """What `plan` needs; None where neither weights nor the optimizer wait elsewhere."""
-    kept = [what for what in plan.offload if what is not Offload.activations]
+    kept = [what for what in plan.offload if what not in ACTIVATIONS]
     if not kept:
         return None
     optimizer = next((what for what in kept if what in OPTIMIZER), None)

@@ -6,8 +6,8 @@ W makes the unit whole, one micro-batch after the other, and reductions start in
 in B, and at ZeRO 3 the weights too: W needs neither. So nothing is computed twice, and the sums are those of a whole backward.
 
 [Note: not put off] Gradients of vocabulary and head are made in B: their inputs are as large as the logits, the gradients as large as the
-vocabulary, and a rank may put off p - 1 micro-batches. Nor are those of blocks that recompute: what was recomputed would wait as long as if it
-had been kept. Layers with a forward of their own (convolutions, stacked experts) compute as ever, and only their unit's taking waits.
+vocabulary, and a rank may put off p - 1 micro-batches. Nor are those of blocks that recompute, or whose activations wait elsewhere: what was
+made again, or fetched, would wait as long as if it had been kept. Layers with a forward of their own (convolutions, stacked experts) compute as ever, and only their unit's taking waits.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2; putting off by layer instead of walking autograd's graph twice.
 """
 
@@ -68,7 +68,7 @@ def put_off_weights(
     for stage, held in flat.items():
         unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
         for place, index in enumerate(range(*bounds[stage])) if plan.separates(stage) and anatomy.blocks is not None else ():
-            if plan.recompute_at(place) in IN_BLOCKS:
+            if plan.recompute_at(place) in IN_BLOCKS or plan.sends(place):
                 continue
             path = anatomy.block(index)
             for inside, module in model.get_submodule(path).named_modules():

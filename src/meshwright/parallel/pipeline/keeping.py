@@ -1,6 +1,6 @@
 """What a block keeps between its forward and its backward, by the plan: everything, only its input (recompute `layer`), everything but what
 attention makes inside (`selective`), what the rest follows from by cheap operations (`operations`, anatomy/derived.py), and any of them on the
-device or in host memory (offload `activations`).
+device, in host memory or in files (offload `activations`).
 
 Gradients are bit for bit the same: what is computed again is computed by the same kernels from the same numbers and random state.
 Source of `selective`: Korthikanti et al., arXiv 2205.05198, section 5.
@@ -23,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.anatomy.derived import Cuts, Tape
 from meshwright.anatomy.keeper import keeper
 from meshwright.base.errors import InputError
+from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.activations import Activations, Block, storage_of, taken
 from meshwright.parallel.pipeline.moving import AsBefore, Moving
-from meshwright.spec.plan import Offload, Plan, Recompute
+from meshwright.spec.plan import Recompute, sends
 
 Forward = Callable[..., Any]
 
@@ -46,16 +47,17 @@ class Keeping:
     weights: Collection[int] = ()
 
     @classmethod
-    def of(cls, plan: Plan, device: torch.device, weights: Collection[int]) -> Keeping:
+    def of(cls, mesh: Mesh, weights: Collection[int]) -> Keeping:
         """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its core themselves (context/setup.py),
         the compiler to what follows by operation (compiled.py)."""
+        plan = mesh.plan
         elsewhere = {Recompute.selective} if plan.cp > 1 else set()
         elsewhere |= {Recompute.operations} if plan.compile else set()
 
         def here(place: int) -> Recompute:
             return Recompute.none if (how := plan.recompute_at(place)) in elsewhere else how
 
-        away = Activations(device, weights) if Offload.activations in plan.offload else None
+        away = Activations(mesh.device, weights, mesh.depot) if sends(plan.offload) else None
         return cls(here, away, plan.sends, weights=weights)
 
     def __call__(self, forward: Forward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: Moving) -> Any:

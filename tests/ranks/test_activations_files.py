@@ -1,0 +1,240 @@
+"""What blocks keep between forward and backward waits in a file: the same numbers to the bit, in less memory, in a file no larger than what waits."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import anatomy_of, make_batch, make_model, read_once
+from test_peak import BATCH, MODELS, SMALL, expected, most
+
+from meshwright.base.errors import InputError, MeshwrightError
+from meshwright.models.registry import build
+from meshwright.parallel.offload.activations import Activations
+from meshwright.parallel.offload.depot import Depot, Rooms
+from meshwright.parallel.offload.scratch import PAGE, OffloadFailed
+from meshwright.spec.plan import parse_plan
+from meshwright.train.memory import watching
+from meshwright.train.trainer import Trainer, parallelize
+
+PROMISED = "dp1.mb16"
+
+
+def watched(plan: str, folder: str) -> tuple[list[float], int, list[int]]:
+    """Of four steps the losses, the most that the last allocated, and the bytes of the file after each."""
+    torch.manual_seed(0)
+    anatomy = read_once("peak of llama", functools.partial(build, MODELS["llama"]))
+    trainer = parallelize(build(MODELS["llama"]), torch.optim.AdamW, plan, anatomy=anatomy, offload_to=folder)
+    ids = torch.randint(SMALL["vocab"], (BATCH, SMALL["seq"]), generator=torch.Generator().manual_seed(1))
+    losses, sizes = [], []
+    for _ in range(4):
+        with watching() as watch:
+            losses.append(trainer.step({"input_ids": ids, "labels": ids}).loss)
+        sizes.append(trainer.mesh.depot.size if trainer.mesh.depot else 0)
+    held = sum(size for kind, size in trainer.bytes().items() if kind != "offloaded")
+    return losses, held + trainer.passing + watch.peak - watch.kept, sizes
+
+
+def test_what_blocks_keep_waits_in_a_file_and_two_blocks_of_it_in_memory(ranks: Any, tmp_path: Any) -> None:
+    """The promise: of four blocks two stay, losses are the same to the bit, the file grows in the first step alone and leaves nothing behind."""
+    losses, whole, _ = ranks.run(1, watched, PROMISED, str(tmp_path))[0]
+    others, less, sizes = ranks.run(1, watched, f"{PROMISED}.off-activations-files", str(tmp_path))[0]
+    block = (expected("llama", f"{PROMISED}.rc-layer1", "fp32") - expected("llama", f"{PROMISED}.rc-layer2", "fp32")) / 2
+    assert losses == others and not list(tmp_path.iterdir())
+    assert less < whole - 2 * block and sizes[0] == sizes[-1] > 2 * block
+
+
+def trained(name: str, plan: str, precision: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor] | None]:
+    trainer = parallelize(
+        make_model(name), torch.optim.AdamW, plan, anatomy=anatomy_of(name), precision=precision, clip=1.0, offload_to=folder
+    )
+    losses = [trainer.step(make_batch(name, step)).loss for step in range(2)]
+    return losses, trainer.full_state_dict()
+
+
+PAIRS = [
+    ("llama", "dp1.mb4", "bf16", ""), ("llama", "dp2.z3.mb4", "fp64", ".off-optimizer-files"), ("llama", "dp1.z3.mb8", "fp32", ".off-parameters-files"),
+    ("llama", "pp2.mb2", "fp64", ""), ("llama", "pp2.zb1.mb2", "fp32", ""), ("llama", "pp2.zbv.mb2", "fp32", ""),
+    ("llama", "pp2.interleaved2.mb2", "fp64", ""), ("llama-tied", "pp2.gpipe.mb2", "fp64", ""), ("llama", "tp2.sp.mb4", "fp32", ""),
+    ("llama", "cp2.mb4", "fp64", ""), ("mixtral", "dp2.ep2.z1.mb4", "fp32", ""), ("llama", "pp2.mb4.rc-layer1", "fp32", ""),
+    ("hf-llama", "dp1.mb8", "bf16", ""), ("hf-gpt2", "dp1.mb8.rc-selective", "fp32", ""), ("bert", "dp1.mb8", "fp32", ""),
+    ("convnet", "dp1.mb8", "fp32", ""), ("mixture", "dp1.mb4.rc-operations", "fp32", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan", "precision", "beside"), PAIRS)
+def test_a_run_with_activations_in_files_is_bit_for_bit_the_run_without(
+    ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, beside: str
+) -> None:
+    world = parse_plan(plan).world
+    here = ranks.run(world, trained, name, plan, precision, str(tmp_path))
+    away = ranks.run(world, trained, name, f"{plan}{beside}.off-activations-files", precision, str(tmp_path))
+    for (losses, weights), (others, theirs) in zip(here, away, strict=True):
+        assert losses == others
+        assert weights is None or all(torch.equal(weights[key], theirs[key]) for key in weights)
+    assert not list(tmp_path.iterdir())
+
+
+ESTIMATED = (
+    *(
+        "dp1.mb4",
+        "dp1.mb16",
+        "pp2.mb4",
+        "dp2.mb4.z3",
+        "tp2.sp.mb8",
+        "pp2.mb4.gpipe",
+        "pp2.mb2.interleaved2",
+        "dp2.z1.mb8.off-optimizer-files",
+    ),
+    *("dp1.mb8.rc-layer2", "dp1.mb16.rc-operations", "cp2.mb8"),
+)
+
+
+@pytest.mark.parametrize("plan", ESTIMATED)
+def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str) -> None:
+    name = f"{plan}.off-activations-files"
+    assert expected("llama", name, "fp32") == pytest.approx(max(ranks.run(parse_plan(name).world, most, "llama", name, "fp32")), rel=0.05)
+
+
+def test_of_the_first_blocks_alone_activations_wait_as_estimated(ranks: Any) -> None:
+    name = f"{PROMISED}.off-activations-files2"
+    assert expected("llama", name, "fp32") == pytest.approx(ranks.run(1, most, "llama", name, "fp32")[0], rel=0.05)
+
+
+# --- passes that are dropped, and what goes wrong ------------------------------------------------------------------------------
+
+
+def passes(rank: Activations, count: int, size: int) -> torch.Tensor:
+    hidden = torch.ones(size, requires_grad=True)
+    for place in range(count):
+        with rank.kept_by(place):
+            hidden = hidden.exp()
+    return hidden.sum()
+
+
+def test_room_comes_back_with_a_pass_that_is_dropped_or_broken(tmp_path: Path) -> None:
+    rank = Activations(torch.device("cpu"), (), Depot(tmp_path, torch.device("cpu")))
+    for _ in range(3):
+        loss = passes(rank, 4, 4 * PAGE)
+        del loss
+        with pytest.raises(ZeroDivisionError), rank.kept_by(0):
+            torch.ones(4 * PAGE, requires_grad=True).exp()
+            raise ZeroDivisionError
+        gc.collect()
+        size = rank.depot.size
+        passes(rank, 4, 4 * PAGE).backward()
+        assert rank.depot.size == size and rank.depot._rooms.free == [(0, size)]
+
+
+def test_several_passes_in_flight_share_the_file_and_each_gets_its_own_back(tmp_path: Path) -> None:
+    rank = Activations(torch.device("cpu"), (), Depot(tmp_path, torch.device("cpu")))
+    given = [torch.full((2 * PAGE + at,), at / 8, requires_grad=True) for at in range(4)]
+    ends = []
+    for each in given:
+        hidden = each
+        for place in range(3):
+            with rank.kept_by(place):
+                hidden = hidden.exp()
+        ends.append(hidden.sum())
+    for end in (*ends[::2], *ends[1::2]):
+        end.backward(retain_graph=end is ends[1])
+    ends[1].backward()  # a graph that is kept is walked again
+    for times, each in zip((1, 2, 1, 1), given, strict=True):
+        whole = each.detach().clone().requires_grad_()
+        (whole.exp().exp().exp().sum() * times).backward()
+        assert torch.equal(each.grad, whole.grad)
+
+
+def test_rooms_of_other_sizes_are_found_in_what_came_back() -> None:
+    rooms = Rooms()
+    for start in (0, 8, 16):
+        rooms.give(start, 8)
+    assert rooms.take(4) == 0 and rooms.take(12) == 4 and rooms.take(12) is None
+    rooms.give(0, 4)
+    assert rooms.free == [(0, 4), (16, 8)] and rooms.take(3) == 0
+
+
+def test_a_storage_that_is_kept_in_several_forms_waits_once_and_a_small_part_by_itself(tmp_path: Path) -> None:
+    rank = Activations(torch.device("cpu"), (), Depot(tmp_path, torch.device("cpu")))
+    given, weight = torch.arange(4.0 * PAGE), torch.ones(4 * PAGE, requires_grad=True)
+    with rank.kept_by(0) as block:
+        whole, turned, part = weight * given, weight.view(4, -1) * given.view(4, -1), weight[:PAGE] * given[:PAGE]
+    assert sorted(parcel.size for parcel in block.parcels) == [4 * PAGE, 16 * PAGE]
+    (whole.sum() + turned.sum() + part.sum()).backward()
+    assert torch.equal(weight.grad, 2 * given + torch.cat([given[:PAGE], torch.zeros(3 * PAGE)]))
+
+
+def test_what_was_written_after_it_was_kept_is_refused_as_autograd_does(tmp_path: Path) -> None:
+    rank = Activations(torch.device("cpu"), (), Depot(tmp_path, torch.device("cpu")))
+    weight, given = torch.ones(PAGE, requires_grad=True), torch.ones(PAGE)
+    with rank.kept_by(0):
+        output = weight * given
+    given += 1
+    with pytest.raises(RuntimeError, match="written in place after it was kept"):
+        output.sum().backward()
+
+
+@pytest.fixture
+def narrow(tmp_path: Any) -> Iterator[Path]:
+    """A disk of 64 KiB."""
+    folder = tmp_path / "narrow"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this machine does not let us mount a tmpfs: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def made(folder: str) -> Trainer:
+    return parallelize(
+        make_model("llama"), torch.optim.AdamW, "dp1.mb8.off-activations-files", anatomy=anatomy_of("llama"), offload_to=folder
+    )
+
+
+def refused(folder: str) -> str:
+    try:
+        made(folder).step(make_batch("llama", 0))
+    except MeshwrightError as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_a_folder_that_is_full_or_cannot_be_written_is_one_line(ranks: Any, narrow: Path, tmp_path: Path) -> None:
+    found = ranks.run(1, refused, str(narrow))[0]
+    assert found.startswith(InputError.__name__) and "is full" in found and "64.0 KiB" in found and "\n" not in found
+    (tmp_path / "file").write_text("")
+    found = ranks.run(1, refused, str(tmp_path / "file" / "inside"))[0]
+    assert found.startswith(InputError.__name__) and "--offload-to" in found and "\n" not in found
+
+
+def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
+    """A file that is gone while a step reads it: the words, and the loss of the step after the checkpoint, in this run and in the next."""
+    trainer = made(folder)
+    trainer.step(make_batch("llama", 0))
+    path = trainer.save(checkpoints)
+    loss, words = trainer.step(make_batch("llama", 1)).loss, ""
+    depot = trainer.mesh.depot
+    assert depot is not None
+    read = depot.read
+    depot.read = lambda *given: (os.ftruncate(depot.scratch.handle, 0), read(*given))[1]  # type: ignore[method-assign]
+    try:
+        trainer.step(make_batch("llama", 2))
+    except OffloadFailed as error:
+        words = f"{error.exit_code} {error}"
+    again = made(folder)
+    again.load(path)
+    return words, loss, again.step(make_batch("llama", 1)).loss
+
+
+def test_a_file_that_is_lost_ends_the_run_in_one_line_and_its_checkpoint_is_good(ranks: Any, tmp_path: Any) -> None:
+    words, loss, again = ranks.run(1, lost, str(tmp_path / "away"), str(tmp_path / "kept"))[0]
+    assert words.startswith("1 offload folder") and "goes on from its last checkpoint" in words and "\n" not in words
+    assert loss == again
