@@ -51,7 +51,8 @@ class Net(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.words(input_ids)
         for layer in [*self.layers] * self.times:
-            x = checkpoint(layer, x, use_reentrant=False) if self.kind == "around" else layer(x)
+            again = "around" in self.kind and x.requires_grad and (self.training or self.kind == "around")
+            x = checkpoint(layer, x, use_reentrant=self.kind == "around-old") if again else layer(x)
         return self.head(x)
 
 
@@ -96,6 +97,52 @@ def test_blocks_that_run_twice_or_are_called_again_in_backward_are_cut_by_no_sta
         assert said == "plan pp2.mb2: layers.0 runs more than once in a pass, and stages are left and entered between blocks: use pp1"
     for said in ranks.run(2, gradients, "around", "pp2.mb2"):
         assert said.startswith("plan pp2.mb2: layers.0 runs inside a checkpoint of the model's own")
+
+
+@pytest.mark.parametrize("kind", ["around-trained", "around-old"])
+def test_stages_are_refused_where_a_model_checkpoints_its_blocks_while_it_trains_alone(ranks: Any, kind: str) -> None:
+    """It is looked at in eval mode: what it does there says nothing."""
+    assert ranks.run(2, said_in_training, kind)[0].startswith("pipeline: block 0 runs inside a checkpoint of the model's own")
+
+
+def said_in_training(kind: str) -> str:
+    """Of the first stage, without the others."""
+    torch.manual_seed(0)
+    engine = parallelize(Net(kind), torch.optim.AdamW, "pp2.mb4").engine
+    if engine.mesh.place.pp:
+        return ""
+    try:
+        engine.stage_forward(0, {"input_ids": make_batch("llama", 0)["input_ids"]}, ())
+    except InputError as error:
+        return str(error)
+    return "trained"
+
+
+class Frozen(nn.Module):
+    """Its first layer drops nothing though the model trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(2))
+        self.layers[0].eval()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_an_evaluation_leaves_every_module_the_mode_that_it_had(ranks: Any) -> None:
+    assert ranks.run(1, modes) == [[True, False, True]]
+
+
+def modes() -> list[bool]:
+    model = Frozen()
+    trainer = parallelize(model, torch.optim.AdamW, "dp1.mb8")
+    trainer.evaluate(make_batch("llama", 0))
+    return [module.training for module in (model, *model.layers)]
 
 
 @pytest.mark.parametrize("kind", ["inside", "inside-old"])

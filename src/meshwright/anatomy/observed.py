@@ -51,5 +51,17 @@ def observed(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer
 
 
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Behind it every module has the mode of its own that it had: `model.train()` would train parts that somebody has frozen so."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return None if buffer is None or buffer.is_meta else buffer.detach().clone()

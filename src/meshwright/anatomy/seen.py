@@ -12,6 +12,7 @@ import torch
 
 from meshwright.anatomy.counted import Counted
 from meshwright.anatomy.inflow import Inflow
+from meshwright.anatomy.keeper import AGAIN
 from meshwright.anatomy.places import Call, Share
 from meshwright.anatomy.vocabulary import Vocabulary
 
@@ -141,7 +142,7 @@ class Trace:
         if apart := self.against.get("apart"):
             return f"{apart} runs where torch records no gradient, in a function with a backward of its own"
         if again := self.against.get("again"):
-            return f"{again} runs inside a checkpoint of the model's own, which calls it again in backward (turn that off and let the plan recompute: rc-layer)"
+            return f"{again} {AGAIN}"
         twice = next((block for block in self.repeated if block.rpartition(".")[0] in stacks), "")
         return f"{twice} runs more than once in a pass" if twice else ""
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
+from meshwright.anatomy.keeper import recording
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.divided import check_divided
@@ -156,6 +157,7 @@ class Parallel:
         self.run.start, self.run.stop = self.bounds[stage]
         self.run.passes += 1
         self.run.entered.clear()
+        self.run.recording = recording() if self.mesh.plan.stages > 1 else None
         self.run.is_last = stage == self.mesh.plan.stages - 1
         inputs, balance = self.objective.inputs(batch), self.balance
         if balance is not None:
@@ -175,7 +177,7 @@ class Parallel:
             state = done.hidden if isinstance(done.hidden, tuple) else (done.hidden,)
             return state if balance is None else (*state, balance.end())
         finally:
-            self.run.received = None
+            self.run.received = self.run.recording = None
             for mixture in self.mixtures:
                 mixture.end_pass()
             if self.run.carry is not None:

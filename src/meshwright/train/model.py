@@ -20,6 +20,7 @@ from torch import nn
 
 from meshwright.anatomy.inputs import beyond, example_of
 from meshwright.anatomy.lent import LENT, lent
+from meshwright.anatomy.observed import in_eval_mode
 from meshwright.anatomy.ruled import RULES
 from meshwright.base.errors import InputError
 from meshwright.checkpoint.weights import has_weights
@@ -150,14 +151,11 @@ def _looks_not_across(model: nn.Module) -> bool:
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3, 4, 5], [3, 1, 2, 4, 5]], device=device)
     places = torch.tensor([[0, 1, 2, 0, 1]], device=device).expand(2, -1)
-    training = model.training
-    model.eval()
     try:
-        output = model(input_ids=ids, position_ids=places)
+        with in_eval_mode(model):
+            output = model(input_ids=ids, position_ids=places)
     except Exception:
         return False
-    finally:
-        model.train(training)
     logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
     if logits is None or logits.ndim < 3:
         return False

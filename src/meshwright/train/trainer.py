@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import nn
 
+from meshwright.anatomy.observed import in_eval_mode
 from meshwright.base.errors import InputError
 from meshwright.base.pulse import Phase
 from meshwright.parallel import state
@@ -270,13 +271,10 @@ class Trainer:
 
     def evaluate(self, batch: Batch | Share) -> float:
         """Mean loss over the valid labels of the whole batch, without gradients, dropout off."""
-        training = self.engine.model.training
-        self.engine.model.eval()
-        with self._in_words(f"in an evaluation after step {self.steps}"):
+        with self._in_words(f"in an evaluation after step {self.steps}"), in_eval_mode(self.engine.model):
             batches, tokens = self._share(batch)
             total = self.engine.forward_backward(batches, None) / self.plan.tp
         all_reduce(total, self.mesh.world).wait()
-        self.engine.model.train(training)
         return float(total) / max(tokens, 1)
 
     def gradients(self, batch: Batch | Share) -> tuple[float, int, dict[str, torch.Tensor] | None]:

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from meshwright.anatomy.keeper import keeper
+from meshwright.anatomy.keeper import recording
 from meshwright.base.errors import InputError
 
 
@@ -66,13 +66,13 @@ class Attending(TorchFunctionMode):
         self.attend = attend
 
     def __enter__(self) -> Self:
-        self._began = keeper(), torch.is_grad_enabled()
+        self._began = recording()
         super().__enter__()
         return self
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention:
-            if not torch.compiler.is_compiling() and (keeper(), torch.is_grad_enabled()) != self._began:
+            if not torch.compiler.is_compiling() and recording() != self._began:
                 raise InputError(
                     "cp: attention runs inside a checkpoint of the model's own, which would compute it again of this rank's piece alone: "
                     "turn that off and let the plan recompute (rc-layer), or use cp1"

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from meshwright.anatomy.keeper import AGAIN, recording
+from meshwright.base.errors import InputError
 from meshwright.parallel.pipeline.absent import check_beside, hidden_of, passed_by
 from meshwright.parallel.pipeline.carry import Carry
 from meshwright.parallel.pipeline.keeping import Keeping
@@ -49,6 +51,8 @@ class Run:
     carry: Carry | None = None
     tried: bool = False
     """Nothing is trained yet: blocks of other stages give no numbers (rehearsal.py)."""
+    recording: tuple[Any, bool] | None = None
+    """Who keeps what backward needs, of a stage that is not the whole model."""
     passes: int = 0
     """Passes that have begun."""
     entered: set[int] = field(default_factory=set)
@@ -94,6 +98,8 @@ class Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, index = self.run, self.index
+        if index is not None and run.recording is not None and recording() != run.recording:
+            raise InputError(f"pipeline: block {index} {AGAIN}, and stages are left and entered between blocks: use pp1")
         if index is not None and run.carry is not None:
             return self._carried(run.carry, index, args, kwargs)
         if index is not None:
