@@ -95,6 +95,13 @@ EXPERT_IMBALANCE = 1.25
 CONTEXT_BLOCKS = 2
 """Blocks of keys and values on their way through a context rank: the one that came and its gradient (arXiv 2310.01889, section 3)."""
 
+OPENING = 5e-4
+"""Seconds in which ranks of one host open a unit of ZeRO 3 whose weights lie there once: they meet (90 us of processor time with 4 ranks), and read what
+others have just written. 20 openings of 7 MiB a step took 12 ms more than ZeRO 2 without its gather."""
+
+CONTEXT_SLOTS = 2
+"""Messages of attention across ranks that share memory which lie there at once: one that others still read, and the next."""
+
 HOST_UPDATE = 4e9
 """Parameters that the processors of one node update in a second: CPU-Adam takes 1.03 s for 4 B and 2.57 s for 10 B (ZeRO-Offload, arXiv
 2101.06840, table 4). Where `probe` has measured it, that counts instead."""

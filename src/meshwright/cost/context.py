@@ -54,3 +54,12 @@ def on_the_way(setting: Setting, box: Box, layer: Layer) -> Array:
     blocks = constants.CONTEXT_BLOCKS * (rings if setting.on_host else 1)
     ring, whole = blocks * layer.key_value_width, layer.query_width + layer.key_value_width
     return np.where(rings > 1, ring, 0.0) + np.where(box.head_ranks > 1, whole, 0.0)
+
+
+def slots(setting: Setting, box: Box, tokens: Array) -> Array:
+    """Bytes that stay with a rank of what it lets others of its host read: the shares of the gradients of all pieces, of two layers (b)."""
+    rings = box.contexts // box.head_ranks
+    width = max((entry.layer.key_value_width for entry in setting.entries if entry.is_block), default=0.0)
+    return (
+        np.where(rings > 1, constants.CONTEXT_SLOTS * rings * tokens * (width * setting.recipe.size / box.tp), 0.0) * setting.shares_memory
+    )

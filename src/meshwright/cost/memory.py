@@ -21,7 +21,7 @@ import numpy as np
 from meshwright.cost import asked, constants
 from meshwright.cost.box import AXES, Again, Array, Box, Cut, lift, portion
 from meshwright.cost.compute import local_share
-from meshwright.cost.context import on_the_way
+from meshwright.cost.context import on_the_way, slots
 from meshwright.cost.held import Fullest, Held, stack
 from meshwright.cost.offload import away, windows
 from meshwright.cost.optimizer import by_windows, gathered, kept_on_the_way, passing, state_bytes
@@ -135,7 +135,7 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
 
     ZeRO 2 and 3 reduce each unit as soon as it is whole; the reductions that one backward starts last are waited for by the next one, so
     that with several micro-batches they lie beside all activations. Ranks of one host fill them in slots, which stay. ZeRO 3 holds the layer
-    that runs and the one fetched ahead.
+    that runs and the one fetched ahead, unless the ranks of a host have both in one place.
     """
     size, head, where = setting.recipe.size, setting.head, away(box)
     zero, shards = box.zero, lift(box.holders, "z")
@@ -149,10 +149,10 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     left = states.opening * before * (copies + apart * (again > 1)) * wide
     filling = np.maximum(states.filling, states.expert)
     waiting = np.maximum(left, states.closing * (copies + apart * (again > 0)) * wide) + filling * wide * (1 - in_slots)
-    tied = vocabulary(setting, box)
+    tied, fetched = vocabulary(setting, box), 1 - lie_once(setting, box)
     last = np.maximum(states.last, tied)
-    elsewhere = np.where(zero == 3, waiting + 2 * filling, np.where(zero == 2, waiting, 0)) + np.where(zero >= 2, tied * wide, 0)
-    at_head = np.where(zero == 3, left + last, np.where(zero == 2, left, 0))
+    elsewhere = np.where(zero == 3, waiting + 2 * filling * fetched, np.where(zero == 2, waiting, 0)) + np.where(zero >= 2, tied * wide, 0)
+    at_head = np.where(zero == 3, left + last * fetched, np.where(zero == 2, left, 0))
     if head is not None:
         gradient = head.largest(Cut(box.tp)) + np.where(zero >= 2, last * (1 - in_slots), 0)
         at_head = at_head + np.maximum(gradient - lift(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0)
@@ -166,7 +166,15 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     master = at_once * passing(setting) + largest * gathered(setting) * ((shards > 1) | (box.tp > 1))
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     stays = largest * kept_on_the_way(setting) * ((shards > 1) | (box.tp > 1)) + lent * wide * size
+    stays = stays + lift(slots(setting, box, tokens), "b")
     return Moving(at_head * size + stays, elsewhere * size + stays, at_end + stays)
+
+
+def lie_once(setting: Setting, box: Box) -> Array:
+    """Whether ranks of one host need gather no weights at ZeRO 3, 0 or 1 over AXES. Source: parallel/zero/once.py."""
+    where = away(box)
+    stay = where.parameters + where.parameters_files == 0
+    return (stay & (box.zero == 3) & (lift(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)
 
 
 def staged(setting: Setting, box: Box, states: States) -> tuple[Array, Array]:

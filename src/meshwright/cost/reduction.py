@@ -5,7 +5,7 @@ What runs beside what is the runtime's own order:
     ZeRO 0  all-reduce of each bucket during the last micro-batch's backward
     ZeRO 1  reduce-scatter during the same; then all-reduce over the replicas, then, after the update, all-gather of the weights: not hidden
     ZeRO 2  reduce-scatter during every backward; the rest as ZeRO 1
-    ZeRO 3  all-gather before use, forward and backward, of blocks one ahead; reduce-scatter during every backward; replicas as above
+    ZeRO 3  all-gather before use, forward and backward, of blocks one ahead (ranks of one host meet and move nothing); reduce-scatter during every backward; replicas as above
 
 On a host device communication is work of the same cores: nothing is hidden. Elsewhere communication C beside compute K adds max(C - K, 0) and slows what runs together (Galvatron's two-stream form). The last bucket has nothing
 left to hide behind. Experts that lie on unlike ranks are reduced among the data ranks that hold the same ones. Volumes: Rajbhandari et al., ZeRO, section 7: 2 S a step below ZeRO 3, 3 S with it.
@@ -22,7 +22,7 @@ from meshwright.cost.box import Array, Box, lift, portion
 from meshwright.cost.collectives import PLAIN, Group, Wire, group, stack
 from meshwright.cost.expert import stride
 from meshwright.cost.hiding import beside
-from meshwright.cost.memory import States, shard_elements
+from meshwright.cost.memory import States, lie_once, shard_elements
 from meshwright.cost.optimizer import products, state_bytes
 from meshwright.cost.setting import Setting
 
@@ -85,11 +85,14 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
         plain = coded if setting.wire == PLAIN else expert_groups(setting, box)
         volumes.append(Volume(experts, states.expert_units, 0.0 * experts, 0.0 * experts, plain[0], *coded))
     scatter: Array = sum(each.scatter.gather(each.whole * sent, each.units) for each in volumes)
-    share: Array = scatter if sent == 1 and setting.wire == PLAIN else sum(each.shard.gather(each.whole, each.units) for each in volumes)
     over_replicas: Array = sum(each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes)
     if (local := setting.job.workload.local) is not None:
         over_replicas = over_replicas / local.steps  # once in so many, beside nothing
-    fetched_alone: Array = sum(each.shard.gather(each.lone) for each in volumes)
+    once = lie_once(setting, box) if setting.shares_memory else 0.0
+    moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
+    plainly = sent == 1 and setting.wire == PLAIN and not setting.shares_memory
+    share: Array = scatter if plainly else sum(each.shard.gather(each.whole, each.units) + _opened(once, each.units) for each in moved)
+    fetched_alone: Array = sum(each.shard.gather(each.lone) + _opened(once, np.minimum(each.units, 1)) for each in moved)
 
     ahead = share - fetched_alone
     at_three = fetched_alone * 2.0 + beside(ahead, forward) + beside(ahead + scatter, backward)
@@ -106,6 +109,11 @@ def traffic(setting: Setting, box: Box, states: States, forward: Array, backward
     after = np.where((zero == 0) & (local is None), 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), fetched, 0.0)
     on_the_way = np.where(zero == 3, ahead, 0.0), np.where(zero == 3, ahead + scatter, np.where(zero == 2, scatter, 0.0))
     return Traffic(each_micro_batch + converted(setting, states), reduce + after, *on_the_way)
+
+
+def _opened(once: Array | float, units: Array) -> Array:
+    """Seconds in which weights that lie on a host once are opened instead of gathered."""
+    return once * constants.OPENING * units
 
 
 def whole_keys(setting: Setting, box: Box, layers: Array) -> Array:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.cost import constants
 from meshwright.cost.box import Again, Array, Box
 from meshwright.cost.collectives import Group
-from meshwright.cost.memory import message
+from meshwright.cost.memory import lie_once, message
 from meshwright.cost.price import Passes, Pricer, each_pass
 from meshwright.cost.reduction import axis_groups, expert_groups
 from meshwright.cost.setting import Setting
@@ -107,13 +108,14 @@ class Cost(NamedTuple):
 
 
 class Data(NamedTuple):
-    """The data ranks: of dense weights and of experts, bytes of an element at rest and on its way to a sum."""
+    """The data ranks: of dense weights and of experts, bytes of an element at rest, on its way to a sum, and where it is gathered."""
 
     dense: Cost
     experts: Cost
     size: int
     sent: int
     zero: int
+    fetched: int
 
     def reduction(self, dense: Sequence[int], experts: int) -> float:
         """One after the other of several buckets, and of the experts beside them."""
@@ -121,7 +123,8 @@ class Data(NamedTuple):
         return sum(cost(self.dense, each, self.sent) for each in dense) + cost(self.experts, experts, self.sent)
 
     def gather(self, dense: int, experts: int) -> float:
-        return self.dense.scatter(dense, self.size) + self.experts.scatter(experts, self.size)
+        opened = 0.0 if self.fetched else constants.OPENING * ((dense > 0) + (experts > 0))
+        return self.dense.scatter(dense, self.fetched) + self.experts.scatter(experts, self.fetched) + opened
 
     def replicas(self, dense: int, experts: int) -> float:
         return self.dense.reduce(dense, self.sent) + self.experts.reduce(experts, self.sent)
@@ -161,7 +164,9 @@ def data_of(setting: Setting, box: Box) -> Data:
     dense = Cost(shard, replicate, int(box.holders.item()))
     shard, replicate = map(_numbers, expert_groups(setting, box))
     experts = Cost(shard, replicate, int(box.expert_holders.item()))
-    return Data(dense, experts, setting.recipe.size, setting.practice.reduced or setting.recipe.gradient_size, box.shards[0].zero)
+    size = setting.recipe.size
+    fetched = 0 if lie_once(setting, box).any() else size
+    return Data(dense, experts, size, setting.practice.reduced or setting.recipe.gradient_size, box.shards[0].zero, fetched)
 
 
 def _numbers(group: Group) -> Group:

@@ -124,6 +124,10 @@ class Host:
             self._seen[key] = torch.frombuffer(_opened(self._processes[rank], file), dtype=torch.uint8)
         return self._seen[key]
 
+    def opened(self, rank: int, file: int) -> torch.Tensor:
+        """Bytes of a file of memory that `rank` has open, mapped anew; it may be this rank's own."""
+        return torch.frombuffer(_opened(self._processes[rank], file), dtype=torch.uint8)
+
     def forget(self, rank: int, number: int | None) -> None:
         """Unmap a segment that its owner no longer uses."""
         self._seen.pop((rank, number), None)  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from meshwright.parallel.update.lean import Lean
 from meshwright.parallel.zero.arrivals import Arrivals
 from meshwright.parallel.zero.exact import Sums
 from meshwright.parallel.zero.master import Master, Stretch
+from meshwright.parallel.zero.once import once
 from meshwright.spec.compression import Compression
 from meshwright.spec.layout import Unit, shard_bounds
 from meshwright.spec.plan import Offload
@@ -90,14 +91,23 @@ class FlatUnit:
     # --- construction ---------------------------------------------------------------------------------------------------------
 
     def _lay_weights(self) -> None:
-        self.weights = _zeros(self, self.unit.numel, self.zero in (1, 2), self.dtype)
+        away = {Offload.parameters, Offload.parameters_files} & set(self.mesh.plan.offload)
+        self.once = once(self.mesh.host, self.group, self.unit.numel, self.dtype) if self.zero == 3 and not away else None
+        if self.once is not None:
+            self.weights = self.once.whole
+        else:
+            self.weights = _zeros(self, self.unit.numel, self.zero in (1, 2), self.dtype)
         for name, parameter in self.parameters.items():
             view = self.view(self.weights, name)
             view.copy_(begun(parameter))
             parameter.data = view
         self.elsewhere: Shard | None = None
         """The shard, where weights wait outside of the device's memory."""
-        if self.zero == 3:
+        if self.once is not None:
+            self._shard = self.once.own[self.own]
+            self.once.meet().wait()  # nobody lays over what another one has updated
+            self.close()
+        elif self.zero == 3:
             self.elsewhere = shard_away(self.mesh.away, self.mesh.plan, self.weights[self.own])
             if self.elsewhere is None:
                 self._shard = _zeros(self, self.own.stop - self.own.start, True, self.dtype)
@@ -251,7 +261,9 @@ class FlatUnit:
         """Start gathering the weights (ZeRO 3); what uses them calls `open`."""
         if self.zero < 3 or self.is_open or self._gathering is not None:
             return
-        if self.elsewhere is not None:
+        if self.once is not None:
+            self._gathering = self.once.meet()
+        elif self.elsewhere is not None:
             self.elsewhere.fetch()
         else:
             _gather(self, self.shard)
@@ -266,6 +278,8 @@ class FlatUnit:
         assert self._gathering is not None
         self._gathering.wait()
         self._gathering, self.is_open = None, True
+        if self.once is not None:
+            self.once.show(True)
         if self.elsewhere is not None:
             self.elsewhere.give_back()
 
@@ -279,6 +293,9 @@ class FlatUnit:
         if self.elsewhere is not None:
             self.elsewhere.give_back()
         self.is_open = False
+        if self.once is not None:
+            self.once.show(False)
+            return
         self.weights.untyped_storage().resize_(0)
 
     def write_back(self) -> None:

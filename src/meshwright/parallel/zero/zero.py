@@ -137,6 +137,8 @@ class Zero:
         """Before flat buffers are written: no other rank reads them any more (ranks of one host read where a tensor lies)."""
         sharing = {id(unit.sharing): unit.sharing for unit in self.units}.values()
         settle((*(group for each in sharing for group in (each.shard_group, each.copy_group)), self.tie))
+        for once in {id(unit.group): unit.once for unit in self.units if unit.once is not None}.values():
+            once.meet().wait()
 
     def close(self) -> None:
         """This rank is through: when this returns it may end."""
