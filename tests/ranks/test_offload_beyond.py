@@ -69,6 +69,11 @@ CASES = [
     ("llama", "dp2.z3", "fp32", "optimizer.off-parameters"), ("llama", "dp2.z3", "bf16", "optimizer.off-parameters"),
     ("llama", "dp2.z3", "bf16", "optimizer-files.off-parameters-files"), ("llama-tied", "pp2", "fp32", "optimizer-files50"),
     ("llama", "dp2.z1", "bf16", "optimizer40"), ("mixtral", "dp2.ep2.z1", "bf16", "optimizer"),
+    ("llama", "dp2.z2", "bf16", "optimizer.off-gradients"), ("llama", "dp2.z3.mb2", "fp32", "optimizer.off-gradients"),
+    ("llama", "dp1.z2.mb2", "bf16", "optimizer.off-gradients"), ("llama", "dp1.z3.mb4", "fp16", "optimizer-files.off-gradients.off-parameters"),
+    ("llama-tied", "pp2.z2.mb2", "fp32", "optimizer.off-gradients"), ("llama", "pp2.zb1.z2.mb1", "bf16", "optimizer.off-gradients"),
+    ("llama", "tp2.sp.z2.mb4", "bf16", "optimizer.off-gradients"), ("llama", "dp2x2.z3.mb1", "fp32", "optimizer.off-gradients.off-parameters"),
+    ("mixtral", "dp2.ep2.z2.mb2", "bf16", "optimizer.off-gradients"), ("llama", "dp2.cp2.z3.mb2", "bf16", "optimizer.off-gradients"),
 ]  # fmt: skip
 
 
@@ -90,6 +95,25 @@ def test_gradients_come_down_and_weights_go_up_once_a_step_in_the_bytes_that_the
     for way in ("optimizer", "optimizer-files"):
         for _, _, moved, own, _ in ranks.run(2, trained, "llama", f"dp2.z1.off-{way}", "bf16", str(tmp_path), True):
             assert moved == {torch.bfloat16: 2 * own}
+
+
+def test_sums_of_gradients_take_nothing_of_the_device_and_come_down_once_a_micro_batch(ranks: Any, tmp_path: Any) -> None:
+    plan = "dp2.z2.mb2.off-optimizer.off-gradients"
+    for _, _, moved, own, _ in ranks.run(2, trained, "llama", plan, "bf16", str(tmp_path), True):
+        assert moved == {torch.bfloat16: (2 + 1) * own}
+    for here, there, own in ranks.run(2, held, plan, str(tmp_path)):
+        assert (here, there) == (0, (4 + 2 * 4 + 2) * own)
+
+
+def held(plan: str, folder: str) -> tuple[int, int, int]:
+    """Bytes of gradients on the device, and of what waits elsewhere behind one step; elements that this rank updates."""
+    training.away_of = beyond  # type: ignore[attr-defined]
+    try:
+        made = parallelize(make_model("llama"), make_optimizer, plan, precision="bf16", anatomy=anatomy_of("llama"), offload_to=folder)
+    finally:
+        training.away_of = away_of  # type: ignore[attr-defined]
+    made.step(make_batch("llama", 0))
+    return made.bytes()["gradients"], made.bytes()["offloaded"], sum(unit.own.stop - unit.own.start for unit in made.engine.zero.trained)
 
 
 def test_a_copy_that_would_be_cast_on_the_way_is_refused_and_one_that_is_not_has_landed() -> None:

@@ -46,7 +46,7 @@ def price_of(pricer: Pricer, plan: Plan) -> tuple[float, Plan] | None:
     taken, safe = reserved(pricer.setting, prices.allocated)
     if float(taken.item()) > limit or float(prices.on_host.item()) > pricer.setting.host_memory:
         return None
-    return float(prices.step.item()) * (1 + TIGHT_GAIN * (float(safe.item()) > limit or leans(job.cluster, plan.offload))), plan
+    return float(prices.step.item()) * (1 + TIGHT_GAIN) ** ((float(safe.item()) > limit) + leans(job.cluster, plan.offload)), plan
 
 
 def ranked(job: Job) -> dict[Plan, float]:
@@ -58,8 +58,8 @@ def ranked(job: Job) -> dict[Plan, float]:
 
 
 def score(job: Job, entry: Entry) -> float:
-    unsure = entry.estimate.verdict == Fits.tight or leans(job.cluster, entry.plan.offload)
-    return float(f"{entry.estimate.time.step * (1 + TIGHT_GAIN * unsure):.9e}")
+    doubts = (entry.estimate.verdict == Fits.tight) + leans(job.cluster, entry.plan.offload)
+    return float(f"{entry.estimate.time.step * (1 + TIGHT_GAIN) ** doubts:.9e}")
 
 
 def usual(plan: Plan) -> bool:

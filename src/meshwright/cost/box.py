@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshwright.spec.choices import least_zero
 from meshwright.spec.model import Parameter
 from meshwright.spec.plan import AXES as PLAN_AXES
-from meshwright.spec.plan import PARAMETERS, Axis, Context, Offload, Plan, Recompute, Schedule, goes_in_part, lies_as_v, sends
+from meshwright.spec.plan import Axis, Context, Offload, Plan, Recompute, Schedule, goes_in_part, lies_as_v, sends
 from meshwright.spec.rules import micro_batches_of
 
 AXES = "robsczf"
@@ -143,11 +144,12 @@ class Shards(NamedTuple):
     replicas: int
     holders: int
     lone: bool = False
-    """Of one rank: ZeRO only as what lets its weights wait elsewhere."""
+    """Of one rank: ZeRO only as what lets its weights, or its gradients, wait elsewhere."""
 
     def keeps(self, choice: Sequence[Offload]) -> bool:
-        """Whether they go with what waits elsewhere: weights do as the shards of ZeRO 3."""
-        return self.zero == 3 if set(choice) & set(PARAMETERS) else not self.lone
+        """Whether they go with what waits elsewhere."""
+        least = least_zero(choice)
+        return self.zero >= least if least else not self.lone
 
 
 class Layout(NamedTuple):
@@ -275,7 +277,7 @@ class Box:
     @cached_property
     def _legal(self) -> tuple[Array, Array, Array, Array]:
         """Interleaved orders take micro-batches in multiples of pp, dualpipev at least 2 pp, actions as many as they list (o, b); context ranks lie in a shard group, and experts as the layout says (b, z);
-        a part is not said twice (o, c); weights wait elsewhere as shards of ZeRO 3 (z, f)."""
+        a part is not said twice (o, c); weights and gradients wait elsewhere as shards (z, f)."""
         rounds = np.array([_rounds(order, self.pp, self.counts) for order in self.orders])
         cp, ep = self.contexts[:, None], self.layout.ep
         held = np.where(self.zero.reshape(-1) > 0, self.holders, cp)

@@ -106,6 +106,9 @@ HOST_UPDATE = 4e9
 """Parameters that the processors of one node update in a second: CPU-Adam takes 1.03 s for 4 B and 2.57 s for 10 B (ZeRO-Offload, arXiv
 2101.06840, table 4). Where `probe` has measured it, that counts instead."""
 
+ADDITIONS = 4
+"""Elements that a host adds to a sum while it updates one: 6 bytes pass its memory where AdamW moves 26 and computes (bf16 gradients)."""
+
 PINNED = 1.44
 """Bytes that torch takes of a host for each byte of pinned memory that is asked for: it gives it out in powers of two (ATen/core/CachingHostAllocator.h), which
 is 1 / ln 2 times as much where all sizes are as likely."""

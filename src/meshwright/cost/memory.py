@@ -90,12 +90,12 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
     at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere
     fullest = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)
     activations = np.where(at_head > elsewhere, alive.at_head, alive.elsewhere)
-    waiting = where.parameters * parameters + where.optimizer * held + alive.on_host
+    waiting = where.parameters * parameters + where.gradients * gradients + where.optimizer * held + alive.on_host
     elsewhere_held = where.optimizer + where.optimizer_files
     passing_by = windows(setting, box, shard_of(box, states), shard_elements(box, states))
     return Footprint(
         parameters * (1 - where.parameters - where.parameters_files),
-        gradients,
+        gradients * (1 - where.gradients),
         held * (1 - elsewhere_held),
         activations,
         fullest - activations + passing_by,

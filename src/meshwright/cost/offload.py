@@ -6,6 +6,7 @@ the host has what that leaves of the time to hide in.
                      backward ([Note: after the norm])
     optimizer-files  the same on disk: all of it is read and written in each update, while the host updates what was read before
     a share of either: the rest stays and is updated where it is, while the disk reads and writes; a share of weights: whole layers of them
+    gradients        sums of the shards of ZeRO 2 and 3: each micro-batch's go down beside backward, later ones are added there by the host
     parameters       shards of the weights (ZeRO 3); each layer's comes up before it runs, forward and backward, beside what runs
     parameters-files the same out of files, by the host's memory; the update writes them, and reads them first where they are what is updated
     activations      what blocks keep goes down in forward and comes up in backward, beside what runs; two blocks of it stay
@@ -36,6 +37,7 @@ class Away(NamedTuple):
 
     optimizer: Array
     optimizer_files: Array
+    gradients: Array
     parameters: Array
     parameters_files: Array
     activations: Array
@@ -43,8 +45,8 @@ class Away(NamedTuple):
 
     @property
     def gone(self) -> tuple[Array, Array, Array]:
-        """Which keep parameters, gradients and the optimizer off the device; gradients never are."""
-        return self.parameters + self.parameters_files, lift(0.0, ""), self.optimizer + self.optimizer_files
+        """Which keep parameters, gradients and the optimizer off the device."""
+        return self.parameters + self.parameters_files, self.gradients, self.optimizer + self.optimizer_files
 
 
 def away(box: Box) -> Away:
@@ -53,13 +55,16 @@ def away(box: Box) -> Away:
 
 
 def passing(setting: Setting, box: Box, weights: Array, kept: Array, before: Array, behind: Array) -> Array:
-    """Seconds a micro-batch that `weights` bytes, needed forward and backward, and `kept` bytes of activations add to what runs beside them."""
+    """Seconds a micro-batch that `weights` bytes of shards, needed forward and backward, their gradients, and `kept` bytes of activations add to what
+    runs beside them."""
     if not any(box.offload):
         return lift(0.0, "")
     where, link, read = away(box), setting.host_bandwidth or np.inf, to_files(setting)
     coming = where.parameters * weights / link + where.parameters_files * weights * read
     rest = where.activations * kept / link + where.activations_files * kept * read
-    return beside(rest + coming, before) + beside(rest + coming, behind)
+    elements = where.gradients * weights / setting.recipe.size
+    summed = elements * (setting.gradient / link + 1.0 / (constants.ADDITIONS * setting.host_update))
+    return beside(rest + coming, before) + beside(rest + coming + summed, behind)
 
 
 def to_files(setting: Setting) -> float:
@@ -76,7 +81,7 @@ def kept_of_optimizer(setting: Setting) -> float:
 
 def windows(setting: Setting, box: Box, largest: Array, elements: Array) -> Array:
     """Bytes of the slots that what waits in files passes by, of `elements` on a rank in units of at most `largest`, of the buffer that shards of
-    weights come up in, and of what cores write activations by."""
+    weights come up in, of what cores write activations by, and of gradients that go down."""
     if not any(box.offload):
         return lift(0.0, "")
     where, size = away(box), setting.recipe.size
@@ -88,6 +93,7 @@ def windows(setting: Setting, box: Box, largest: Array, elements: Array) -> Arra
         slots * ((where.optimizer_files > 0) * kept_of_optimizer(setting) + (where.parameters_files > 0) * shared * size)
         + coming * largest * size
         + pieces
+        + where.gradients * (constants.REDUCTIONS_IN_FLIGHT * largest * setting.gradient)
     )
 
 

@@ -15,7 +15,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 TIGHT_GAIN = 0.05
-"""A plan that is not certain stands before one that is only when it is faster by more than this share."""
+"""A plan that is not certain stands before one that is only when it is faster by more than this share, for each of both reasons."""
 
 
 def leans(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
@@ -24,6 +24,6 @@ def leans(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
 
 
 def cautious(job: Job, plan: Plan, priced: Estimate) -> float:
-    """Seconds of a step of the run, and TIGHT_GAIN more where the plan is not certain."""
-    unsure = priced.verdict == Fits.tight or leans(job.cluster, plan.offload)
-    return priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN * unsure)
+    """Seconds of a step of the run, and TIGHT_GAIN more for each reason why the plan is not certain."""
+    doubts = (priced.verdict == Fits.tight) + leans(job.cluster, plan.offload)
+    return priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN) ** doubts

@@ -32,7 +32,7 @@ from meshwright.search.division import divisors, even, relieved
 from meshwright.search.legal import Orders, Updates, against_cut, first_fault, plans_of
 from meshwright.search.pinned import check_pins
 from meshwright.search.worth import offered, relief
-from meshwright.spec.choices import goes_in_part
+from meshwright.spec.choices import OPTIMIZER, goes_in_part, least_zero
 from meshwright.spec.job import Job
 from meshwright.spec.plan import (
     AXES,
@@ -40,7 +40,6 @@ from meshwright.spec.plan import (
     FILES,
     HELD,
     IN_BLOCKS,
-    PARAMETERS,
     TWICE,
     Axis,
     Context,
@@ -60,9 +59,9 @@ OFFERED = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved, Schedule.
 
 OFFLOADS = tuple(
     kept
-    for count in range(len(TWICE) + 1)
+    for count in range(len(TWICE) + 2)
     for kept in combinations(Offload, count)
-    if not any(set(places) <= set(kept) for places in TWICE.values())
+    if not any(set(places) <= set(kept) for places in TWICE.values()) and (Offload.gradients not in kept or set(OPTIMIZER) & set(kept))
 )
 
 
@@ -140,7 +139,7 @@ class Space:
         self._offloads = [way for way in ways if self._updates.against_way(way) is None]
         self._kept_near = [way for way in ways if way not in self._offloads]
         """What must not wait elsewhere, for how it is updated."""
-        self._away = [bool(set(choice) & set(PARAMETERS)) for choice in (*self._offloads, *self._kept_near)]
+        self._least = {least_zero(choice) for choice in (*self._offloads, *self._kept_near)}
         self._shards_of: dict[tuple[int, int], tuple[Shards, ...]] = {}
 
     @property
@@ -193,9 +192,8 @@ class Space:
         """Ways to share states out."""
         if self.pins.get("dp", dp) != dp:
             return
-        away = self._away
-        for zero in self._choices("zero", [3] if away and all(away) else [0, 1, 2, 3]):
-            lone = zero == 3 and dp * cp == 1 and "zero" not in self.pins and any(away)
+        for zero in self._choices("zero", list(range(min(self._least, default=0), 4))):
+            lone = zero > 0 and zero in self._least and dp * cp == 1 and "zero" not in self.pins
             smallest = 1 if self.pins.get("zero", 0) or lone else 2
             for shard in self._choices("dp_shard", [1] if zero == 0 else [size for size in divisors(dp) if size * cp >= smallest]):
                 if self.pins.get("dp_replicate", dp // shard) == dp // shard:

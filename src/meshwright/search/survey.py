@@ -167,8 +167,8 @@ class Survey:
         taken = np.where(mask, usual, np.inf)
         tight = np.broadcast_to(safe > ample(setting), box.shape)
         each = step if not box.compile else step + first_step(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
-        unsure = tight | np.array([leans(setting.job.cluster, choice) for choice in box.offload])  # the last axis
-        worth = taken if self.objective == Objective.headroom else np.where(unsure, each * (1.0 + TIGHT_GAIN), each)
+        doubts = tight + np.array([int(leans(setting.job.cluster, choice)) for choice in box.offload])  # the last axis
+        worth = taken if self.objective == Objective.headroom else each * (1.0 + TIGHT_GAIN) ** doubts
         return Priced(np.where(taken <= self._usable, worth, np.inf), step, taken, tight)
 
     def _count(self, box: Box, step: Array, found: Priced) -> None:
@@ -221,8 +221,8 @@ class Survey:
         stay = priced.seconds[:, :, :, :1]
         stay = np.where(_lone(box), stay.min(axis=ALONG_Z, keepdims=True), stay)
         seconds = bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)  # what must wait elsewhere may gain by recompute
-        leaning = np.array([leans(self.pricer.setting.job.cluster, way) for way in ways])
-        seconds = np.where((bound.safe > ample(self.pricer.setting)) | leaning, seconds * (1.0 + TIGHT_GAIN), seconds)
+        leaning = np.array([int(leans(self.pricer.setting.job.cluster, way)) for way in ways])
+        seconds = seconds * (1.0 + TIGHT_GAIN) ** ((bound.safe > ample(self.pricer.setting)) + leaning)
         room = (
             self._usable if self.ranking.best else max(self._usable, self.least.reserved if self.least else np.inf)
         )  # else what comes nearest

@@ -63,6 +63,7 @@ class Offload(StrEnum):
 
     optimizer = "optimizer"
     optimizer_files = "optimizer-files"
+    gradients = "gradients"
     parameters = "parameters"
     parameters_files = "parameters-files"
     activations = "activations"
@@ -88,14 +89,23 @@ IN_PART = OPTIMIZER + PARAMETERS
 """What can wait in part, by a share of each rank's."""
 
 
+COUNTED = IN_PART + ACTIVATIONS
+"""What a number behind its name says: the share that waits, or of how many blocks."""
+
+
 def sends(offload: Collection[Offload]) -> bool:
     """Whether activations wait so."""
     return bool(set(offload) & set(ACTIVATIONS))
 
 
+def least_zero(offload: Collection[Offload]) -> int:
+    """The least ZeRO stage at which ranks have what waits so: weights wait as the shards of ZeRO 3, sums of gradients as those of ZeRO 2."""
+    return 3 if set(offload) & set(PARAMETERS) else 2 if Offload.gradients in offload else 0
+
+
 def goes_in_part(offload: Collection[Offload]) -> bool:
     """Whether what waits so can do so in part: states, or weights; a share of both at once would be two."""
-    return len(set(offload) & set(IN_PART)) == 1
+    return len(set(offload) & set(IN_PART)) == 1 and Offload.gradients not in offload
 
 
 Axis = Literal["pp", "dp", "tp"]

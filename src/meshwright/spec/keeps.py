@@ -53,6 +53,10 @@ class Keeps(Rows):
             raise ValueError(
                 f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)"
             )
+        if Offload.gradients in self.offload and (self.zero < 2 or not set(OPTIMIZER) & set(self.offload)):
+            raise ValueError(
+                "off-gradients: their sums wait where the update is, each rank's own: write z2 or z3 and off-optimizer beside it (dp1.z2.off-optimizer.off-gradients)"
+            )
         sent = next((what for what in self.offload if what in ACTIVATIONS), None)
         if self.offload_layers and sent is None:
             raise ValueError(
@@ -70,6 +74,10 @@ class Keeps(Rows):
         if self.offload_share < 100 and not set(OPTIMIZER + PARAMETERS) & set(self.offload):
             raise ValueError(
                 f"offload_share {self.offload_share} is of the optimizer's states or of the weights: write off-optimizer{self.offload_share} or off-parameters{self.offload_share}, or with -files"
+            )
+        if self.offload_share < 100 and Offload.gradients in self.offload:
+            raise ValueError(
+                f"offload_share {self.offload_share}: gradients wait where all of the update is: leave the share or off-gradients out"
             )
         if self.offload_share < 100 and not goes_in_part(self.offload):
             raise ValueError(

@@ -25,6 +25,7 @@ from meshwright.spec.choices import (
     ACTIVATIONS,
     AXES,
     BUCKET,
+    COUNTED,
     FILES,
     HELD,
     IN_BLOCKS,
@@ -253,7 +254,7 @@ def away_parts(plan: Plan) -> list[str]:
     """
     part = "" if plan.offload_share == 100 else plan.offload_share
     numbers = {**dict.fromkeys(IN_PART, part), **dict.fromkeys(ACTIVATIONS, plan.offload_layers or "")}
-    return [f"off-{what}{numbers[what]}" for what in plan.offload]
+    return [f"off-{what}{numbers.get(what, '')}" for what in plan.offload]
 
 
 _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
@@ -332,7 +333,7 @@ def parse_plan(name: str) -> Plan:
             put(_LISTS[numbers[1]], unlisted(numbers[2]), part)
         elif re.fullmatch(r"ax(-(pp|dp|tp)){3}", part):
             put("axes", tuple(part[3:].split("-")), part)
-        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d*)", part)) and away[1] in list(Offload):
+        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d*)", part)) and away[1] in (COUNTED if away[2] else list(Offload)):
             offload.append(away[1])
             if away[2]:
                 put("offload_share" if away[1] in IN_PART else "offload_layers", int(away[2]), part)

@@ -11,12 +11,13 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from meshwright.spec.plan import ACTIVATIONS, OPTIMIZER, PARAMETERS, Plan, Schedule, away_parts
+from meshwright.spec.plan import ACTIVATIONS, OPTIMIZER, PARAMETERS, Offload, Plan, Schedule, away_parts
 
 RUNS: dict[str, tuple[Any, ...]] = {
     "schedule": tuple(Schedule),
     "offload": tuple(
-        tuple(what for what in kept if what is not None) for kept in product((None, *OPTIMIZER), (None, *PARAMETERS), (None, *ACTIVATIONS))
+        tuple(what for what in kept if what is not None)
+        for kept in product((None, *OPTIMIZER), (None, Offload.gradients), (None, *PARAMETERS), (None, *ACTIVATIONS))
     ),
 }
 """Values of the fields of a plan that run; every other field runs with all of its values."""

@@ -182,8 +182,8 @@ def _regrets(found: Sequence[Prediction]) -> list[float]:
 
 def _choice(each: Prediction) -> tuple[bool, float]:
     """How the planner ranks: what does not fit last; a plan that is not certain must be TIGHT_GAIN faster."""
-    unsure = each.estimate.verdict == Fits.tight or leans(each.case.job.cluster, each.plan.offload)
-    return not each.fits, each.seconds * (1.0 + TIGHT_GAIN * unsure)
+    doubts = (each.estimate.verdict == Fits.tight) + leans(each.case.job.cluster, each.plan.offload)
+    return not each.fits, each.seconds * (1.0 + TIGHT_GAIN) ** doubts
 
 
 def _correlation(group: Sequence[Prediction]) -> float:

@@ -225,7 +225,8 @@ class Away:
     def bytes(self, units: Sequence[FlatUnit]) -> int:
         """What waits, all in all."""
         states = sum(unit.master.bytes_away() for unit in units if isinstance(unit.master, Waiting))
-        return states + sum(unit.elsewhere.bytes() for unit in units if unit.elsewhere is not None)
+        sums = sum(unit.gradients.nbytes for unit in units if unit.on_host is not None)
+        return states + sums + sum(unit.elsewhere.bytes() for unit in units if unit.elsewhere is not None)
 
     def wait(self, wait: Callable[[], object]) -> None:
         """For something under way, on the clock."""

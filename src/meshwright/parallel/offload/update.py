@@ -66,5 +66,6 @@ def _windows(units: Sequence[FlatUnit], known: bool = True) -> list[AwayWindow]:
         unit.master.let_go()
         for window in unit.master.windows:
             window.gradients = unit.own_gradients[window.start : window.stop] if known else None
+            window.is_down = unit.on_host is not None
             windows.append(window)
     return windows

@@ -30,6 +30,8 @@ class AwayWindow:
         self.runs: list[Run] = []
         self.gradients: torch.Tensor | None = None
         """Its gradients where backward left them, once nothing is added to them any more."""
+        self.is_down = False
+        """Whether they wait on the host already (sums.py)."""
         self._down: torch.Tensor | None = None
         """Its gradients on the host, of a device that has memory of its own."""
         self.made = False
@@ -56,7 +58,7 @@ class AwayWindow:
             self._bring_down(self.gradients)
 
     def _bring_down(self, gradients: torch.Tensor) -> None:
-        if not self.stays and self.owner.away.beyond:
+        if not self.stays and self.owner.away.beyond and not self.is_down:
             self._down = self.view(GRADIENT, gradients.dtype)
             self.owner.away.ferry.copy(self._down, gradients).wait()
 

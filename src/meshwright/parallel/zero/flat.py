@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from meshwright.parallel.exchange.group import Sharing, alone
 from meshwright.parallel.later import begun
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload.shards import FileShard, Shard, shard_away
+from meshwright.parallel.offload.sums import HostSum
 from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.parallel.pipeline.backlog import Backlog
 from meshwright.parallel.update.lean import Lean
@@ -72,6 +74,8 @@ class FlatUnit:
         self.own = slice(*bounds[sharing.shard : sharing.shard + 2])
         self.arrivals = Arrivals(unit.offsets)
         self._full_gradient: torch.Tensor | None = None
+        self.on_host: HostSum | None = None
+        """Where its gradients wait, if not on the device."""
         self.stage: Passing | None = None
         self.backlog: Backlog | None = None
         self._gaps = _gaps(unit, parameters)
@@ -127,6 +131,11 @@ class FlatUnit:
             self.gradients = self.own_gradients = _zeros(self, 0, False, dtype)
             return
         size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
+        away = self.mesh.away
+        if away is not None and away.beyond and Offload.gradients in self.mesh.plan.offload:
+            self.on_host = HostSum(away, size, dtype)
+            self.gradients = self.own_gradients = self.on_host.values
+            return
         self.gradients = _zeros(self, size, self.zero < 2 or self.sharing.copy_group is not None, dtype)
         self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
@@ -223,19 +232,23 @@ class FlatUnit:
         full = self._full_gradient
         assert full is not None
         self._full_gradient = None
-        first = self.arrivals.passes == 1
-        out = self.gradients if first else torch.empty_like(self.gradients)
+        first, sent = self.arrivals.passes == 1, self.on_host
+        out = self.gradients if first and sent is None else full.new_empty(self.gradients.shape)
         scattering = reduce_scatter(full, out, self.group, self.across.shards, _sizes(self))
 
         def finish() -> None:
             scattering.wait()
-            if not first:
+            if sent is not None:
+                sent.take(out, first)
+            elif not first:
                 self.gradients.add_(out)
 
         return Pending(None, finish)
 
     def reduce_over_replicas(self) -> Pending:
         """ZeRO 2 and 3 with replicas: the shards, once a step."""
+        if self.on_host is not None:
+            return Pending(None, partial(self.on_host.over, self.sharing.copy_group, self.across.copies))
         return all_reduce(self.gradients, self.sharing.copy_group, across=self.across.copies) if self.zero >= 2 else DONE
 
     def _then_over_replicas(self, pending: Pending) -> Pending:
@@ -317,7 +330,7 @@ class FlatUnit:
     def bytes(self) -> tuple[int, int]:
         """Held for weights and for gradients."""
         weights = self.unit.numel if self.zero < 3 else self.own.stop - self.own.start if self.elsewhere is None else 0
-        return weights * self.weights.element_size(), self.gradients.numel() * self.gradients.element_size()
+        return weights * self.weights.element_size(), self.gradients.nbytes if self.on_host is None else 0
 
 
 def _zeros(unit: FlatUnit, numel: int, shared: bool, dtype: torch.dtype) -> torch.Tensor:

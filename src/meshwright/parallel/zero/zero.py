@@ -153,8 +153,11 @@ class Zero:
         for pending in [unit.reduce_over_replicas() for unit in self.trained]:
             pending.wait()
         self.settle()
+        for unit in self.trained:
+            if unit.on_host is not None:
+                unit.on_host.land()
         for group, runs in self._partial.items():
-            joined = torch.cat(runs)
+            joined = torch.cat(runs).to(self.mesh.device)
             all_reduce(joined, group).wait()
             for run, total in zip(runs, joined.split([run.numel() for run in runs]), strict=True):
                 run.copy_(total)
@@ -163,7 +166,9 @@ class Zero:
             first, last = tied
             last.copy_(first.add_(last))
         for gradients in tied:
-            all_reduce(gradients, self.tie).wait()
+            there = gradients.to(self.mesh.device)  # the sums of some wait on the host
+            all_reduce(there, self.tie).wait()
+            gradients.copy_(there)
         for unit in self.trained:
             if unit.sums is not None:
                 unit.own_gradients = unit.sums.floats(unit.own_gradients)
