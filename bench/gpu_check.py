@@ -56,7 +56,10 @@ MFU_GOAL, STEP_GOAL, OFFLOAD_GOAL = 0.5, 0.1, 1.5
 GRADIENT_TOLERANCE, HIDDEN_GOAL = 1e-5, 0.7
 WARM = 3
 RESULTS = Path(__file__).parent / "results"
-WAYS = ("rc-layer", "rc-selective", "off-activations", "off-optimizer", "off-optimizer-files", "z3.off-parameters")
+WAYS = (
+    *("rc-layer", "rc-selective", "off-activations", "off-optimizer", "off-optimizer-files", "z3.off-parameters"),
+    *("z2.off-optimizer.off-gradients", "z3.off-optimizer.off-gradients.off-parameters"),
+)
 """To save memory; each is trained beside the plain plan at the second size."""
 SIZES: tuple[dict[str, Any], ...] = (
     {"layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn": 5504, "vocab": 32000, "seq": 4096},
