@@ -15,6 +15,6 @@ KEEPS = {
     "offload names {} twice: on the host, or in files": "offload 两次写了 {0}：放在主机内存，还是放在文件里，只能选一个",
     "off-{}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)": "off-{0}：放在别处的权重像 z3 那样逐层取上来：请写 z3（单个 rank 也一样：dp1.z3）",
     "offload_layers {} counts blocks whose activations wait: write off-activations{}": "offload_layers {0} 数的是激活放在别处的块：写 off-activations{1}",
-    "off-activations{}: of a stage the same first blocks recompute and send activations away, not {} and {}; recompute all alike, or as many": "off-activations{0}：一个阶段里重算的和送出激活的是同样的前几个块，不能是 {1} 个和 {2} 个；全部一样地重算，或者同样多",
+    "off-{}{}: of a stage the same first blocks recompute and send activations away, not {} and {}; recompute all alike, or as many": "off-{0}{1}：一个阶段里重算的和送出激活的是同样的前几个块，不能是 {2} 个和 {3} 个；全部一样地重算，或者同样多",
     "pin offload_layers={} counts blocks whose activations wait: pin off=[activations] too": "固定 offload_layers={0} 数的是激活放在别处的块：请同时固定 off=[activations]",
 }
