@@ -245,6 +245,8 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
         ({"cp": 32}, r"pins cp\(32\) = 32 but the cluster has 16 devices"),
         ({"ep": 2}, r"no plan is legal: .*ep\(2\): the model has no experts; use ep 1"),
         ({"offload": ("optimizer",)}, r"no plan is legal: .*off-optimizer: the cluster names no host_bandwidth"),
+        ({"offload": ("gradients",)}, r"pin offload: off-gradients: .* write z2 or z3 and off-optimizer beside it"),
+        ({"offload": ("optimizer", "optimizer-files")}, r"pin offload: offload names optimizer twice"),
         ({"tp": 8}, r"no plan is legal: .*tp\(8\) does not divide heads\(4\)"),
         ({"pp": 16}, r"no plan is legal: .*16 stages need as many blocks, the model has 4"),
         ({"dp": 4, "micro_batch": 3}, r"no plan is legal: .*batch 8 is not a multiple of dp\(4\) \* micro_batch\(3\) = 12"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.base.codec import build
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Offload, Plan, goes_in_part, sends
@@ -24,6 +25,8 @@ def check_pins(job: Job) -> None:
             f"pins offload_share={share} and offload={[str(what) for what in offload]}: a share is of the optimizer's states "
             "or of the weights, not of both: pin off=[optimizer], off=[parameters], or one of them with -files"
         )
+    if "offload" in pins:  # what no plan can say: twice the same, or gradients without the update
+        build(Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload")
     if pins.get("recompute_rest", "none") != "none" and not pins.get("recompute_layers"):
         raise InputError(
             f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind the first ones that recompute: pin recompute_layers too"
