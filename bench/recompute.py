@@ -33,6 +33,8 @@ WAYS = (
     ".rc-selective",
     ".off-activations",
     ".rc-layer.off-activations",
+    ".off-activations-files",
+    ".rc-operations.off-activations-files",
 )
 """Behind the name of the plan that keeps everything; on cores what leaves for the host's memory stays in the rank's."""
 NARROW = Sizes(layers=32, hidden=192, heads=3, ffn=512)
@@ -72,9 +74,10 @@ def question(world: int, sizes: Sizes, budget: float = 0.0) -> Any:
 def estimated(world: int, sizes: Sizes, plan: str) -> Any:
     """The planner's estimate of what runs: on cores what waits in the host's memory is in the rank's."""
     from meshwright.cost.step import estimate
-    from meshwright.spec.plan import parse_plan
+    from meshwright.spec.plan import FILES, parse_plan
 
-    return estimate(question(world, sizes), parse_plan(plan).but(offload=()))
+    wanted = parse_plan(plan)
+    return estimate(question(world, sizes), wanted.but(offload=tuple(what for what in wanted.offload if what in FILES)))
 
 
 def every_price(job: Any) -> Iterator[tuple[float, float]]:
