@@ -80,7 +80,7 @@ class Block:
         self.rank, self.place = rank, place
         self.before = _nobody if before is None else weakref.ref(before)
         self._parcels: list[weakref.ref[Parcel]] = []
-        self._seen: dict[Any, Parcel] = {}
+        self._seen: dict[tuple[int, int], Parcel] = {}
 
     @property
     def parcels(self) -> list[Parcel]:
@@ -91,16 +91,19 @@ class Block:
         """What autograd holds instead of `tensor`."""
         if not self._goes(tensor):
             return tensor
-        lies, own = Lies.of(tensor), tensor
-        key: tuple[Any, ...] = storage_of(tensor), tensor._version
         if tensor.nbytes * 2 < tensor.untyped_storage().nbytes():  # a small part of something
-            key, own = (*key, lies), tensor.detach().clone()
-            lies = Lies.of(own)
+            own = tensor.detach().clone()
+            return self._sent(own), Lies.of(own)
+        key = storage_of(tensor), tensor._version
         parcel = self._seen.get(key)
         if parcel is None:
-            parcel = self._seen[key] = Parcel(self, own)
-            self._parcels.append(weakref.ref(parcel))
-        return parcel, lies
+            parcel = self._seen[key] = self._sent(tensor)  # it holds the storage, so that none after it has the same number
+        return parcel, Lies.of(tensor)
+
+    def _sent(self, tensor: torch.Tensor) -> Parcel:
+        parcel = Parcel(self, tensor)
+        self._parcels.append(weakref.ref(parcel))
+        return parcel
 
     def _goes(self, tensor: torch.Tensor) -> bool:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
