@@ -31,6 +31,10 @@ PLANS = (
     "pp4.mb2",
     "pp2.gpipe",
     "dp2.tp2.z3.rc-layer",
+    "pp2.mb4.zb1.rc-layer",
+    "pp2.mb4.zb1.rc-operations",
+    "pp2.mb4.zb1.rc-layer1-operations",
+    "pp2.mb2.zbv.rc-operations",
     "dp2.pp2.z2",
     "dp2.cp2.z3.mb4",
     "dp2.z1.off-optimizer-files",
@@ -43,7 +47,14 @@ PLANS = (
 )
 
 
-OF_GPT2 = ("dp2.z1", "pp2", "dp2.z3.off-parameters-files", "dp2.z3.off-optimizer-files.off-parameters-files")
+OF_GPT2 = (
+    "dp2.z1",
+    "pp2",
+    "pp2.mb4.zb1.rc-layer",
+    "pp2.mb4.zb1.rc-operations1",
+    "dp2.z3.off-parameters-files",
+    "dp2.z3.off-optimizer-files.off-parameters-files",
+)
 """A tied vocabulary, learned positions, norms with biases."""
 
 TIED = tuple(f"dp2{size}.z{zero}" for zero in (2, 3) for size in ("", ".mb2", ".mb4", ".mb8"))

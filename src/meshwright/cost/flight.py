@@ -6,7 +6,7 @@ each needs some room of its own. Micro-batches alive, p ranks, v virtual stages,
     gpipe        m
     1f1b         min(m, p - r)
     interleaved  what min(m v, 2 (p - r - 1) + (v - 1) p + k) forwards made, less what k - 1 backwards freed
-    zb1          min(m, p) of blocks; of vocabulary and head, whose weights are not put off, min(m, p - r)
+    zb1          min(m, p) of blocks; of vocabulary, head and blocks that recompute, whose weights are not put off, min(m, p - r)
     zbv          down and up stage: min(m, 2p - r - 1) and min(m, r + 1) when the up one runs backward, min(m, 2p - r) and r when the down one does
     dualpipev    2p - r and r + 1
     actions      what the plan's own list holds
@@ -86,7 +86,8 @@ def _fuller(one: tuple[int, tuple[int, ...]], other: tuple[int, tuple[int, ...]]
 
 
 def _until_w(alive: Alive, kind: Kind, waits: Array, until_b: Array | None) -> Moments:
-    """What `waits` is freed by W, what does not by B; on ranks laid as a V, W follows B at once where any such layer of weight lies."""
+    """What `waits` is freed by W, what does not by B, layer by layer as it walks back; on ranks laid as a V, W follows B at once where any such layer of
+    weight lies."""
     running, rows = [], []
     for turn, counts in alive:
         load = sum(
@@ -94,8 +95,9 @@ def _until_w(alive: Alive, kind: Kind, waits: Array, until_b: Array | None) -> M
             for at, count in enumerate(counts)
         )
         for entry in np.flatnonzero(kind.layers[turn]).tolist():
+            freed = np.where(~waits & (np.arange(len(waits)) > entry), kind.layers[turn], 0)
             running.append(np.full(len(counts[0]), entry))
-            rows.append(load)
+            rows.append(load - freed)
     return np.stack(running, axis=1), np.stack(rows, axis=1)
 
 

@@ -17,6 +17,9 @@ from meshwright.cost.stages import Kind, apart, partly
 from meshwright.cost.units import FlatUnits
 from meshwright.spec.plan import Schedule
 
+Waits = tuple[bool, bool]
+"""Whether the first blocks of a stage, and those behind them, keep what they keep until W, where the order has it."""
+
 
 class Fullest(NamedTuple):
     """Moments at which a rank can be fullest: layers that keep a share then and, one of as many columns more, the layer that runs backward
@@ -42,7 +45,7 @@ class Held:
         self.layers = np.array([kind.layers.sum(axis=0) for kind in kinds], dtype=float)
         self.numbers = np.array([kind.number for kind in kinds])
         self._again: dict[int, Array] = {}
-        self._fullest: dict[int, tuple[dict[int, int], Fullest | None]] = {}
+        self._fullest: dict[tuple[int, Waits], tuple[dict[int, int], Fullest | None]] = {}
         self._flat: dict[tuple[Cut, int | None], Flat] = {}
 
     def again(self, count: int) -> Array:
@@ -52,26 +55,26 @@ class Held:
             self._again[count] = np.array([partly(kind, blocks, count).sum(axis=0) for kind in self.kinds], dtype=float)
         return self._again[count]
 
-    def fullest(self, again: int, micro_batches: Sequence[int]) -> Fullest:
-        """Of so many micro-batches (b). Where the first `again` blocks of a stage recompute, each entry has two columns: of these, of the others."""
+    def fullest(self, again: int, micro_batches: Sequence[int], waits: Waits = (True, True)) -> Fullest:
+        """Of so many micro-batches (b). Where the first `again` blocks of a stage do otherwise, each entry has two columns: of these, of the others."""
         most = 2 * self.pp  # beyond so many all orders hold the same, but for those that hold all of them
         if self.order.schedule not in (Schedule.gpipe, Schedule.actions):
             micro_batches = [min(count, most) for count in micro_batches]
-        rows, known = self._fullest.get(again, ({}, None))
+        rows, known = self._fullest.get((again, waits), ({}, None))
         new = sorted(set(micro_batches) - rows.keys())
         if new:
-            more = self._moments(again, np.array(new))
+            more = self._moments(again, np.array(new), waits)
             known = more if known is None else Fullest(*(np.concatenate(both) for both in zip(known, more, strict=True)))
             rows = {**rows, **{count: len(rows) + at for at, count in enumerate(new)}}
-            self._fullest[again] = rows, known
+            self._fullest[again, waits] = rows, known
         assert known is not None
         chosen = [rows[count] for count in micro_batches]
         return Fullest(known.layers[chosen], known.at_head[chosen])
 
-    def _moments(self, again: int, micro_batches: Array) -> Fullest:
+    def _moments(self, again: int, micro_batches: Array, waits: Waits) -> Fullest:
         blocks = [entry.is_block for entry in self.entries]
         heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in self.entries for _ in range(2 if again else 1)])
-        waiting = [column for block in blocks for column in ((False, block) if again else (block,))]
+        waiting = [block and wait for block in blocks for wait in (waits if again else waits[1:])]
         found = [moments(self.order, self.pp, apart(kind, blocks, again) if again else kind, micro_batches, waiting) for kind in self.kinds]
         fill, columns = np.arange(max(running.shape[1] for running, _ in found)), len(heads)
         layers = np.zeros((len(micro_batches), len(found), len(fill), 2 * columns))

@@ -25,9 +25,10 @@ from meshwright.cost.context import on_the_way, slots
 from meshwright.cost.held import Fullest, Held, stack
 from meshwright.cost.offload import away, windows
 from meshwright.cost.optimizer import by_windows, gathered, kept_on_the_way, passing, state_bytes
+from meshwright.cost.pipeline import separate
 from meshwright.cost.setting import BLOCK, HEAD, Entry, Setting
 from meshwright.spec.model import Layer
-from meshwright.spec.plan import Recompute
+from meshwright.spec.plan import IN_BLOCKS, Recompute
 
 NOWHERE = -1e30
 """Bytes at a moment that a rank does not have: less than anything that comes on top."""
@@ -293,7 +294,11 @@ def activations(setting: Setting, box: Box, tokens: Array, ranks: Sequence[Held]
     """The fullest moments of each kind of rank, over AXES without z: all choices of recompute that treat blocks alike at once, others by themselves."""
     layers = [kept(setting, entry, box, tokens) for entry in setting.entries]
     alike = [at for at, again in enumerate(box.recompute) if not again.some]
-    groups = [alike] * bool(alike) + [[at] for at, again in enumerate(box.recompute) if again.some]
+    apart = separate(box.orders)  # then blocks that recompute keep nothing until W (parallel/pipeline/backlog.py)
+    until_b = [at for at in alike if apart and box.recompute[at].kind in IN_BLOCKS]
+    groups = [group for group in ([at for at in alike if at not in until_b], until_b) if group] + [
+        [at] for at, again in enumerate(box.recompute) if again.some
+    ]
     found = [_alive(setting, box, layers, [box.recompute[at] for at in group], ranks) for group in groups]
     if len(found) == 1:
         return found[0]
@@ -311,7 +316,9 @@ def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[
     """Of choices of recompute that treat blocks alike, or of one that does not: then the first blocks have a column, the others the next one."""
     part, count = box.offload_layers if any(box.offload) else 0, box.counts.tolist()
     some = chosen[0].some or part > 0
-    at_once = [held.fullest(chosen[0].blocks(held.order) if chosen[0].some else part, count) for held in ranks]
+    does = (chosen[0].kind, chosen[0].rest) if chosen[0].some else (chosen[0].kind,) * 2
+    waits = does[0] not in IN_BLOCKS, does[1] not in IN_BLOCKS
+    at_once = [held.fullest(chosen[0].blocks(held.order) if chosen[0].some else part, count, waits) for held in ranks]
     length = max(each.at_head.shape[2] for each in at_once)
     fill = np.arange(length)
     wide = [each if each.at_head.shape[2] == length else Fullest(*(part[:, :, fill % part.shape[2]] for part in each)) for each in at_once]

@@ -204,7 +204,9 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
         raise InputError(f"plan {plan.name}: {', '.join(missing(plan))} can be planned and priced but do not run yet; leave them out")
     if plan.tp > 1 and not (anatomy.regions or anatomy.experts):
         unseen = next((line for line in anatomy.understood if UNSEEN in line), "")
-        why = f" ({unseen})" if unseen else "".join(f" ({line})" for line in anatomy.understood if "whole" in line)[:200]
+        lines = [line for line in anatomy.understood if "whole" in line]
+        some = [line for at, line in enumerate(lines, 1) if at == 1 or sum(map(len, lines[:at])) <= 200]
+        why = "".join(f" ({line})" for line in ([unseen] if unseen else some))
         way = "give parallelize an example of its batch, or use tp1" if unseen else "use tp1"
         raise InputError(
             f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none{why}: {way}"
