@@ -132,7 +132,13 @@ class Parallel:
                 unit.open()
 
     def _check_entered(self) -> None:
-        """Raises InputError where a pass left out a block that another one ran (random depth): gathers and stages would no longer meet those of other ranks."""
+        """Raises InputError where a pass left out a block that another one ran (random depth): gathers and stages would no longer meet those of other ranks;
+        and where it ran something backward itself, which would be taken for its gradients."""
+        if any(unit.backlog is not None and unit.backlog.is_open for unit in self.zero.units):
+            raise InputError(
+                f"plan {self.mesh.plan.name}: a block takes gradients inside of its forward, where zero-bubble schedules put those of weights off: "
+                "use 1f1b or interleaved"
+            )
         plan, block = self.mesh.plan, self.run.uneven()
         if block is not None and (plan.zero == 3 or plan.stages > 1):
             raise InputError(

@@ -41,6 +41,11 @@ class Backlog:
         self._now: dict[str, list[Make]] = {}
         self._waiting: dict[int, dict[str, list[Make]]] = {}
 
+    @property
+    def is_open(self) -> bool:
+        """Whether anything was added since the last B."""
+        return bool(self._now)
+
     def add(self, name: str, make: Make) -> None:
         """During a B."""
         self._now.setdefault(name, []).append(make)
