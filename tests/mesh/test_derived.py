@@ -10,7 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from meshwright.anatomy.derived import Cut, Tape
+from meshwright.anatomy.cuts import Cut
+from meshwright.anatomy.derived import Tape
 
 WIDTH = 64
 Block = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

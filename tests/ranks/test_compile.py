@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from equality import alone, anatomy_of, check, make_batch, make_model, train
+from test_peak import expected, most
 
 from meshwright.base.errors import InputError
 from meshwright.parallel import compiled
@@ -24,6 +25,8 @@ PLANS = ("dp1.compile", "dp2.z3.mb2.compile", "tp2.mb4.compile", "tp2.sp.mb4.com
          "dp2.z3.rc-selective.compile", "tp2.sp.rc-operations.compile", "pp2.interleaved2.rc-operations1.compile", "dp2.z3.rc-layer1-operations.compile",
          "pp2.rc-operations.off-activations.compile", "pp2.zb1.rc-operations.compile", "dp2.z3.rc-selective.off-activations.compile",
          "pp2.off-activations-files.compile", "dp1.mb4.rc-operations.off-activations-files.compile")  # fmt: skip
+ESTIMATED = ("dp1.mb8.compile", "dp2.z3.mb4.compile", "tp2.sp.mb8.compile", "pp2.mb4.compile", "cp2.mb8.compile", "dp1.mb8.rc-layer.compile",
+             "dp1.mb8.rc-selective.compile", "dp1.mb8.rc-operations.compile", "tp2.mb8.rc-operations.compile", "pp2.mb4.rc-operations1.compile")  # fmt: skip
 
 
 @contextmanager
@@ -98,6 +101,19 @@ def test_what_the_compiler_makes_again_is_what_was_there(ranks: Any, way: str) -
 @pytest.mark.parametrize("way", ["rc-layer", "rc-selective", "rc-operations"])
 def test_generated_code_makes_again_what_was_there(ranks: Any, way: str, name: str) -> None:
     check_bits(ranks, "inductor", name, way)
+
+
+def most_with(backend: str, *given: Any) -> float:
+    with by(backend):
+        return most(*given)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("plan", ESTIMATED)
+def test_a_rank_of_compiled_blocks_allocates_what_the_estimate_says(ranks: Any, plan: str, model: str) -> None:
+    measured = max(ranks.run(parse_plan(plan).world, most_with, "inductor", model, plan, "fp32"))
+    assert expected(model, plan, "fp32") == pytest.approx(measured, rel=0.05)
 
 
 def test_without_a_compiler_a_compiled_plan_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

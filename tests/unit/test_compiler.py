@@ -52,3 +52,21 @@ def test_the_compiler_changes_the_order_of_a_short_run_and_not_of_a_long_one() -
 def test_the_first_step_of_compiled_blocks_is_said(language: str, words: str) -> None:
     job, plan = of_two_kinds(200), parse_plan("dp8.z1.compile")
     assert words in estimate_text(job, plan, estimate(job, plan), language).replace("\n", " ").replace("  ", " ")
+
+
+def test_a_compiled_block_keeps_less_and_drops_by_operation_what_its_products_read() -> None:
+    """Over tensor ranks products are in layers of ours, which keep what they read."""
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
+    block = next(layer for layer in job.model.layers if layer.name == "block")
+    each = 2048 * block.repeat
+    fused = each * ((block.fused_split + block.fused_whole) * 2 + block.fused_fixed_split + block.fused_fixed_whole)
+    assert activations(job, "dp8.z3.mb1") - activations(job, "dp8.z3.mb1.compile") == pytest.approx(fused)
+    assert fused > 0.2 * activations(job, "dp8.z3.mb1")
+    for plan in ("dp8.z3.mb1", "cp8.z3.mb1", "dp4.pp2.z1.mb1"):
+        assert activations(job, f"{plan}.rc-operations.compile") == pytest.approx(activations(job, f"{plan}.rc-operations"))
+    for plan in ("tp8", "tp8.sp"):
+        assert activations(job, f"{plan}.rc-operations.compile") == pytest.approx(activations(job, f"{plan}.compile"))
+
+
+def activations(job: Job, plan: str) -> float:
+    return estimate(job, parse_plan(plan)).memory.activations

@@ -4,10 +4,6 @@ A `Tape` watches one forward of a block. Elementwise operations, norms, sums and
 random numbers and functions of ours give cannot be made again. At the end every tensor that autograd asked to keep is either held or derived: made
 again from what is held when backward asks for it, by the same kernels from the same numbers, so bit for bit the same.
 
-[Note: least bytes] What is held is a smallest cut: of all sets of storages from which everything kept can be made again, the one of least bytes; of
-equal ones that which leaves least to do. What enters the block, weights and buffers are there anyway and cost nothing. Source: what
-torch.compile does for compiled graphs (H. He, Min-cut optimal recomputation with AOTAutograd, 2022), here for eager blocks, a storage a vertex.
-
 [Note: no longer than needed] The tape keeps no memory alive that the block would have let go of, but for what is smaller than the tensor made of it
 (the 16-bit input of a float32 copy): values that are gone can be passed through, not held.
 
@@ -22,12 +18,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-import networkx  # type: ignore[import-untyped]
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
+
+from meshwright.anatomy.cuts import Cut, Cuts, Value, View, cut_of, ghost_of
 
 # fmt: off
 CHEAP = frozenset([
@@ -44,96 +41,8 @@ CHEAP = frozenset([
 """Names of torch functions that read and write their tensors once or so, and give the same whenever they are called."""
 
 PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
-STEPS = 4096
-"""Steps of work that count as much as a byte: they decide between cuts of equal bytes."""
-REMEMBERED = 64
-"""Forms of blocks whose cuts are remembered."""
-
 Keep = Callable[[torch.Tensor], Any]
 Take = Callable[[Any], torch.Tensor]
-Cuts = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
-"""Of each form of block, as numbers in the order of what is kept: what is held, and what is made again for each of the others."""
-
-
-class Value:
-    """One storage. `function` made it, as its result number `place`, of `args` and `kwargs`, in which views stand for tensors; None where it cannot be
-    made again. `free`: it is there anyway. `entered`: what the block was given. `gathered`: a weight, whose storage is emptied and filled with the same
-    again. `kept`: what is held of it; `again`: what was made again, for `wanted` tensors more."""
-
-    __slots__ = (
-        "again",
-        "args",
-        "entered",
-        "free",
-        "function",
-        "gathered",
-        "ghost",
-        "kept",
-        "kwargs",
-        "nbytes",
-        "place",
-        "sources",
-        "storage",
-        "version",
-        "wanted",
-    )
-
-    def __init__(self, tensor: torch.Tensor, free: bool = False, entered: bool = False, gathered: bool = False) -> None:
-        storage = tensor.untyped_storage()
-        self.storage, self.nbytes = weakref.ref(storage), storage.nbytes()
-        self.free, self.entered, self.gathered = free, entered, gathered
-        self.ghost, self.version = _ghost(tensor), tensor._version
-        self.forget()
-        self.kept: Any = None
-        self.again: torch.Tensor | None = None
-        self.wanted = 0
-
-    def forget(self) -> None:
-        """It cannot be made again."""
-        self.function: Any = None
-        self.args: Any = ()
-        self.kwargs: Any = {}
-        self.place, self.sources = 0, list[View]()
-
-    @property
-    def is_written(self) -> bool:
-        """Since it was made, read first, or held."""
-        return self.ghost._version != self.version
-
-    @property
-    def can_be_made(self) -> bool:
-        return self.function is not None and not self.is_written and all(view.version == view.value.ghost._version for view in self.sources)
-
-    @property
-    def is_there(self) -> bool:
-        """Without being held."""
-        return self.free and self.storage() is not None
-
-
-class View(NamedTuple):
-    """A tensor: how it lies in the storage of a value, and the version that was read."""
-
-    value: Value
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    version: int
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of the storage of `whole`."""
-        part: Any = torch.empty(0, dtype=self.dtype, device=whole.device)
-        return part.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
-
-
-class Cut(NamedTuple):
-    """What is held; what is there anyway and must stay within reach; what is made again of both, in the order in which it was made, and of that what
-    each of the tensors that are not held takes."""
-
-    held: list[Value]
-    needed: list[Value]
-    remade: list[Value]
-    of: dict[Value, list[Value]]
 
 
 class Saved:
@@ -143,7 +52,7 @@ class Saved:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
-        self.ghost, self.version = _ghost(tensor), tensor._version
+        self.ghost, self.version = ghost_of(tensor), tensor._version
         self.view: View | None = None
         self.kept: Any = None
         self.makes: list[Value] = []
@@ -167,6 +76,8 @@ class Tape(TorchFunctionMode):
         self.values: weakref.WeakKeyDictionary[Any, Value] = weakref.WeakKeyDictionary()
         self.saved: list[Saved] = []
         self.small: list[torch.Tensor] = []
+        self.is_cheap = False
+        """A cheap function runs: what is kept meanwhile is kept for it."""
         self.entering = [tensor for tensor in entering if self._is_plain(tensor)]
         for tensor in self.entering:
             self.values.setdefault(tensor.untyped_storage(), Value(tensor, free=True, entered=True))
@@ -179,7 +90,11 @@ class Tape(TorchFunctionMode):
             return function(*args, **kwargs)
         sources: list[View] = []
         seen = self._seen([args, kwargs], sources)
-        result = function(*args, **kwargs)
+        self.is_cheap = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self.is_cheap = False
         if seen is not None and sources and not torch.is_autocast_enabled(sources[0].value.ghost.device.type):
             for place, tensor in enumerate(result if isinstance(result, tuple | list) else [result]):
                 if self._is_plain(tensor) and tensor.untyped_storage() not in self.values:
@@ -241,7 +156,7 @@ class Tape(TorchFunctionMode):
             whole = flat(value)
             if whole.untyped_storage()._cdata in moving:
                 whole = whole.clone()
-                value.ghost = _ghost(whole)
+                value.ghost = ghost_of(whole)
             value.kept, value.version = self.keep(whole), value.ghost._version
         for saved in self.saved:
             tensor, saved.tensor = saved.tensor, None
@@ -321,79 +236,6 @@ def flat(value: Value) -> torch.Tensor:
     dtype = value.ghost.dtype
     whole: Any = torch.empty(0, dtype=dtype, device=value.ghost.device)
     return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[no-any-return]
-
-
-def cut_of(asked: dict[Value, None], cuts: Cuts) -> Cut:
-    """How all of `asked` is come by; see [Note: least bytes]."""
-    order = _before(asked)
-    number = {value: at for at, value in enumerate(order)}
-    form = tuple(
-        (
-            *(value.function, value.nbytes, value.is_there, value in asked, value.can_be_made, value.storage() is None),
-            *(number[view.value] for view in value.sources),
-        )
-        for value in order
-    )
-    if form not in cuts:
-        if len(cuts) >= REMEMBERED:
-            cuts.clear()
-        least = {order[at] for at in _smallest(order, asked)}
-        made = {
-            number[value]: tuple(number[each] for each in _before([value], least) if each not in least)
-            for value in asked
-            if value not in least
-        }
-        cuts[form] = tuple(number[value] for value in order if value in least), made
-    held = [order[at] for at in cuts[form][0]]
-    of = {order[at]: [order[each] for each in taken if not order[each].is_there] for at, taken in cuts[form][1].items()}
-    taken = sorted({each for group in cuts[form][1].values() for each in group})
-    needed, remade = ([order[at] for at in taken if order[at].is_there is there] for there in (True, False))
-    return Cut(held, needed, remade, of)
-
-
-def _before(asked: Iterable[Value], known: Collection[Value] = ()) -> list[Value]:
-    """`asked` and all that they are made of, but what `known` is made of: sources first."""
-    found: dict[Value, None] = {}
-    ahead = [*asked][::-1]
-    while ahead:
-        value = ahead[-1]
-        sources = [] if value.is_there or value in known else [view.value for view in value.sources if view.value not in found]
-        if sources and value not in found:
-            ahead += sources[::-1]
-        else:
-            found[ahead.pop()] = None
-    return [*found]
-
-
-def _smallest(order: list[Value], asked: Collection[Value]) -> tuple[int, ...]:
-    """Numbers in `order` of what is held."""
-    steps = dict.fromkeys(order, 0)
-    for value in reversed(order):
-        for view in value.sources:
-            steps[view.value] = max(steps[view.value], steps[value] + 1)
-    graph = networkx.DiGraph()
-    graph.add_nodes_from(("start", "end"))
-    for at, value in enumerate(order):
-        if value.is_there:
-            continue
-        size = {} if value.storage() is None else {"capacity": value.nbytes * STEPS + steps[value]}
-        graph.add_edge((at, "made"), (at, "used"), **size)
-        if not value.can_be_made:
-            graph.add_edge("start", (at, "made"))
-        for source in {view.value for view in value.sources} if value.can_be_made else ():
-            if not source.is_there:
-                graph.add_edge((order.index(source), "used"), (at, "made"))
-        if value in asked:
-            graph.add_edge((at, "used"), "end")
-    before, _ = networkx.minimum_cut(graph, "start", "end")[1]
-    return tuple(at for at in range(len(order)) if (at, "made") in before and (at, "used") not in before)
-
-
-def _ghost(tensor: torch.Tensor) -> torch.Tensor:
-    """It has the version of `tensor`, and no memory."""
-    ghost = tensor.detach()
-    ghost.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return ghost
 
 
 def _as_it_is(kept: Any) -> Any:

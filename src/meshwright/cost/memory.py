@@ -247,6 +247,9 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
         (layer.derived_split * size + layer.derived_fixed_split) / box.tp
     )  # the feed-forward's, with which backward begins
     derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
+    fused = box.compile * tokens[:, None] * _fused(layer, size, box.tp, divided)
+    if box.compile and (box.tp > 1 or layer.routed):  # layers of ours, which the compiler is kept out of: they keep their inputs
+        derived, at_once = fused, 0.0 * at_once
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None]
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     passing = tokens[:, None] * (layer.transient * size * local_share(layer, size, box.tp, sequence_parallel))
@@ -257,13 +260,19 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
     passing = passing + (tokens * (on_the_way(setting, box, layer) * size / box.tp))[:, None]
     gradient = entry.largest(cut) * size if entry.is_block else 0
     return Kept(
-        tokens[:, None] * (split + whole),
+        tokens[:, None] * (split + whole) - fused,
         tokens[:, None] * (layer.output * size / divided),
         np.broadcast_to(core, shape),
-        np.broadcast_to(derived, shape),
+        np.broadcast_to(derived - fused, shape),
         np.broadcast_to(at_once, shape),
         passing + gradient,
     )
+
+
+def _fused(layer: Layer, size: int, tp: int, divided: Array) -> Array:
+    """Bytes a token that a compiled block does not keep; of experts, which the compiler is kept out of, what is outside of them."""
+    split = 0.0 if layer.routed else layer.fused_split * size + layer.fused_fixed_split
+    return split / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
 
 
 def repeated(layer: Layer, tp: int) -> float:

@@ -7,7 +7,8 @@ storage (a test counts them). Rules of autograd that decide it:
 - silu and gelu keep their input, a product both factors, relu its output; the hand-written gelu of GPT-2 keeps four tensors;
 - a sum keeps nothing, so a residual costs only what the norm behind it keeps.
 - where a block recomputes by operation (anatomy/derived.py), what norms, activations, rotations and copies give follows from what products and
-  attention give and from the two sums of the residual stream; of a norm in float32 the input is held in the compute type.
+  attention give and from the two sums of the residual stream; of a norm in float32 the input is held in the compute type;
+- a compiled block drops of that what no product reads, and keeps 1/rms.
 `transient` is what a layer's own pass adds on top at its fullest: behind a gated product two gradients of its width, behind gelu one.
 Tensor parallelism divides what lies behind a column weight; sequence parallelism divides the rest. Attention without a fused kernel (ALiBi
 in some libraries) would keep the probabilities, sequence x heads a token, and is not counted. Dropout is off in the reference models; each mask
@@ -23,7 +24,7 @@ from meshwright.intake.sizes import Sizes
 
 class Kept(NamedTuple):
     """One saved tensor: elements a token in the compute type, or bytes a token in a fixed type; `split` when tensor ranks share it; `derived` when it
-    follows from others, for which `instead` elements are held."""
+    follows from others, for which `instead` elements are held; `fused` when a compiled block does not keep it either."""
 
     what: str
     elements: float = 0.0
@@ -31,6 +32,7 @@ class Kept(NamedTuple):
     split: bool = False
     derived: bool = False
     instead: float = 0.0
+    fused: bool = False
 
 
 class Account(TypedDict):
@@ -47,11 +49,16 @@ class Account(TypedDict):
     derived_fixed_split: float
     derived_fixed_whole: float
     derived_moved: float
+    fused_split: float
+    fused_whole: float
+    fused_fixed_split: float
+    fused_fixed_whole: float
 
 
 def account(kept: list[Kept], moved: float, transient: float, again: float = 0.0) -> Account:
     """`again`: elements that are moved to derive what is derived; 0 for layers that are no blocks, which recompute nothing."""
     derived = [entry for entry in kept if entry.derived and again]
+    fused = [entry for entry in derived if entry.fused]
     return Account(
         moved=moved,
         saved_split=sum(entry.elements for entry in kept if entry.split),
@@ -64,6 +71,10 @@ def account(kept: list[Kept], moved: float, transient: float, again: float = 0.0
         derived_fixed_split=sum(entry.fixed for entry in derived if entry.split),
         derived_fixed_whole=sum(entry.fixed for entry in derived if not entry.split),
         derived_moved=again,
+        fused_split=sum(entry.elements - entry.instead for entry in fused if entry.split),
+        fused_whole=sum(entry.elements - entry.instead for entry in fused if not entry.split),
+        fused_fixed_split=sum(entry.fixed for entry in fused if entry.split),
+        fused_fixed_whole=sum(entry.fixed for entry in fused if not entry.split),
     )
 
 
@@ -71,8 +82,8 @@ def norm_kept(sizes: Sizes, width: float, split: bool = False, groups: float = 1
     """A norm of `width` features in `groups`, without its output, which the next product keeps."""
     if sizes.norm == "rms":
         return [
-            Kept("norm: input in float32", fixed=4 * width, split=split, derived=True, instead=width),
-            Kept("norm: normed input", width, split=split, derived=True),
+            Kept("norm: input in float32", fixed=4 * width, split=split, derived=True, instead=width, fused=True),
+            Kept("norm: normed input", width, split=split, derived=True, fused=True),
             Kept("norm: 1/rms", fixed=4 * groups, split=split, derived=True),
         ]
     return [Kept("norm: input", width, split=split), Kept("norm: mean and 1/std", fixed=8 * groups, split=split)]
@@ -111,7 +122,8 @@ def feed_forward_kept(sizes: Sizes, width: float) -> list[Kept]:
         "relu": ("output of relu",),
         "relu2": ("output of relu", "its square"),
     }[sizes.mlp]
-    return [Kept(what, width, split=True, derived=what not in ("gate", "up", "input of gelu", "output of relu")) for what in kept]
+    given, read = ("gate", "up", "input of gelu", "output of relu"), ("product", "output of gelu", "its square")
+    return [Kept(what, width, split=True, derived=what not in given, fused=what not in (*given, *read)) for what in kept]
 
 
 def expert_kept(sizes: Sizes) -> list[Kept]:

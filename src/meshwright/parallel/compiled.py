@@ -64,7 +64,7 @@ def compile_blocks(gates: Sequence[Gate], blocks: Sequence[nn.Module], lean: Col
 
 
 def _keeping_least(graph: Any, given: Any, **options: Any) -> Any:
-    """A backend of torch.compile: [Note: what the compiler keeps]. Names of torch that are not public: tests/ranks/test_compile.py fails when they move."""
+    """A backend of torch.compile: [Note: what the compiler keeps]. Names of torch that are not public: tests/mesh/test_compiled.py fails when they move."""
     from torch._dynamo import lookup_backend
     from torch._functorch import config
 

@@ -139,7 +139,7 @@ def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, ru
 def _per_token(few: Tally, many: Tally, run: Run, tokens: int) -> dict[str, float]:
     """The fields of `Layer` from what as many rows again as those of `run` add."""
     added = {name: (value - getattr(few, name)) / (run.rows * tokens) for name, value in vars(many).items()}
-    added = {name: value if name.startswith("derived") else max(value, 0.0) for name, value in added.items()}
+    added = {name: value if name.startswith(("derived", "fused")) else max(value, 0.0) for name, value in added.items()}
     return {
         "flops": added["flops"],
         "attention_flops": added["attention"] / tokens,

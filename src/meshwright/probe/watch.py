@@ -9,6 +9,10 @@ byte and attention drops inside its kernel, as on CUDA; statistics of norms take
 [Note: shares] What a column weight of the anatomy produces is a share of each tensor rank, and so is all that is computed from it, until a row
 weight sums it up: kept shares are divided by tp, everything else is not.
 
+[Note: compiled] A compiled block keeps less (parallel/compiled.py): not what is kept for cheap functions alone and follows from the rest, unless it is a
+quarter of what it is made of or less, such as a norm's 1/rms: torch makes no such sums again. The tape that tells what recompute by operation drops
+knows for which functions a tensor is kept.
+
 [Note: transient] While a layer runs backward, what is alive beyond all that it and the layers before it keep. Which layer runs is known
 from the saved tensors that are asked for.
 """
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,7 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.anatomy import Split
-from meshwright.anatomy.derived import Tape, Value, cut_of
+from meshwright.anatomy.cuts import Cut, Value, View, before, cut_of
+from meshwright.anatomy.derived import Tape
 from meshwright.probe.attention import attention
 from meshwright.probe.work import FUSED, GROUPED, cost, name_of
 
@@ -39,12 +44,30 @@ STATISTICS = frozenset({"native_layer_norm", "native_group_norm", "native_batch_
 MULTI_HEAD_DROPOUT = 10
 """Place of `dropout_p` among the arguments of `multi_head_attention_forward`."""
 
+SUM = 4
+"""How many times as large as what it makes what a function reads is, so that a compiler takes it for a sum."""
+
 STATISTIC = 4
 """Bytes of a mean or 1/std on a device, whatever the type of the input."""
 
 
 @dataclass
-class Tally:
+class Dropped:
+    """Of what a layer keeps, what recompute by operation drops (`derived`), and what compiled blocks do not keep (`fused`)."""
+
+    derived_split: float = 0.0
+    derived_whole: float = 0.0
+    derived_fixed_split: float = 0.0
+    derived_fixed_whole: float = 0.0
+    derived_moved: float = 0.0
+    fused_split: float = 0.0
+    fused_whole: float = 0.0
+    fused_fixed_split: float = 0.0
+    fused_fixed_whole: float = 0.0
+
+
+@dataclass
+class Tally(Dropped):
     """One layer of one run: totals over the batch."""
 
     flops: float = 0.0
@@ -60,11 +83,6 @@ class Tally:
     routed: float = 0.0
     transient: float = 0.0
     output: float = 0.0
-    derived_split: float = 0.0
-    derived_whole: float = 0.0
-    derived_fixed_split: float = 0.0
-    derived_fixed_whole: float = 0.0
-    derived_moved: float = 0.0
 
 
 class Origin(NamedTuple):
@@ -105,11 +123,13 @@ class Watch:
     kept: weakref.WeakKeyDictionary[Any, Kept] = field(default_factory=weakref.WeakKeyDictionary)
     alive: dict[weakref.ref[Any], int] = field(default_factory=dict)
     live: int = 0
-    derived: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
-    """Storages that recompute by operation drops, by the block that keeps them."""
+    dropped: dict[str, weakref.WeakKeyDictionary[Any, str]] = field(
+        default_factory=lambda: {what: weakref.WeakKeyDictionary() for what in ("derived", "fused")}
+    )
+    """Storages that recompute by operation drops, and compiled blocks, by the block that keeps them."""
     tape: Tape | None = None
-    packed: list[torch.Tensor] = field(default_factory=list)
-    """Of the block that runs."""
+    packed: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
+    """Of the block that runs; whether for a cheap function."""
     before: dict[str, float] | None = None
     """In backward: bytes that each layer and those before it keep."""
 
@@ -145,19 +165,25 @@ class Watch:
         self.tape.__enter__()
 
     def leave(self) -> None:
-        """The block is through: what recompute by operation would make of it."""
+        """The block is through: what recompute by operation would make of it, and the compiler."""
         tape = self.stop()
         assert tape is not None
-        asked = tape.asked(self.packed)
+        asked = tape.asked(tensor for tensor, _ in self.packed)
+        read = tape.asked(tensor for tensor, is_cheap in self.packed if not is_cheap)
         self.packed.clear()
-        held, needed, remade, _ = cut_of(asked, {})
-        for value in (*(value for value in held if value not in asked), *(value for value in needed if value.entered)):
+        least = self._drop("derived", asked, cut_of(asked, {}))
+        self.tallies[self.place].derived_moved += sum(_passed(value) for value in least.remade)
+        sums = {value: None for value in before(asked) if SUM * value.nbytes < sum(_size(view) for view in value.sources)}
+        self._drop("fused", asked, cut_of(asked, {}, read | sums))
+
+    def _drop(self, what: str, asked: Collection[Value], cut: Cut) -> Cut:
+        for value in (*(value for value in cut.held if value not in asked), *(value for value in cut.needed if value.entered)):
             if (storage := value.storage()) not in self.kept:
-                self._add("derived", self.place, storage, value.ghost.dtype, -value.nbytes)
+                self._add(what, self.place, storage, value.ghost.dtype, -value.nbytes)
         for value in asked:
-            if value not in held:
-                self.derived[value.storage()] = self.place
-        self.tallies[self.place].derived_moved += sum(_passed(value) for value in remade)
+            if value not in cut.held:
+                self.dropped[what][value.storage()] = self.place
+        return cut
 
     def stop(self) -> Tape | None:
         """No block runs any more."""
@@ -169,7 +195,7 @@ class Watch:
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
         storage = tensor.untyped_storage()
         if self.tape is not None:
-            self.packed.append(tensor)
+            self.packed.append((tensor, self.tape.is_cheap))
         if storage in self.kept:
             self.kept[storage].places[self.place] = None
         elif storage not in self.origins or self.origins[storage].weight is None:
@@ -189,11 +215,12 @@ class Watch:
             blocks = sum(place.startswith("block.") for place in kept.places)
             place = origin.place if blocks > 1 and origin.place else first
             self._add("saved", place, storage, kept.dtype, kept.size)
-            if self.derived.get(storage) == place and len(kept.places) == 1:
-                self._add("derived", place, storage, kept.dtype, kept.size)
+            for what, storages in self.dropped.items():
+                if storages.get(storage) == place and len(kept.places) == 1:
+                    self._add(what, place, storage, kept.dtype, kept.size)
 
     def _add(self, what: str, place: str, storage: Any, dtype: torch.dtype, size: float) -> None:
-        """Books `size` bytes as `saved`, or as `derived`."""
+        """Books `size` bytes as `saved`, `derived` or `fused`."""
         tally, origin = self.tallies[place], self.origins.get(storage, Origin(""))
         is_element = dtype == self.compute and not origin.is_statistic and not origin.is_core
         amount = size / dtype.itemsize * (1 if is_element else STATISTIC if origin.is_statistic else dtype.itemsize)
@@ -293,7 +320,11 @@ class _Functions(TorchFunctionMode):
 
 def _passed(value: Value) -> int:
     """Bytes that making a value again reads and writes."""
-    return value.nbytes + sum(view.size.numel() * view.dtype.itemsize for view in value.sources)
+    return value.nbytes + sum(map(_size, value.sources))
+
+
+def _size(view: View) -> int:
+    return view.size.numel() * view.dtype.itemsize
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -31,7 +31,7 @@ DERIVED_WORTH = 0.1
 
 
 def derived_share(job: Job) -> float:
-    """The part of what blocks keep for backward that follows from the rest by cheap operations."""
+    """The part of what blocks keep for backward that follows from the rest by cheap operations; of compiled ones, that they do not drop anyway."""
     size = recipe(job.workload.precision).size
     blocks = [layer for layer in job.model.layers if layer.name == "block"]
     derived = sum(
@@ -39,6 +39,12 @@ def derived_share(job: Job) -> float:
         for layer in blocks
     )
     kept = sum(layer.repeat * ((layer.saved_split + layer.saved_whole) * size + layer.fixed_split + layer.fixed_whole) for layer in blocks)
+    if job.pins.get("compile"):
+        fused = sum(
+            layer.repeat * ((layer.fused_split + layer.fused_whole) * size + layer.fused_fixed_split + layer.fused_fixed_whole)
+            for layer in blocks
+        )
+        derived, kept = derived - fused, kept - fused
     return derived / kept if kept else 0.0
 
 

@@ -60,7 +60,8 @@ class Parameter(Noun):
 
 
 class Kept(Noun):
-    """What a layer keeps for backward, a token; of it, what follows from the rest by cheap operations, less what is held for that (`derived`)."""
+    """What a layer keeps for backward, a token; of it, what follows from the rest by cheap operations, less what is held for that (`derived`), and what of
+    that no matrix product or attention reads (`fused`)."""
 
     saved_split: float = Field(default=0.0, ge=0, description="elements per token kept for backward that tensor parallelism divides")
     saved_whole: float = Field(default=0.0, ge=0, description="elements per token kept for backward that only sequence parallelism divides")
@@ -75,6 +76,10 @@ class Kept(Noun):
     derived_fixed_split: float = Field(default=0.0, description="of fixed_split, what recompute by operation drops")
     derived_fixed_whole: float = Field(default=0.0, description="of fixed_whole, what recompute by operation drops")
     derived_moved: float = Field(default=0.0, ge=0, description="elements per token that this recompute reads or writes")
+    fused_split: float = Field(default=0.0, description="of saved_split, what a compiled block does not keep")
+    fused_whole: float = Field(default=0.0, description="of saved_whole; below 0 where more of it is kept for what else is not")
+    fused_fixed_split: float = Field(default=0.0, description="of fixed_split, what a compiled block does not keep")
+    fused_fixed_whole: float = Field(default=0.0, description="of fixed_whole, what a compiled block does not keep")
 
 
 class Layer(Kept):

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.anatomy.derived import Cuts, Tape
+from meshwright.anatomy.cuts import Cuts
+from meshwright.anatomy.derived import Tape
 from meshwright.anatomy.keeper import keeper
 from meshwright.base.errors import InputError
 from meshwright.parallel.mesh import Mesh

@@ -1,0 +1,70 @@
+"""What compiled blocks keep is what the planner counts, by the compiler's own cut of forward from backward (its code is not generated here)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_activations import counted, kept_bytes, sizes_of
+from test_intake_huggingface import CONFIGURATIONS
+from torch import nn
+
+from meshwright.anatomy import read
+from meshwright.intake.architecture import model_spec
+from meshwright.intake.huggingface import config_sizes
+from meshwright.models.registry import build
+from meshwright.parallel import compiled
+from meshwright.spec.model import Layer
+
+CUTTER = "aot_eager_decomp_partition"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "opt", "bert", "roberta")
+SLACK = 12.0
+"""Bytes a token, of some thousand: a mean that the compiler does not need, and those that a CPU keeps in two bytes where CUDA takes four."""
+
+
+def reference(kind: str, layers: int) -> tuple[nn.Module, Layer]:
+    sizes = sizes_of(kind, layers)
+    return build(sizes.model_dump()), next(layer for layer in model_spec(kind, sizes).layers if layer.name == "block")
+
+
+def hugging_face(kind: str, layers: int) -> tuple[nn.Module, Layer]:
+    """Without dropout, whose masks the formulas leave out."""
+    config: Any = transformers.AutoConfig.for_model(kind, **CONFIGURATIONS[kind])
+    config.num_hidden_layers, config.use_cache = layers, False
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * layers
+    for name in [name for name in vars(config) if "drop" in name and isinstance(getattr(config, name), float)]:
+        setattr(config, name, 0.0)
+    builder = transformers.AutoModelForMaskedLM if kind in ("bert", "roberta") else transformers.AutoModelForCausalLM
+    spec = model_spec(kind, config_sizes(config.to_dict(), kind))
+    return builder.from_config(config), next(layer for layer in spec.layers if layer.name == "block")
+
+
+def compiled_bytes(model: nn.Module, dtype: torch.dtype, lean: bool) -> float:
+    torch._dynamo.reset()
+    anatomy = read(model, lend=True)
+    for index in range(anatomy.count):
+        block: Any = model.get_submodule(anatomy.block(index))
+        block.forward = torch.compile(block.forward, backend=compiled._keeping_least if lean else CUTTER, dynamic=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        return kept_bytes(model.train(), dtype)
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", *(f"hf-{kind}" for kind in FAMILIES)])
+def test_a_compiled_block_keeps_what_the_planner_counts(name: str, dtype: torch.dtype, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiled.SWITCH, CUTTER)
+    make = hugging_face if name.startswith("hf-") else reference
+    kept = [compiled_bytes(make(name.removeprefix("hf-"), layers)[0], dtype, lean) for layers in (1, 2)]
+    layer, size = make(name.removeprefix("hf-"), 2)[1], dtype.itemsize
+    fixed = {what: getattr(layer, f"{what}_fixed_split") + getattr(layer, f"{what}_fixed_whole") for what in ("derived", "fused")}
+    if lean:  # sums such as 1/rms are kept all the same
+        dropped = (layer.derived_split + layer.derived_whole) * size + fixed["fused"]
+    else:
+        dropped = (layer.fused_split + layer.fused_whole) * size + fixed["fused"]
+    assert kept[1] - kept[0] == pytest.approx(counted(layer, size) - dropped, abs=SLACK)
