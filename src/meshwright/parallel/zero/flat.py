@@ -226,9 +226,7 @@ class FlatUnit:
         if self.zero == 0:
             return all_reduce(self.gradients, self.sharing.copy_group, across=self.across.copies)
         if self.zero == 1:
-            return self._then_over_replicas(
-                reduce_scatter(self.gradients, self.own_gradients, self.group, self.across.shards, _sizes(self))
-            )
+            return reduce_scatter(self.gradients, self.own_gradients, self.group, self.across.shards, _sizes(self))
         full = self._full_gradient
         assert full is not None
         self._full_gradient = None
@@ -246,20 +244,10 @@ class FlatUnit:
         return Pending(None, finish)
 
     def reduce_over_replicas(self) -> Pending:
-        """ZeRO 2 and 3 with replicas: the shards, once a step."""
+        """From ZeRO 1 on with replicas: the shards, once a step."""
         if self.on_host is not None:
             return Pending(None, partial(self.on_host.over, self.sharing.copy_group, self.across.copies))
-        return all_reduce(self.gradients, self.sharing.copy_group, across=self.across.copies) if self.zero >= 2 else DONE
-
-    def _then_over_replicas(self, pending: Pending) -> Pending:
-        if self.sharing.copy_group is None:
-            return pending
-
-        def finish() -> None:
-            pending.wait()
-            all_reduce(self.own_gradients, self.sharing.copy_group, across=self.across.copies).wait()
-
-        return Pending(None, finish)
+        return all_reduce(self.own_gradients, self.sharing.copy_group, across=self.across.copies) if self.zero else DONE
 
     def begin_step(self, arrivals: int) -> None:
         """Before the first of `arrivals` backward passes."""

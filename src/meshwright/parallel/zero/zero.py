@@ -79,7 +79,7 @@ class Zero:
         for unit in self.trained:
             if unit.sharing.tensor_group is not None and (runs := _partial_runs(unit, partial)):
                 self._partial.setdefault(unit.sharing.tensor_group, []).extend(runs)
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[tuple[FlatUnit, Pending]] = deque()
         self.names: tuple[str, ...] = ()
         """All trained parameters of the model, in its order."""
         self.unreached: tuple[str, ...] = ()
@@ -109,8 +109,8 @@ class Zero:
             fetch_ahead(self.mesh.away, self.trained)
         if unit.zero >= 2:
             while len(self._pending) >= IN_FLIGHT:
-                self._pending.popleft().wait()
-        self._pending.append(unit.reduce())
+                self._pending.popleft()[1].wait()
+        self._pending.append((unit, unit.reduce()))
         if unit.gated:
             unit.close()
 
@@ -148,9 +148,14 @@ class Zero:
 
     def finish_gradients(self) -> None:
         """Every gradient is the sum over all ranks that read data, all tensor ranks' parts, and both ends of a tie."""
+        across: list[Pending] = []
         while self._pending:
-            self._pending.popleft().wait()
-        for pending in [unit.reduce_over_replicas() for unit in self.trained]:
+            unit, pending = self._pending.popleft()
+            pending.wait()
+            if unit.zero == 1:  # its sum over the replicas goes on beside those of the units behind it
+                across.append(unit.reduce_over_replicas())
+        across += [unit.reduce_over_replicas() for unit in self.trained if unit.zero != 1]
+        for pending in across:
             pending.wait()
         self.settle()
         for unit in self.trained:
