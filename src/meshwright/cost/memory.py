@@ -360,7 +360,8 @@ def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[
     )
     copied, passing, gone = (_fullest(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting))
     gone = gone if box.pp == 1 else copied  # the last block of a pass goes where another pass comes before its backward
-    pinned = where.activations_files * passing * (not setting.on_host)  # what goes to a file goes by the host's memory
+    by_host = not setting.on_host and setting.host_memory > 0  # what goes to a file goes by the host's memory, where it is known
+    pinned = where.activations_files * passing * by_host
     return Alive(head, others, where.activations * gone + pinned, where.activations_files * gone)
 
 
