@@ -93,7 +93,7 @@ ESTIMATED = (
         "pp2.mb2.interleaved2",
         "dp2.z1.mb8.off-optimizer-files",
     ),
-    *("dp1.mb8.rc-layer2", "dp1.mb16.rc-operations", "cp2.mb8"),
+    *("dp1.mb8.rc-layer2", "dp1.mb16.rc-operations", "cp2.mb8", "pp2.mb2.zb1", "pp2.mb2.zbv"),
 )
 
 
