@@ -270,8 +270,9 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
 
 
 def _fused(layer: Layer, size: int, tp: int, divided: Array) -> Array:
-    """Bytes a token that a compiled block does not keep; of experts, which the compiler is kept out of, what is outside of them."""
-    split = 0.0 if layer.routed else layer.fused_split * size + layer.fused_fixed_split
+    """Bytes a token that a compiled block does not keep: over tensor ranks and of experts what lies outside of layers of ours and between them, such as
+    norms. A gate is activated between two of them, and kept by what multiplies it behind the second."""
+    split = 0.0 if layer.routed or tp > 1 else layer.fused_split * size + layer.fused_fixed_split
     return split / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
 
 
