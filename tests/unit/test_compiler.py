@@ -60,10 +60,12 @@ def test_a_compiled_block_keeps_less_and_drops_by_operation_what_its_products_re
     block = next(layer for layer in job.model.layers if layer.name == "block")
     each = 2048 * block.repeat
     fused = each * ((block.fused_split + block.fused_whole) * 2 + block.fused_fixed_split + block.fused_fixed_whole)
-    assert activations(job, "dp8.z3.mb1") - activations(job, "dp8.z3.mb1.compile") == pytest.approx(fused)
+    within = 2 * block.fused_split  # of the block that runs backward: made within a kernel
+    assert activations(job, "dp8.z3.mb1") - activations(job, "dp8.z3.mb1.compile") == pytest.approx(fused + 2048 * within)
     assert fused > 0.2 * activations(job, "dp8.z3.mb1")
-    for plan in ("dp8.z3.mb1", "cp8.z3.mb1", "dp4.pp2.z1.mb1"):
-        assert activations(job, f"{plan}.rc-operations.compile") == pytest.approx(activations(job, f"{plan}.rc-operations"))
+    for plan, tokens in (("dp8.z3.mb1", 2048), ("cp8.z3.mb1", 256), ("dp4.pp2.z1.mb1", 2048)):
+        eager = activations(job, f"{plan}.rc-operations")
+        assert activations(job, f"{plan}.rc-operations.compile") == pytest.approx(eager - tokens * within)
     for plan in ("tp8", "tp8.sp"):
         assert activations(job, f"{plan}.rc-operations.compile") == pytest.approx(activations(job, f"{plan}.compile"))
 

@@ -252,7 +252,8 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
         derived, at_once = fused, 0.0 * at_once
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None]
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
-    passing = tokens[:, None] * (layer.transient * size * local_share(layer, size, box.tp, sequence_parallel))
+    alive = layer.transient - layer.fused_split * (box.compile and box.tp == 1 and not layer.routed)  # what is made again within a kernel
+    passing = tokens[:, None] * (alive * size * local_share(layer, size, box.tp, sequence_parallel))
     if layer.name == HEAD and box.loss_chunks > 1:
         return _chunked(setting, entry, box, tokens, whole)
     if layer.name == HEAD:
