@@ -101,8 +101,14 @@ def small_jobs(draw) -> Job:
     batch = draw(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 11, 12]))
     on = cluster(nodes, devices, memory)
     slow, fast = {"host_bandwidth": 16e9, "host_memory": 1e7}, {"host_bandwidth": 1e12, "host_memory": 1e9}
-    host = draw(st.sampled_from([{}, slow, fast, {**slow, "host_update": 1e9}, {**fast, "host_update": 1e9}]))
-    pinned = ({"offload": ("optimizer",)}, {"offload": ("activations",)}, {"offload": ("optimizer", "activations")})
+    disk = {"storage_bandwidth": draw(st.sampled_from([1e9, 1e12]))}
+    host = draw(st.sampled_from([{}, slow, fast, {**slow, "host_update": 1e9}, {**fast, "host_update": 1e9}, disk, {**fast, **disk}]))
+    files = "-files" if "host_bandwidth" not in host else ""
+    pinned = (
+        {"offload": (f"optimizer{files}",)},
+        {"offload": (f"activations{files}",)},
+        {"offload": (f"optimizer{files}", f"activations{files}")},
+    )
     pins = draw(
         st.sampled_from(
             [{}, {}, {}, *(pinned if host else ()), {"recompute": "layer"}, {"micro_batch": 1}, {"pp": 2 - nodes * devices % 2}]
