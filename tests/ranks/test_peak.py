@@ -20,6 +20,7 @@ SMALL = {"layers": 4, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 1024, "seq
 LEARNED = {"mlp": "gelu", "norm": "ln", "linear_bias": True, "pos": "learned", "tied_embeddings": True}
 MODELS: dict[str, dict[str, Any]] = {"llama": {"kind": "llama", **SMALL}, "gpt2": {"kind": "gpt2", **SMALL, **LEARNED}}
 BATCH = 16
+CONTEXT = ("cp2.mb16", "cp2.mb8.rc-operations", "cp2.rc-layer", "cp2.mb16.ulysses", "cp2.mb16.rc-layer.ulysses", "cp4.mb4")
 PLANS = (
     "dp2",
     "dp2.z1",
@@ -30,6 +31,8 @@ PLANS = (
     "pp2",
     "pp4.mb2",
     "pp2.gpipe",
+    "pp2.interleaved2",
+    "pp2.mb4.interleaved2",
     "dp2.tp2.z3.rc-layer",
     "pp2.mb4.zb1.rc-layer",
     "pp2.mb4.zb1.rc-operations",
@@ -37,6 +40,7 @@ PLANS = (
     "pp2.mb2.zbv.rc-operations",
     "dp2.pp2.z2",
     "dp2.cp2.z3.mb4",
+    *CONTEXT,
     "dp2.z1.off-optimizer-files",
     "dp2.z1.off-optimizer-files50",
     "pp2.mb2.off-optimizer-files",
@@ -50,8 +54,11 @@ PLANS = (
 OF_GPT2 = (
     "dp2.z1",
     "pp2",
+    "pp2.interleaved2",
+    "pp2.mb4.interleaved2",
     "pp2.mb4.zb1.rc-layer",
     "pp2.mb4.zb1.rc-operations1",
+    *CONTEXT,
     "dp2.z3.off-parameters-files",
     "dp2.z3.off-optimizer-files.off-parameters-files",
 )

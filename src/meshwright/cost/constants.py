@@ -20,6 +20,9 @@ REDUCTIONS_IN_FLIGHT = 2
 MESSAGES_HELD = 4
 """Hidden states that a pipeline rank holds for its neighbours: one received ahead, its gradient, one sent each way."""
 
+MESSAGES_SHARED = 2
+"""The same where ranks read each other's memory: nothing is received ahead, and what was sent one way is free for the other."""
+
 MEMORY_SHARE = 0.9
 """Of a device's memory bandwidth, in large transfers (calculon systems/a100_80g.json: 0.90 at 100 MB)."""
 
@@ -94,6 +97,15 @@ EXPERT_IMBALANCE = 1.25
 
 CONTEXT_BLOCKS = 2
 """Blocks of keys and values on their way through a context rank: the one that came and its gradient (arXiv 2310.01889, section 3)."""
+
+CONTEXT_OWN = 4
+"""Blocks besides, of its own: keys and values as one message, a share of their gradients, as it is made and as it is added."""
+
+CONTEXT_QUERIES = 4.5
+"""Tensors of a query's width beside those: the gradients of the block, of the output and of queries, and that of queries by the part at hand."""
+
+EXCHANGED_QUERIES = 6
+"""The same where heads are exchanged: a gradient before and behind its exchange, and the message."""
 
 OPENING = 5e-4
 """Seconds in which ranks of one host open a unit of ZeRO 3 whose weights lie there once: they meet (90 us of processor time with 4 ranks), and read what

@@ -48,18 +48,20 @@ def _waits(setting: Setting, box: Box, layer: Layer, tokens: Array, cut: Array, 
 
 
 def on_the_way(setting: Setting, box: Box, layer: Layer) -> Array:
-    """Elements per token of a rank that attention across ranks holds besides, divided by tp (b). On a host, where ranks read each other's
-    memory, all pieces and all of their gradients are there at once."""
+    """Elements per token of a rank that backward through attention across ranks holds beside what was kept, divided by tp (b). On a host, where ranks
+    read each other's memory, all pieces and all of their gradients are there at once."""
     rings = box.contexts // box.head_ranks
-    blocks = constants.CONTEXT_BLOCKS * (rings if setting.on_host else 1)
-    ring, whole = blocks * layer.key_value_width, layer.query_width + layer.key_value_width
+    blocks = constants.CONTEXT_BLOCKS * (rings if setting.on_host else 1) + constants.CONTEXT_OWN
+    ring = blocks * layer.key_value_width + constants.CONTEXT_QUERIES * layer.query_width
+    whole = constants.EXCHANGED_QUERIES * layer.query_width + layer.key_value_width
     return np.where(rings > 1, ring, 0.0) + np.where(box.head_ranks > 1, whole, 0.0)
 
 
 def slots(setting: Setting, box: Box, tokens: Array) -> Array:
-    """Bytes that stay with a rank of what it lets others of its host read: the shares of the gradients of all pieces, of two layers (b)."""
-    rings = box.contexts // box.head_ranks
-    width = max((entry.layer.key_value_width for entry in setting.entries if entry.is_block), default=0.0)
-    return (
-        np.where(rings > 1, constants.CONTEXT_SLOTS * rings * tokens * (width * setting.recipe.size / box.tp), 0.0) * setting.shares_memory
-    )
+    """Bytes that stay with a rank of what it lets others of its host read (b): the shares of the gradients of all pieces, of two layers; two messages of
+    heads."""
+    rings, blocks = box.contexts // box.head_ranks, [entry.layer for entry in setting.entries if entry.is_block]
+    width = max((layer.key_value_width for layer in blocks), default=0.0)
+    heads = max((layer.query_width for layer in blocks), default=0.0)
+    elements = np.where(rings > 1, rings * width, 0.0) + np.where(box.head_ranks > 1, heads, 0.0)
+    return constants.CONTEXT_SLOTS * tokens * elements * (setting.recipe.size / box.tp) * setting.shares_memory

@@ -157,7 +157,8 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     if head is not None:
         gradient = head.largest(Cut(box.tp)) + np.where(zero >= 2, last * (1 - in_slots), 0)
         at_head = at_head + np.maximum(gradient - lift(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0)
-    messages = constants.MESSAGES_HELD * message(setting, box, tokens) / size
+    held_for_others = constants.MESSAGES_SHARED if setting.shares_memory else constants.MESSAGES_HELD
+    messages = held_for_others * message(setting, box, tokens) / size
     at_head, elsewhere = at_head + messages, elsewhere + messages
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = shard_of(box, states)
@@ -250,18 +251,20 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
     fused = box.compile * tokens[:, None] * _fused(layer, size, box.tp, divided)
     if box.compile and (box.tp > 1 or layer.routed):  # layers of ours, which the compiler is kept out of: they keep their inputs
         derived, at_once = fused, 0.0 * at_once
-    core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None]
+    copied = (tokens * (box.head_ranks > 1) * (layer.query_width * size / box.tp))[:, None]  # outputs, as attended and as exchanged
+    core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     alive = layer.transient - layer.fused_split * (box.compile and box.tp == 1 and not layer.routed)  # what is made again within a kernel
-    passing = tokens[:, None] * (alive * size * local_share(layer, size, box.tp, sequence_parallel))
+    own = alive * size * local_share(layer, size, box.tp, sequence_parallel)
+    across = (on_the_way(setting, box, layer) * size / box.tp)[:, None]
+    passing = tokens[:, None] * np.maximum(own, across - 2.0 * own)  # by then what the feed-forward kept is gone, twice its own
     if layer.name == HEAD and box.loss_chunks > 1:
         return _chunked(setting, entry, box, tokens, whole)
     if layer.name == HEAD:
         passing = passing + host_copy(setting, layer, box.tp, tokens)
-    passing = passing + (tokens * (on_the_way(setting, box, layer) * size / box.tp))[:, None]
     gradient = entry.largest(cut) * size if entry.is_block else 0
     return Kept(
-        tokens[:, None] * (split + whole) - fused,
+        tokens[:, None] * (split + whole) + copied - fused,
         tokens[:, None] * (layer.output * size / divided),
         np.broadcast_to(core, shape),
         np.broadcast_to(derived - fused, shape),

@@ -45,11 +45,12 @@ def lay_flat(
         for names in (set(trained) - needs.names, set(trained) & needs.names, frozen):
             slots = [_slots(layer, {name: parameters[name] for name in names}, split, layer is tied_layer) for layer in present]
             for unit in units(slots, plan.zero, plan.shards, plan.bucket, recipe.size):
-                flat = FlatUnit(unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe, mesh.sharing, needs.groups)
+                shares = tied_layer is not None and plan.stages > 1 and tied_layer.name in unit.layers
+                flat = FlatUnit(unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe, mesh.sharing, needs.groups, shares)
                 stages[stage].append(flat)
                 for name in unit.layers:
                     by_layer.setdefault(COPY if shares_tie and name == "embedding" else name, []).append(flat)
-                if tied_layer is not None and plan.stages > 1 and tied_layer.name in unit.layers:
+                if shares:
                     tied[id(flat)] = stage == 0
         if needs.names:  # units of both kinds in forward order: backward then completes them in the reverse of it
             places = {layer.name: place for place, layer in enumerate(present)}

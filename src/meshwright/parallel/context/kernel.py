@@ -128,12 +128,14 @@ def flash_backward(
 
 
 class Merged:
-    """Output and log-sum-exp of all queries over the parts seen so far, in float32 at least."""
+    """Output and log-sum-exp of all queries over the parts seen so far, in float32 at least. It lies in memory as (B, Q, H, Dv), as torch's kernels leave
+    theirs: what reads all heads of a position side by side, the next product, keeps this very output, not a copy."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
         self.dtype = query.dtype
         precise = torch.float32 if query.dtype in _LOW else query.dtype
-        self.output = torch.zeros(*query.shape[:-1], width, dtype=precise, device=query.device)
+        rows, heads, length, _ = query.shape
+        self.output = torch.zeros(rows, length, heads, width, dtype=precise, device=query.device).transpose(1, 2)
         self.total = torch.full(query.shape[:-1], -math.inf, dtype=precise, device=query.device)
 
     def add(self, rows: slice, output: torch.Tensor, total: torch.Tensor) -> None:

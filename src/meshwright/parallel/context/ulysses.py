@@ -59,8 +59,8 @@ def to_heads(x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
 
 
 def to_pieces(x: torch.Tensor, pieces: Pieces, way: Way) -> torch.Tensor:
-    """The inverse of `to_heads`."""
+    """The inverse of `to_heads`; it lies in memory as (B, T / c, H, D), so that the heads of a position side by side need no copy."""
     sent = pieces.stacked(x, 2).unflatten(2, (pieces.ranks, -1)).movedim(2, 0).contiguous()
     received = torch.empty_like(sent)
     exchange.all_to_all(received.view(-1), sent.view(-1), way.group).wait()
-    return received.movedim(0, 1).flatten(1, 2)
+    return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch
@@ -22,6 +23,9 @@ from meshwright.schedules.action import Action, Kind
 
 Tensors = tuple[torch.Tensor, ...]
 """What goes from a stage to the next: the hidden state, and beside it what else its blocks are given (carry.py)."""
+
+Ends = tuple[torch.Tensor | GradientEdge | None, ...]
+"""What a backward begins at: the loss, or where the gradient of each tensor that went on enters; None where it has none."""
 
 
 class Planned(NamedTuple):
@@ -60,7 +64,7 @@ class Pipeline:
         keys = [_shape_key(batch) for batch in batches]
         self.wire.expect({source: [(part, keys[part.micro_batch]) for each in line for part in self._each(each)] for source, line in lines})
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        alive: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
+        alive: dict[tuple[int, int], tuple[Tensors, Ends]] = {}
         for position, action in enumerate(order):
             for ahead in order[position + 1 : position + 2]:
                 self._post(ahead)
@@ -144,7 +148,7 @@ class Pipeline:
         if not is_last:
             self._send(output, Message(Kind.F, stage + 1, action.micro_batch), key)
         if scale is not None:
-            alive[stage, action.micro_batch] = (received, output)
+            alive[stage, action.micro_batch] = (received, output if is_last else _ends(output))
         if not is_last:
             return 0.0
         total = output[0].detach().double()
@@ -155,9 +159,9 @@ class Pipeline:
         received, output = alive.pop((stage, action.micro_batch))
         gradients: Sequence[torch.Tensor | None] = (None,) if source is None else self._receive(*source)
         output = (output[0] * scale,) if source is None else output
-        made = [pair for pair in zip(output, gradients, strict=True) if pair[0].requires_grad]
+        made = [pair for pair in zip(output, gradients, strict=True) if pair[0] is not None]
         if made:  # a first stage may have nothing that is trained
-            torch.autograd.backward([tensor for tensor, _ in made], [gradient for _, gradient in made])
+            torch.autograd.backward([end for end, _ in made], [gradient for _, gradient in made])
         del output, made
         if received:
             back = tuple(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in received)
@@ -169,6 +173,11 @@ class Pipeline:
 def _message(action: Action) -> Message:
     """What another rank is sent of `action`: its output to the stage behind, the gradient of its input to the stage before."""
     return Message(action.kind, action.stage + (1 if action.kind is Kind.F else -1), action.micro_batch)
+
+
+def _ends(output: Tensors) -> Ends:
+    """Where the gradients of `output` enter; what was sent need not live until then."""
+    return tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in output)
 
 
 def _shape_key(batch: Batch) -> tuple[Any, ...]:

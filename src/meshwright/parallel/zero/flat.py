@@ -61,9 +61,16 @@ class FlatUnit:
     """One buffer. `own` is the run of elements that this rank updates."""
 
     def __init__(
-        self, unit: Unit, parameters: dict[str, nn.Parameter], mesh: Mesh, recipe: Recipe, sharing: Sharing, groups: Mapping[str, int]
+        self,
+        unit: Unit,
+        parameters: dict[str, nn.Parameter],
+        mesh: Mesh,
+        recipe: Recipe,
+        sharing: Sharing,
+        groups: Mapping[str, int],
+        tied: bool = False,
     ) -> None:
-        """`groups`: of the optimizer, by the names of parameters."""
+        """`groups`: of the optimizer, by the names of parameters. `tied`: its gradients are summed with those of another stage's copy."""
         self.unit, self.parameters, self.mesh = unit, parameters, mesh
         self.zero = mesh.plan.zero
         self.dtype = getattr(torch, recipe.compute)
@@ -85,7 +92,7 @@ class FlatUnit:
         self.frozen = not any(parameter.requires_grad for parameter in parameters.values())
         """Weights that are not trained: no gradients, no optimizer, no float32 copy, no part in any reduction."""
         self._lay_weights()
-        self._lay_gradients(GRADIENTS.get(recipe.reduced, self.dtype) if self.sums is None else self.sums.dtype)
+        self._lay_gradients(GRADIENTS.get(recipe.reduced, self.dtype) if self.sums is None else self.sums.dtype, tied)
         self._make_master(recipe, groups)
         self.across = _across(self, recipe.compression)
         """How sums over the shard group and over the copies go between hosts."""
@@ -125,7 +132,7 @@ class FlatUnit:
         """The own run of the weights, where it is."""
         return self._shard if self.elsewhere is None else self.elsewhere.whole()
 
-    def _lay_gradients(self, dtype: torch.dtype) -> None:
+    def _lay_gradients(self, dtype: torch.dtype, tied: bool) -> None:
         """`dtype`: in which they are held, summed and sent."""
         if self.frozen:
             self.gradients = self.own_gradients = _zeros(self, 0, False, dtype)
@@ -136,7 +143,7 @@ class FlatUnit:
             self.on_host = HostSum(away, size, dtype)
             self.gradients = self.own_gradients = self.on_host.values
             return
-        self.gradients = _zeros(self, size, self.zero < 2 or self.sharing.copy_group is not None, dtype)
+        self.gradients = _zeros(self, size, self.zero < 2 or self.sharing.copy_group is not None, dtype, tied)
         self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
     def _make_master(self, recipe: Recipe, groups: Mapping[str, int]) -> None:
@@ -321,9 +328,9 @@ class FlatUnit:
         return weights * self.weights.element_size(), self.gradients.nbytes if self.on_host is None else 0
 
 
-def _zeros(unit: FlatUnit, numel: int, shared: bool, dtype: torch.dtype) -> torch.Tensor:
+def _zeros(unit: FlatUnit, numel: int, shared: bool, dtype: torch.dtype, tied: bool = False) -> torch.Tensor:
     """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
-    if shared and unit.mesh.host is not None and (unit.group or unit.sharing.copy_group):
+    if unit.mesh.host is not None and (tied or (shared and (unit.group or unit.sharing.copy_group))):
         return unit.mesh.host.zeros(numel, dtype)
     return torch.zeros(numel, dtype=dtype, device=unit.mesh.device)
 
