@@ -37,7 +37,7 @@ class Rooms:
     >>> rooms = Rooms()
     >>> rooms.take(8) is None, rooms.give(0, 8), rooms.give(16, 8), rooms.give(8, 8)
     (True, None, None, None)
-    >>> rooms.free, rooms.take(20), rooms.free
+    >>> list(rooms.free), rooms.take(20), rooms.free
     ([(0, 24)], 0, [(20, 4)])
     """
 
