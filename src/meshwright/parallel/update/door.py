@@ -107,7 +107,7 @@ def rule_of(groups: Groups) -> Rule:
     start, *steps = ([torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in samples] for _ in range(3))
     try:
         whole, _ = _tried(groups, samples, start, steps)
-    except InputError:
+    except (InputError, MemoryError):
         raise
     except Exception as error:
         raise InputError(f"the optimizer cannot be used: {type(error).__name__}: {first_line(error)}") from error

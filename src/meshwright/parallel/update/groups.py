@@ -93,6 +93,8 @@ class Groups:
         try:
             made = self._make(list(given))
             _ = made.param_groups, made.state
+        except MemoryError:
+            raise
         except Exception as error:
             raise InputError(f"the optimizer cannot be used: {type(error).__name__}: {first_line(error)}") from error
         return made, given
