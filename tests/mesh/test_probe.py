@@ -275,3 +275,25 @@ def test_rows_that_see_each_other_are_found() -> None:
     assert describe(normed, batch={"images": torch.zeros(1, 3, 8, 8)}).against_division == "norm is a norm with statistics of the batch"
     assert describe(Pairs).against_division == "what it returns grows with the square of the rows"
     assert describe(Own).against_division == ""
+
+
+class Looped(nn.Module):
+    """Its blocks run twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in (*self.blocks, *self.blocks):
+            x = x + block(x)
+        return self.out(x)
+
+
+def test_blocks_that_stages_cannot_be_cut_between_are_found() -> None:
+    found = describe(Looped)
+    assert found.against_stages == "blocks.0 runs more than once in a pass"
+    assert "stages cannot be cut between its blocks: blocks.0 runs more than once in a pass" in found.notes
+    assert describe(Own).against_stages == ""

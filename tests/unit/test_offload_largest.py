@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from meshwright.base.errors import NothingFits
+from meshwright.cost.step import estimate
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.clusters import parse_cluster
 from meshwright.intake.sizes import Sizes
 from meshwright.search.rank import search
 from meshwright.spec.job import Job
+from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload
 
 GIB = 2.0**30
@@ -46,3 +48,16 @@ def test_the_largest_model_is_no_smaller_than_what_zero_offload_allows(device: s
         assert search(job, 1).chosen.estimate.memory.reserved <= job.cluster.memory
     except NothingFits as error:
         pytest.fail(f"{job.model.parameters / 1e9:.1f} B: {error}")
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_of_gradients_that_wait_on_the_host_each_rank_sends_its_own_shard(zero: int) -> None:
+    """Eight ranks send an eighth each, and their processors add as much of it as one rank's would, for eight times as many devices."""
+    one = job_of(32, "h100", 2048 * GIB)
+    job = one.but(cluster=parse_cluster("1x8:h100"), workload=one.workload.but(batch=8))
+
+    def down(job: Job, plan: str) -> float:
+        kept, sent = (estimate(job, parse_plan(f"{plan}.rc-layer.off-optimizer{away}")).time for away in ("", ".off-gradients"))
+        return sent.offload - kept.offload
+
+    assert 0 < down(job, f"dp8.z{zero}") <= down(one, f"dp1.z{zero}")

@@ -219,6 +219,30 @@ def test_a_batch_whose_rows_see_each_other_passes_whole() -> None:
     assert "rows of a batch see each other" in {fault.reason for fault in faults(job, Plan(pp=4, micro_batch=2))}
 
 
+def test_a_model_that_cannot_be_cut_between_its_blocks_gets_no_stages() -> None:
+    job = small_job(on=cluster(1, 4), batch=8)
+    job = job.but(model=job.model.but(against_stages="layers.0 runs more than once in a pass"))
+    answer = search(job, top=100)
+    assert answer.plans and {entry.plan.pp for entry in answer.plans} == {1}
+    refused = next(rejection for rejection in answer.rejected if rejection.reason == "the model cannot be cut between its blocks")
+    assert refused.count > 0 and "layers.0 runs more than once in a pass" in refused.example
+    assert "the model cannot be cut between its blocks" in {fault.reason for fault in faults(job, Plan(pp=4, micro_batch=2))}
+
+
+def test_every_tensor_rank_has_some_of_a_small_vocabulary() -> None:
+    job = small_job(decoder(heads=8, vocabulary=12), cluster(1, 8), batch=8)
+    assert all(entry.plan.tp < 8 for entry in search(job, top=200).plans)
+    assert [fault.message for fault in faults(job, Plan(tp=8, micro_batch=8))] == [
+        "tp(8) leaves the last tensor rank none of the vocabulary(12): use a smaller tp"
+    ]
+    assert not [*faults(job, Plan(tp=4, dp_replicate=2))]
+
+
+def test_a_pinned_number_of_blocks_that_recompute_is_fine_where_some_pipelines_would_have_more_stages_than_blocks() -> None:
+    job = small_job(decoder(((6, 128),)), cluster(1, 8), batch=8, pins={"recompute_layers": 3, "zero": 3})
+    assert all(entry.plan.recompute_layers == 3 and entry.plan.pp <= 2 for entry in search(job).plans)
+
+
 def test_pins_fix_what_they_name() -> None:
     job = small_job(on=cluster(1, 8), batch=16, pins={"tp": 2, "zero": 2, "recompute": "layer", "micro_batch": 2, "dp": 4})
     for entry in search(job, top=50).plans:

@@ -54,17 +54,16 @@ def away(box: Box) -> Away:
     return Away(*(lift([share.get(what, 1.0) * (what in choice) for choice in box.offload], "f") for what in Offload))
 
 
-def passing(setting: Setting, box: Box, weights: Array, kept: Array, before: Array, behind: Array) -> Array:
-    """Seconds a micro-batch that `weights` bytes of shards, needed forward and backward, their gradients, and `kept` bytes of activations add to what
-    runs beside them."""
+def passing(setting: Setting, box: Box, weights: Array, summed: Array, kept: Array, before: Array, behind: Array) -> Array:
+    """Seconds a micro-batch that `weights` bytes of shards, needed forward and backward, `summed` elements of gradients, and `kept` bytes of activations
+    add to what runs beside them."""
     if not any(box.offload):
         return lift(0.0, "")
     where, link, read = away(box), setting.host_bandwidth or np.inf, to_files(setting)
     coming = where.parameters * weights / link + where.parameters_files * weights * read
     rest = where.activations * kept / link + where.activations_files * kept * read
-    elements = where.gradients * weights / setting.recipe.size
-    summed = elements * (setting.gradient / link + 1.0 / (constants.ADDITIONS * setting.host_update))
-    return beside(rest + coming, before) + beside(rest + coming + summed, behind)
+    down = where.gradients * summed * (setting.gradient / link + 1.0 / (constants.ADDITIONS * setting.host_update))
+    return beside(rest + coming, before) + beside(rest + coming + down, behind)
 
 
 def to_files(setting: Setting) -> float:

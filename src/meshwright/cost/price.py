@@ -280,7 +280,8 @@ class Pricer:
             return lift(0.0, "")
         saved = self.saved(box, ranks)
         room = (np.maximum(one.forward - data.beside_forward, 0.0), np.maximum(one.backward - data.beside_backward, 0.0))
-        return offload.passing(self.setting, box, held(box, found, zero=3) * self.setting.recipe.size, saved, *room)
+        weights = held(box, found, zero=3) * self.setting.recipe.size
+        return offload.passing(self.setting, box, weights, held(box, found, zero=2), saved, *room)
 
     def saved(self, box: Box, ranks: Ranks) -> Array:
         """Bytes that the blocks of each of `ranks` whose activations may wait elsewhere keep of a micro-batch until its backward."""

@@ -131,6 +131,7 @@ def specification(name: str, model: nn.Module, anatomy: Anatomy, tokens: int, ru
         tensor_parallel=bool(anatomy.regions or anatomy.experts),
         against_sequence=anatomy.against_sequence,
         against_division=(together := _together(model, few, many)),
+        against_stages=anatomy.against.get("stages", ""),
         vocabulary=anatomy.vocabulary,
         notes=(*anatomy.understood, *_remarks(anatomy, tokens, together)),
     )
@@ -206,4 +207,6 @@ def _remarks(anatomy: Anatomy, tokens: int, together: str) -> list[str]:
         said.append(f"sequence parallelism would be wrong: {anatomy.against_sequence}")
     if together:
         said.append(f"a batch must not be divided: {together}")
+    if stages := anatomy.against.get("stages"):
+        said.append(f"stages cannot be cut between its blocks: {stages}")
     return said

@@ -64,7 +64,7 @@ class Updates:
             schedule=order.schedule,
             virtual_stages=order.virtual_stages,
             actions=order.actions,
-            layers_per_stage=order.stage_layers if pp > 1 else (),
+            layers_per_stage=order.stage_layers if pp > 1 and all(order.stage_layers) else (),
             recompute=Recompute.layer if self.counted else Recompute.none,
             recompute_layers=self.counted,
         )
@@ -82,11 +82,11 @@ def first_fault(job: Job, plan: Plan, updates: Updates) -> Fault | None:
     """The first rule that all plans of a layout break."""
     model = job.model
     rules = (
-        tensor_faults(plan, model.divisible, model.tensor_parallel),
+        tensor_faults(plan, model.divisible, model.tensor_parallel, model.shared_vocabulary),
         expert_faults(plan, model.experts),
         offload_faults(plan, job.cluster),
         update_faults(plan, updates.update),
-        stage_faults(plan, max(model.blocks, 1)),
+        stage_faults(plan, max(model.blocks, 1), model.against_stages),
         sequence_faults(plan, job.workload.sequence),
         division_faults(plan, job.workload.batch, model.against_division),
     )

@@ -124,6 +124,7 @@ class ModelSpec(Noun):
     tensor_parallel: bool = Field(default=True, description="False when no rule shards its layers (a convolutional network)")
     against_sequence: str = Field(default="", description="why sequence parallelism would be wrong; empty where it is right")
     against_division: str = Field(default="", description="why a batch must pass whole; empty where its rows do not see each other")
+    against_stages: str = Field(default="", description="why stages cannot be cut between its blocks; empty where they can")
     vocabulary: int = Field(default=0, ge=0)
     notes: tuple[str, ...] = Field(default=(), description="what was found of a traced model, and what was not understood")
 
@@ -131,6 +132,12 @@ class ModelSpec(Noun):
     def blocks(self) -> int:
         """How many layers a pipeline can cut between."""
         return sum(layer.repeat for layer in self.layers if layer.name == "block")
+
+    @property
+    def shared_vocabulary(self) -> int:
+        """Words of which each tensor rank has a share; 0 where all have all of them."""
+        tables = (each for layer in self.layers if layer.name in ("embedding", "head") for each in layer.parameters)
+        return self.vocabulary if any(each.split is not None for each in tables) else 0
 
     @property
     def experts(self) -> int:

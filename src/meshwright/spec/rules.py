@@ -56,8 +56,9 @@ def placement_faults(plan: Plan, cluster: Cluster) -> Iterator[Fault]:
             )
 
 
-def tensor_faults(plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True) -> Iterator[Fault]:
-    """tp must divide heads and the feed-forward width; key-value heads must divide it or be divided by it; a vocabulary may be uneven."""
+def tensor_faults(plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True, vocabulary: int = 0) -> Iterator[Fault]:
+    """tp must divide heads and the feed-forward width; key-value heads must divide it or be divided by it; a `vocabulary` that is shared may be uneven, but
+    every rank must have some of it."""
     if plan.tp == 1:
         return
     if not tensor_parallel:
@@ -66,6 +67,11 @@ def tensor_faults(plan: Plan, divisible: Mapping[str, int], tensor_parallel: boo
     for what, size in divisible.items():
         if size % plan.tp and not (what == "kv_heads" and plan.tp % size == 0):
             yield Fault(f"tp does not divide {what}", f"tp({plan.tp}) does not divide {what}({size})")
+    if 0 < vocabulary <= -(-vocabulary // plan.tp) * (plan.tp - 1):
+        yield Fault(
+            "a tensor rank has none of the vocabulary",
+            f"tp({plan.tp}) leaves the last tensor rank none of the vocabulary({vocabulary}): use a smaller tp",
+        )
 
 
 def expert_faults(plan: Plan, experts: int) -> Iterator[Fault]:
@@ -99,8 +105,13 @@ def offload_faults(plan: Plan, cluster: Cluster) -> Iterator[Fault]:
             )
 
 
-def stage_faults(plan: Plan, blocks: int) -> Iterator[Fault]:
-    """Every stage needs a block; a stage split by hand must name them all."""
+def stage_faults(plan: Plan, blocks: int, against: str = "") -> Iterator[Fault]:
+    """Every stage needs a block; a stage split by hand must name them all. `against` is why the model cannot be cut between its blocks, where it cannot."""
+    if plan.stages > 1 and against:
+        yield Fault(
+            "the model cannot be cut between its blocks",
+            f"pp({plan.pp}): {against}, and stages are left and entered between blocks: use pp1",
+        )
     if plan.layers_per_stage and sum(plan.layers_per_stage) != blocks:
         total = sum(plan.layers_per_stage)
         yield Fault("stages miss blocks", f"layers_per_stage {list(plan.layers_per_stage)} sums to {total}, the model has {blocks} blocks")
@@ -290,11 +301,11 @@ def sequence_faults(plan: Plan, sequence: int, context: int = 0, against: str = 
 def faults(job: Job, plan: Plan) -> Iterator[Fault]:
     """Every rule that `plan` breaks for `job`, the plainest first."""
     yield from placement_faults(plan, job.cluster) if plan.placement else world_faults(plan, job.cluster.devices)
-    yield from tensor_faults(plan, job.model.divisible, job.model.tensor_parallel)
+    yield from tensor_faults(plan, job.model.divisible, job.model.tensor_parallel, job.model.shared_vocabulary)
     yield from expert_faults(plan, job.model.experts)
     yield from context_faults(plan, job.model.divisible)
     yield from offload_faults(plan, job.cluster)
-    yield from stage_faults(plan, job.model.blocks)
+    yield from stage_faults(plan, job.model.blocks, job.model.against_stages)
     yield from count_faults(plan, job.model.blocks)
     yield from sequence_faults(plan, job.workload.sequence, against=job.model.against_sequence)
     yield from division_faults(plan, job.workload.batch, job.model.against_division)
