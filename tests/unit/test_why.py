@@ -20,7 +20,8 @@ from meshwright.cost import constants
 from meshwright.report.text import WIDTH, columns_of
 from meshwright.report.why import against_text
 from meshwright.search import rank
-from meshwright.search.caution import TIGHT_GAIN
+from meshwright.search.answer import Objective
+from meshwright.search.caution import TIGHT_GAIN, ahead_by
 from meshwright.search.explain import explain
 from meshwright.search.near import NoPlanFits
 from meshwright.search.rank import search
@@ -89,6 +90,25 @@ def test_a_plan_over_a_link_to_the_host_that_was_not_measured_comes_first_only_w
     assert 0 < certain.estimate.time.step / leaning.estimate.time.step - 1 < TIGHT_GAIN
     found = why_not(job, certain, leaning.name, leaning.plan)
     assert found.outcome == Outcome.unmeasured and "nobody has measured" in against_text(search(job, 1), found).replace("\n", " ")
+
+
+def test_a_plan_that_another_objective_left_behind_is_not_said_to_be_too_uncertain() -> None:
+    """Five times as fast is no too little, whether or not anybody has measured the link that it leans on."""
+    job = named_job("llama-65b", "8x8:a100-40gb", 512, 2048)
+    fast, roomy = search(job, 1).chosen, search(job, 1, Objective.headroom)
+    assert fast.plan.offload and roomy.chosen.estimate.time.step > 4 * fast.estimate.time.step
+    assert why_not(job, roomy.chosen, fast.name, fast.plan).outcome == Outcome.faster
+
+
+@pytest.mark.parametrize("gained", [1.03, 1.08, 1.15])
+def test_a_plan_is_said_to_be_passed_over_by_as_much_as_decides(gained: float) -> None:
+    """One that is tight and leans on an unmeasured link has to be 10.25 % faster, not 5."""
+    job = named_job("llama-65b", "8x8:a100-40gb", 512, 2048)
+    entry = search(job, 1).chosen
+    certain = entry.but(plan=entry.plan.but(offload=(), offload_share=100), estimate=entry.estimate.but(verdict=Fits.fits))
+    leaning = entry.estimate.but(verdict=Fits.tight, time=entry.estimate.time.but(step=entry.estimate.time.step / gained))
+    by = ahead_by(job, (certain.plan, certain.estimate), (entry.plan, leaning))
+    assert by == (pytest.approx(1.05**2 - 1) if gained < 1.05**2 else 0)
 
 
 def test_the_margin_is_the_limit_less_what_is_reserved() -> None:

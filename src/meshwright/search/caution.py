@@ -23,7 +23,18 @@ def leans(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
     return bool(offload) and cluster.host_bandwidth > 0 and not all(group.host_update for group in cluster.groups)
 
 
+def doubts(job: Job, plan: Plan, priced: Estimate) -> int:
+    """For how many reasons it is not certain."""
+    return (priced.verdict == Fits.tight) + leans(job.cluster, plan.offload)
+
+
 def cautious(job: Job, plan: Plan, priced: Estimate) -> float:
     """Seconds of a step of the run, and TIGHT_GAIN more for each reason why the plan is not certain."""
-    doubts = (priced.verdict == Fits.tight) + leans(job.cluster, plan.offload)
-    return priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN) ** doubts
+    return priced.over(job.workload.steps) * (1.0 + TIGHT_GAIN) ** doubts(job, plan, priced)
+
+
+def ahead_by(job: Job, chosen: tuple[Plan, Estimate], other: tuple[Plan, Estimate]) -> float:
+    """The share by which `other` would have to be faster than `chosen` to come first, where it is faster and that alone keeps it behind; else 0."""
+    more = doubts(job, *other) - doubts(job, *chosen)
+    faster = other[1].over(job.workload.steps) < chosen[1].over(job.workload.steps)
+    return (1.0 + TIGHT_GAIN) ** more - 1.0 if faster and more > 0 and cautious(job, *chosen) <= cautious(job, *other) else 0.0

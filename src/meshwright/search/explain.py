@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshwright.cost.step import estimate
 from meshwright.search.answer import Answer, Family
-from meshwright.search.caution import TIGHT_GAIN, leans
+from meshwright.search.caution import ahead_by, leans
 from meshwright.search.why_not import Term, terms
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
@@ -54,18 +54,19 @@ def _chosen(answer: Answer) -> Sentence:
 
 def _passed(job: Job, answer: Answer) -> list[Sentence]:
     """The fastest plan that the chosen one was put before, for it is not certain."""
-    step = answer.chosen.estimate.time.step
+    chosen = (answer.chosen.plan, answer.chosen.estimate)
     known = [(entry.estimate.time.step, entry.plan) for entry in answer.plans]
     known += [(family.seconds, family.plan) for family in answer.families if family.fits]
-    seconds, plan = min(known, key=lambda it: it[0])
-    if seconds >= step or answer.chosen.estimate.verdict != Fits.fits:
-        return []
+    _, plan = min(known, key=lambda it: it[0])
     priced = estimate(job, plan)
-    if priced.verdict == Fits.tight:
-        return [tell("why.passed", plan=plan.name, share=step / seconds - 1.0, verdict=verdict(priced), gain=TIGHT_GAIN)]
-    if leans(job.cluster, plan.offload):
-        return [tell("why.leans", plan=plan.name, share=step / seconds - 1.0, gain=TIGHT_GAIN)]
-    return []
+    gain = ahead_by(job, chosen, (plan, priced))
+    if not gain:
+        return []
+    leaning = leans(job.cluster, plan.offload) and not leans(job.cluster, chosen[0].offload)
+    tight = priced.verdict == Fits.tight and chosen[1].verdict != Fits.tight
+    key = "why.both" if leaning and tight else "why.leans" if leaning else "why.passed"
+    values = {"plan": plan.name, "share": chosen[1].time.step / priced.time.step - 1.0, "gain": gain}
+    return [tell(key, **values, **({"verdict": verdict(priced)} if tight else {}))]
 
 
 def _where(answer: Answer) -> Sentence:

@@ -16,7 +16,7 @@ from meshwright.base.codec import Noun
 from meshwright.base.errors import InputError
 from meshwright.cost.step import estimate, estimate_of
 from meshwright.search.answer import Answer, Entry
-from meshwright.search.caution import leans
+from meshwright.search.caution import ahead_by
 from meshwright.search.pins import conflict
 from meshwright.search.survey import Survey, survey
 from meshwright.spec.estimate import Estimate, Fits, Time
@@ -77,11 +77,11 @@ def against(job: Job, asked: str, chosen: Entry, plan: Plan, priced: Estimate) -
         if priced.verdict == Fits.no
         else Outcome.slower
         if priced.time.step >= chosen.estimate.time.step
-        else Outcome.tight
-        if priced.verdict == Fits.tight
-        else Outcome.unmeasured
-        if leans(job.cluster, plan.offload)
         else Outcome.faster
+        if not ahead_by(job, (chosen.plan, chosen.estimate), (plan, priced))
+        else Outcome.tight
+        if priced.verdict == Fits.tight and chosen.estimate.verdict != Fits.tight
+        else Outcome.unmeasured
     )
     return Against(asked=asked, outcome=outcome, plan=plan, estimate=priced, terms=terms(chosen.estimate, priced))
 

@@ -38,6 +38,7 @@ TEXTS = {
     # --- why this plan
     "why.chosen": "{plan}：每步 {step:seconds}，每秒 {rate:count} 个 token，在 {considered:count} 个方案中排第一",
     "why.leans": "{plan} 快 {share:percent}，但靠的是这里没有人测过的主机链路：这样的方案要快出 {gain:percent} 以上才排在前面（`meshwright probe --save` 会测量它）",
+    "why.both": "{plan} 快 {share:percent}，但{verdict}，并且靠的是这里没有人测过的主机链路：这样的方案要快出 {gain:percent} 以上才排在前面（`meshwright probe --save` 会测量它）",
     "why.passed": "{plan} 快 {share:percent}，但{verdict}：勉强放得下的方案要快出 {gain:percent} 以上才排在前面",
     "why.where": "时间：{shares}。显存：一个 rank 可用 {limit:bytes}，占用 {reserved:bytes}，{verdict}；最大的一项是{kind}（{size:bytes}）",
     "why.share": "{item} {share:percent}",

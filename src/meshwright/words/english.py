@@ -38,6 +38,7 @@ TEXTS = {
     # --- why this plan
     "why.chosen": "{plan}: {step:seconds} a step, {rate:count} tokens/s, the first of {considered:count plan}",
     "why.leans": "{plan} is {share:percent} faster, over a link to the host that nobody has measured here: such a plan comes first only when it is more than {gain:percent} faster (`meshwright probe --save` measures the link)",
+    "why.both": "{plan} is {share:percent} faster but {verdict}, and over a link to the host that nobody has measured here: such a plan comes first only when it is more than {gain:percent} faster (`meshwright probe --save` measures the link)",
     "why.passed": "{plan} is {share:percent} faster but {verdict}: a tight plan comes first only when it is more than {gain:percent} faster",
     "why.where": "time: {shares}. memory: {reserved:bytes} of the {limit:bytes} that a rank can take, {verdict}; most of it {kind} ({size:bytes})",
     "why.share": "{item} {share:percent}",
