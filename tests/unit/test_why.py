@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from test_search import small_jobs
 from meshwright.base.errors import InputError, MeshwrightError, NothingFits
 from meshwright.cli.main import main
 from meshwright.cost import constants
+from meshwright.cost.box import Box
 from meshwright.report.text import WIDTH, columns_of
 from meshwright.report.why import against_text
 from meshwright.search import rank
@@ -25,6 +27,7 @@ from meshwright.search.caution import TIGHT_GAIN, ahead_by
 from meshwright.search.explain import explain
 from meshwright.search.near import NoPlanFits
 from meshwright.search.rank import search
+from meshwright.search.survey import Survey, survey
 from meshwright.search.why_not import Outcome, families_against, why_not
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
@@ -193,6 +196,29 @@ def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
     assert "16 nodes (16 devices) would fit (" in said and "devices of" not in said
     assert search(named_job("llama-65b", "16x1:a100-80gb", 64, 2048, pins={"offload": ()})).plans
     assert str(caught.value.said("zh")).startswith("没有放得下的方案")
+
+
+def test_a_local_disk_is_named_where_no_host_has_room_and_the_plan_fits_with_it() -> None:
+    alone = named_job("llama2-7b", "1x1:rtx4090", 32, 256)
+    with pytest.raises(
+        NoPlanFits, match=r"a local disk in each node \(storage_bandwidth, 2\.00 GB/s\) would fit \(dp1\.\S*off-optimizer-files"
+    ) as caught:
+        search(alone)
+    named = re.search(r"GB/s\) would fit \((\S+),", str(caught.value))
+    groups = tuple(group.but(storage_bandwidth=2e9) for group in alone.cluster.groups)
+    with_disk = alone.but(cluster=alone.cluster.but(groups=groups))
+    assert named is not None and search(with_disk).chosen.plan.name == named[1]
+    with pytest.raises(NoPlanFits) as caught:
+        search(with_disk.but(cluster=with_disk.cluster.but(budget=2**30)))
+    assert "a local disk" not in str(caught.value)
+
+
+def test_where_no_host_has_room_for_what_waits_no_number_of_blocks_that_recompute_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes: list[Box] = []
+    price = Survey.price
+    monkeypatch.setattr(Survey, "price", lambda survey, box, *rest: boxes.append(box) or price(survey, box, *rest))
+    assert not survey(named_job("llama2-70b", "1x8:rtx4090", 32, 256), 1).ranking.best
+    assert len(boxes) < 600, len(boxes)  # of all numbers more than a thousand
 
 
 @pytest.mark.parametrize(

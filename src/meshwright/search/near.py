@@ -1,6 +1,6 @@
 """When nothing fits: the nearest plan, what fills it, and the smallest changes with which a plan would fit, each with its numbers.
 
-A change is tried by searching the changed job: a pin less, the loss in parts, more nodes, devices with more memory, a shorter sequence. More
+A change is tried by searching the changed job: a pin less, the loss in parts, a local disk, more nodes, a shorter sequence. More
 recompute, a higher ZeRO stage and a smaller micro-batch need no trying: without a pin on them every plan of the space has been priced.
 """
 
@@ -37,6 +37,8 @@ CHUNKS = 8
 """Parts of the loss that are tried."""
 LARGER = 4.0
 """Devices with more than so many times the memory are named only when nothing else helps."""
+DISK = 2e9
+"""Bytes a second of the disk that is tried where the cluster names none: an NVMe disk that many already have."""
 MIB, GIB = 2.0**20, 2.0**30
 LEAN = {"micro_batch": 1, "recompute": "layer", "schedule": "1f1b"}
 """What takes least memory, whatever else a plan has: fewer sequences, fewer activations, fewer micro-batches in flight."""
@@ -88,7 +90,7 @@ def nearest(found: Survey) -> Candidate | None:
 def ways(job: Job, candidate: Candidate, runnable: bool = False) -> Iterator[Sentence]:
     """The smallest change of each kind with which a plan fits."""
     found = 0
-    for kind in (pins_less, chunked, more_nodes, shorter):
+    for kind in (pins_less, chunked, disks, more_nodes, shorter):
         for key, values, changed in kind(job):
             best = fastest(changed, runnable)
             if best is not None:
@@ -170,6 +172,13 @@ def chunked(job: Job) -> Iterator[Change]:
     """The loss in parts, so that all logits never exist: not searched, since where another plan fits it gains next to nothing (LOG.md)."""
     if "loss_chunks" not in job.pins:
         yield "near.chunks", {"chunks": CHUNKS}, job.but(pins={**job.pins, "loss_chunks": CHUNKS})
+
+
+def disks(job: Job) -> Iterator[Change]:
+    """A local disk in each node, where the cluster names none."""
+    if not job.cluster.storage_bandwidth:
+        groups = tuple(group.but(storage_bandwidth=group.storage_bandwidth or DISK) for group in job.cluster.groups)
+        yield "near.disks", {"rate": DISK}, job.but(cluster=job.cluster.but(groups=groups))
 
 
 def more_nodes(job: Job) -> Iterator[Change]:

@@ -29,6 +29,9 @@ FEW = 4096
 STAGES = ((PARTS // 2,), (PARTS // 4, 3 * PARTS // 4), tuple(range(1, PARTS, 2)))
 """Parts of a valley in the order in which they are tried."""
 
+LOST = (np.inf, np.inf, 0.0, False, False)
+"""What stands in Priced of a plan that cannot be the best."""
+
 
 class Span(NamedTuple):
     """Between part `until` of the blocks and the one before it: which plans may do with less than `until` (over obs1zf), and seconds below
@@ -50,10 +53,10 @@ class Partly:
         self.found: list[tuple[Box, Any, Priced]] = []
         self.quickest = np.empty(0)
 
-    def explore(self, asked: Array, seconds: Array, whole: Array) -> Iterator[tuple[Box, Priced]]:
-        """The best number of blocks of each plan `asked` for, over obs1zf, that takes `seconds` where all do as the rest, and `whole` where none does."""
-        asked, self.quickest = asked.copy(), np.minimum(seconds, whole)
-        for span in [*(self._valley(asked, seconds, whole) if self.valley else self._parts(asked, np.where(asked, seconds, np.inf)))]:
+    def explore(self, asked: Array, none: Priced, whole: Priced) -> Iterator[tuple[Box, Priced]]:
+        """The best number of blocks of each plan `asked` for, over obs1zf, from `none` of them, where all do as the rest, to the `whole` of them."""
+        asked, self.quickest = asked.copy(), np.minimum(none.seconds, whole.seconds)
+        for span in [*(self._valley(asked, none, whole) if self.valley else self._parts(asked, np.where(asked, none.seconds, np.inf)))]:
             self._between(span)
         best = np.full(asked.shape, np.inf)
         for _, at, each in self.found:
@@ -77,9 +80,10 @@ class Partly:
                 self.quickest[at] = np.minimum(self.quickest[at], seconds)
         yield Span(PARTS, asked, before)
 
-    def _valley(self, asked: Array, none: Array, whole: Array) -> Iterator[Span]:
+    def _valley(self, asked: Array, none: Priced, whole: Priced) -> Iterator[Span]:
         """The middle first, then what lies between, where [Note: valley] leaves room."""
-        known, fits = {0: none, PARTS: whole}, {0: asked, PARTS: asked}
+        found = {part: each._replace(taken=np.full_like(each.taken, np.inf)) for part, each in {0: none, PARTS: whole}.items()}
+        known = {part: each.seconds for part, each in found.items()}
         for stage in STAGES:
             open_at = {part: asked & (_bound(known, part) <= self.record) for part in stage}
             near = np.logical_or.reduce(list(open_at.values()))
@@ -88,15 +92,16 @@ class Partly:
                 box, at = crop(self.box, near)
                 each = self._priced(replace(box, recompute=tuple(self.coarse[part - 1] for part in stage)), at)
                 for c, part in enumerate(stage):
-                    known[part] = _spread(asked.shape, at, each.seconds[:, :, :, c : c + 1], np.inf)
-                    fits[part] = _spread(asked.shape, at, each.may_fit[:, :, :, c : c + 1], False)
+                    one = each.part(np.s_[:, :, :, c : c + 1])
+                    found[part] = Priced(*(_spread(asked.shape, at, *each) for each in zip(one, LOST, strict=True)))
+                    known[part] = found[part].seconds
         self.quickest = np.minimum.reduce(list(known.values()))
         parts = sorted(known)
         for before, part in pairwise(parts):
             least = _lowest(known[before], known[part])
             if before + 1 < part:  # what lies between is bounded away, but for what is next to the two
                 yield Span(before + 1, asked, least)
-            yield Span(part, asked & (fits[before] | fits[part]), least)  # what recomputes may hold more than what goes to the host
+            yield Span(part, asked & _may_fit(found[before], found[part]), least)
 
     def _between(self, span: Span) -> None:
         """The numbers of blocks between two parts, where they can still be the best."""
@@ -119,6 +124,11 @@ class Partly:
         self.found.append((part, at, each))
         self.record = min(self.record, float(each.score.min()))
         return each
+
+
+def _may_fit(one: Priced, other: Priced) -> Array:
+    """Where plans between two numbers of blocks may fit: what recomputes may hold more than what goes to the host, which then has less to hold."""
+    return (one.may_fit | other.may_fit) & (one.room | other.room)
 
 
 def _lowest(one: Array, other: Array) -> Array:

@@ -79,12 +79,14 @@ def simplicity(plan: Plan) -> tuple[Any, ...]:
 
 
 class Priced(NamedTuple):
-    """A box over `obsczf`: the score, infinite where a plan does not fit or is not legal; seconds; reserved bytes, infinite where it is not legal."""
+    """A box over `obsczf`: the score, infinite where a plan does not fit or is not legal; seconds; reserved bytes, infinite where it is not legal,
+    was too slow to be asked or has no `room` on its host for what waits there."""
 
     score: Array
     seconds: Array
     taken: Array
     tight: Array
+    room: Array
 
     @property
     def roomy(self) -> Array:
@@ -93,8 +95,12 @@ class Priced(NamedTuple):
 
     @property
     def may_fit(self) -> Array:
-        """Which plans are not known to find no room: they fit, or are too slow to have been asked."""
+        """Which plans are not known to find no room on their device: they fit, or were not asked."""
         return np.isfinite(self.score) | ~np.isfinite(self.taken)
+
+    def part(self, at: Any) -> Priced:
+        """Those at some places."""
+        return Priced(*(table[at] for table in self))
 
     def candidate(self, box: Box, at: int) -> Candidate:
         index = tuple(map(int, np.unravel_index(at, self.score.shape)))

@@ -145,7 +145,7 @@ class Survey:
         count = int(np.count_nonzero(near & np.isfinite(step)))
         if not count:
             none = np.broadcast_to(np.inf, box.shape)
-            return Priced(none, step, none, np.broadcast_to(False, box.shape))
+            return Priced(none, step, none, np.broadcast_to(False, box.shape), np.broadcast_to(True, box.shape))
         part, at = crop(box, near)
         if part.size > SPARSE * box.size:
             found = self._fitting(box, pricer.memory(box, ranks, states), step)
@@ -153,23 +153,23 @@ class Survey:
             return found
         found = self._fitting(part, pricer.memory(part, pricer.ranks(part)), step[at])
         self._count(part, step[at], found)
-        whole = [np.full(box.shape, np.inf), np.full(box.shape, np.inf), np.zeros(box.shape, dtype=bool)]
-        for table, values in zip(whole, (found.score, found.taken, found.tight), strict=True):
-            table[at] = values
-        return Priced(whole[0], step, whole[1], whole[2])
+        whole = Priced(np.full(box.shape, np.inf), step, np.full(box.shape, np.inf), np.zeros(box.shape, bool), np.ones(box.shape, bool))
+        for table, values in zip(whole, found, strict=True):
+            if table is not step:
+                table[at] = values
+        return whole
 
     def _fitting(self, box: Box, parts: Footprint, step: Array) -> Priced:
         """Plans that take `step` seconds, with their memory."""
         setting = self.pricer.setting
         usual, safe = reserved(setting, parts.total.max(axis=0))
-        mask = np.isfinite(step)
-        mask = mask & (parts.host.max(axis=0) <= setting.host_memory) if any(box.offload) else mask
-        taken = np.where(mask, usual, np.inf)
+        room = np.broadcast_to(parts.host.max(axis=0) <= setting.host_memory if any(box.offload) else True, box.shape)
+        taken = np.where(np.isfinite(step) & room, usual, np.inf)
         tight = np.broadcast_to(safe > ample(setting), box.shape)
         each = step if not box.compile else step + first_step(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
         doubts = tight + np.array([int(leans(setting.job.cluster, choice)) for choice in box.offload])  # the last axis
         worth = taken if self.objective == Objective.headroom else each * (1.0 + TIGHT_GAIN) ** doubts
-        return Priced(np.where(taken <= self._usable, worth, np.inf), step, taken, tight)
+        return Priced(np.where(taken <= self._usable, worth, np.inf), step, taken, tight, room)
 
     def _count(self, box: Box, step: Array, found: Priced) -> None:
         """What was priced and did not fit; the fastest of that."""
@@ -199,7 +199,7 @@ class Survey:
             return
         box, at = crop(box, asked)
         every = np.arange(priced.seconds.shape[3]).reshape(1, 1, 1, -1, 1, 1)
-        priced = Priced(*(table[(*at[:3], every, *at[4:])] for table in priced))
+        priced = priced.part((*at[:3], every, *at[4:]))
         open_ = self._open(box, asked[at], priced, region.ways)
         self._partly(region, box, open_[region.ways[0]], priced)
         waiting = sorted(region.offloads, key=lambda choice: (sends(choice), len(choice)))
@@ -247,8 +247,9 @@ class Survey:
             less, more = at[rung.rest], at[rung.kind]
             enough = priced.roomy[less] & (rung.rest != Recompute.none)  # then none of these blocks needs to do more
             there = priced.may_fit[more] | (rung.kind == Recompute.layer)  # else no number of them fits
+            there = priced.room[less] | priced.room[more] if valley else there & priced.room[more] & ~enough
             partly = Partly(box, rung, lambda part: self.price(part, self.ranking.limit), self.ranking.record)
-            for part, each in partly.explore(asked & (valley | (there & ~enough)), priced.seconds[less], priced.seconds[more]):
+            for part, each in partly.explore(asked & there, priced.part(less), priced.part(more)):
                 self.ranking.take(part, each, with_families=False)
             quickest = np.minimum(quickest, partly.quickest)
         return quickest

@@ -55,6 +55,7 @@ TEXTS = {
     "near.pin": "去掉限定 {pin} 就放得下（{plan}，每步 {seconds:seconds}）",
     "near.pins": "去掉全部限定就放得下（{plan}，每步 {seconds:seconds}）",
     "near.chunks": "把损失分成 {chunks} 份计算就放得下（{plan}，每步 {seconds:seconds}）",
+    "near.disks": "每个节点一块本地磁盘（storage_bandwidth，{rate:rate}）就放得下（{plan}，每步 {seconds:seconds}）",
     "near.nodes": "{nodes:count} 个节点（{devices:count} 个设备）就放得下（{plan}，每步 {seconds:seconds}）",
     "near.sequence": "序列长度 {sequence} 就放得下（{plan}，每步 {seconds:seconds}）",
     "near.budget": "预算 {memory:bytes} 可以放下（{plan}，每步 {seconds:seconds}）",

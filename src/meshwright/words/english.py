@@ -55,6 +55,7 @@ TEXTS = {
     "near.pin": "without the pin {pin} would fit ({plan}, {seconds:seconds} a step)",
     "near.pins": "without any pin would fit ({plan}, {seconds:seconds} a step)",
     "near.chunks": "the loss in {chunks} parts would fit ({plan}, {seconds:seconds} a step)",
+    "near.disks": "a local disk in each node (storage_bandwidth, {rate:rate}) would fit ({plan}, {seconds:seconds} a step)",
     "near.nodes": "{nodes:count node} ({devices:count device}) would fit ({plan}, {seconds:seconds} a step)",
     "near.sequence": "sequence {sequence} would fit ({plan}, {seconds:seconds} a step)",
     "near.budget": "a budget of {memory:bytes} would fit ({plan}, {seconds:seconds} a step)",
