@@ -26,7 +26,8 @@ Cuts = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
 class Value:
     """One storage. `function` made it, as its result number `place`, of `args` and `kwargs`, in which views stand for tensors; None where it cannot be
     made again. `free`: it is there anyway. `entered`: what the block was given. `gathered`: a weight, whose storage is emptied and filled with the same
-    again. `kept`: what is held of it; `again`: what was made again, for `wanted` tensors more."""
+    again. `kept`: what is held of it; `again`: what was made again, for `wanted` tensors
+    more; `uses`: of it, where only others that are made again read it."""
 
     __slots__ = (
         "again",
@@ -42,6 +43,7 @@ class Value:
         "place",
         "sources",
         "storage",
+        "uses",
         "version",
         "wanted",
     )
@@ -54,7 +56,7 @@ class Value:
         self.forget()
         self.kept: Any = None
         self.again: torch.Tensor | None = None
-        self.wanted = 0
+        self.wanted = self.uses = 0
 
     def forget(self) -> None:
         """It cannot be made again."""
@@ -62,6 +64,11 @@ class Value:
         self.args: Any = ()
         self.kwargs: Any = {}
         self.place, self.sources = 0, list[View]()
+
+    @property
+    def reads(self) -> dict[Value, None]:
+        """What it is made of, each once."""
+        return {view.value: None for view in self.sources}
 
     @property
     def is_written(self) -> bool:

@@ -7,7 +7,7 @@ again from what is held when backward asks for it, by the same kernels from the 
 [Note: no longer than needed] The tape keeps no memory alive that the block would have let go of, but for what is smaller than the tensor made of it
 (the 16-bit input of a float32 copy): values that are gone can be passed through, not held.
 
-[Note: gone when used] What was made again goes when the last of the tensors that it was made for has been asked for. Tensors that backward never asks
+[Note: gone when used] What was made again goes when the last of the tensors that it was made for has been asked for; what only others that are made again read, when these are there. Tensors that backward never asks
 for, such as those behind a result that no loss reads, hold on to no more than what they are made of.
 
 [Note: written between] A value that was written after it was read would be made again from other numbers. Versions tell: such a value is held, and where
@@ -168,6 +168,10 @@ class Tape(TorchFunctionMode):
                     value.wanted += 1
             else:
                 saved.kept = self.keep(tensor)
+        for value in cut.remade:
+            value.uses += value in asked  # which backward itself reads
+            for source in value.reads:
+                source.uses += 1
         for value in cut.held:
             value.forget()
         self.saved, self.small, self.entering = [], [], []
@@ -207,6 +211,10 @@ class Tape(TorchFunctionMode):
             with torch.no_grad():
                 result = value.function(*self._given(value.args), **self._given(value.kwargs))
             value.again = result[value.place] if isinstance(result, tuple | list) else result
+            for source in value.reads:
+                source.uses -= 1
+                if source.uses == 0:
+                    source.again = None
         return view.of(value.again)
 
     def _given(self, seen: Any) -> Any:
