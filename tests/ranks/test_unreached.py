@@ -132,3 +132,39 @@ def test_what_a_loss_had_reached_before_a_checkpoint_counts_as_reached_behind_it
         assert whole.keys() == again.keys()
         assert all(torch.equal(whole[name], again[name]) for name in whole)
         assert not torch.equal(again["late.weight"], net().state_dict()["late.weight"])
+
+
+class Chosen(Net):
+    """Gives rows and whether each counts."""
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(input_ids), input_ids[:, 0] < VOCABULARY // 2
+
+
+def of_chosen(output: tuple[torch.Tensor, torch.Tensor], batch: Any) -> torch.Tensor:
+    values, counts = output
+    if not bool(counts.any()):
+        return torch.zeros((), dtype=values.dtype)  # no weight has a part in it
+    return (values.square().flatten(1).sum(1) * counts).mean()
+
+
+def some_rows() -> dict[str, torch.Tensor]:
+    """Of two rows at a time, the second pair does not count."""
+    ids = make_batch("llama", 0)["input_ids"]
+    ids[:, 0] = torch.tensor([1, 95, 95, 95, 95, 1, 1, 1])
+    return {"input_ids": ids}
+
+
+def chosen(plan: str) -> tuple[list[float], Any]:
+    torch.manual_seed(0)
+    trainer = parallelize(Chosen().double(), sgd, plan, precision="fp64", loss=of_chosen, example=some_rows())
+    return [trainer.step(some_rows()).loss for _ in range(2)], trainer.full_state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp1.mb2", "dp2.mb2", "dp2.z2.mb2", "pp2.mb2", "pp2.zb1.mb2"])
+def test_a_micro_batch_in_whose_loss_no_weight_has_a_part_adds_nothing(ranks: Any, plan: str) -> None:
+    """It has no backward, and one of another micro-batch waited for it."""
+    expected, whole = ranks.run(1, chosen, "dp1.mb8")[0]
+    for losses, weights in ranks.run(1 if plan.startswith("dp1") else 2, chosen, plan):
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert weights is None or all(torch.allclose(weights[name], whole[name], rtol=1e-9, atol=1e-12) for name in whole)

@@ -158,9 +158,9 @@ class Pipeline:
         stage, key, source = action.stage, _shape_key(batches[action.micro_batch]), self._source(action)
         received, output = alive.pop((stage, action.micro_batch))
         gradients: Sequence[torch.Tensor | None] = (None,) if source is None else self._receive(*source)
-        output = (output[0] * scale,) if source is None else output
+        output = (output[0] * scale if output[0].requires_grad else None,) if source is None else output
         made = [pair for pair in zip(output, gradients, strict=True) if pair[0] is not None]
-        if made:  # a first stage may have nothing that is trained
+        if made:  # a first stage may have nothing that is trained, a micro-batch no part in the loss
             torch.autograd.backward([end for end, _ in made], [gradient for _, gradient in made])
         del output, made
         if received:

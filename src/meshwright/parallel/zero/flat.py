@@ -115,7 +115,8 @@ class FlatUnit:
         self.elsewhere: Shard | None = None
         """The shard, where weights wait outside of the device's memory."""
         if self.once is not None:
-            self._shard = self.once.own[self.own]
+            self._shard = self.weights[self.own]
+            self.once.hold(self.parameters.values())
             self.once.meet().wait()  # nobody lays over what another one has updated
             self.close()
         elif self.zero == 3:
@@ -292,7 +293,7 @@ class FlatUnit:
             self.elsewhere.give_back()
 
     def close(self) -> None:
-        """Free the whole weights (ZeRO 3); views and saved tensors keep their storage, which `open` fills again."""
+        """Free the whole weights (ZeRO 3); views and saved tensors keep their storage, which `open` fills again. Of weights that lie once parameters let go."""
         if self.zero < 3:
             return
         if self._gathering is not None:
