@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 
 from meshwright.base.errors import MeshwrightError
+from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.scratch import OffloadFailed
-from meshwright.spec.plan import parse_plan
+from meshwright.spec.plan import Offload, parse_plan
 from meshwright.spec.precision import recipe
 from meshwright.train.trainer import Trainer, parallelize
 
@@ -109,6 +111,30 @@ def test_a_run_with_a_share_of_its_weights_away_is_bit_for_bit_the_run_without(
         assert elsewhere["offloaded"] + elsewhere["parameters"] == held["parameters"] and elsewhere["optimizer"] == held["optimizer"]
 
 
+BOTH = [
+    ("llama", "dp1.z3", "fp32", "optimizer-files60.off-parameters-files50"), ("llama", "dp2.z3", "bf16", "optimizer-files60.off-parameters-files50"),
+    ("llama", "dp2.z3", "fp64", "optimizer-files30.off-parameters-files70"), ("llama", "dp2.z3", "bf16", "optimizer-files30.off-parameters-files70"),
+    ("llama", "dp2.z3", "fp32", "optimizer-files.off-parameters-files40"), ("llama", "dp2.z3", "bf16", "optimizer50.off-parameters-files"),
+    ("llama", "tp2.z3", "fp16", "optimizer-files70.off-parameters50"), ("llama-tied", "pp2.z3", "fp32", "optimizer-files20.off-parameters-files40"),
+    ("mixtral", "dp2.ep2.z3", "bf16", "optimizer-files50.off-parameters-files50"), ("llama", "dp3.z3", "bf16", "optimizer-files60.off-parameters-files40"),
+    ("llama", "dp2.z3.shards3-1", "fp32", "optimizer-files60.off-parameters-files30"),
+    ("llama", "dp2.z3.rc-layer.mb2", "bf16", "optimizer-files40.off-parameters-files70.off-activations-files"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan", "precision", "way"), BOTH)
+def test_a_run_with_shares_of_its_own_of_states_and_of_weights_away_is_bit_for_bit_the_run_without(
+    ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
+) -> None:
+    states, weights = (int(part[-2:]) / 100 if part[-1].isdigit() else 1.0 for part in way.split(".")[:2])
+    for held, elsewhere in bit_for_bit(ranks, tmp_path, name, plan, precision, way):
+        for kind, share, stays in (("optimizer", states, False), ("parameters", weights, "parameters-files" not in way)):
+            gone = held[kind] - elsewhere[kind]
+            assert (0 if stays else share) * held[kind] <= gone and (gone < held[kind] or share == 1.0)
+        if "activations" not in way:
+            assert sum(elsewhere.values()) == sum(held.values())
+
+
 def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[float], list[float]]:
     """Losses of six steps under `plan`, and of the last three after a checkpoint that `other` goes on from."""
     first = made("llama", plan, "bf16", folder)
@@ -132,6 +158,8 @@ def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[
         ("dp2.z1.off-optimizer-files30", "dp2.z1.off-optimizer-files70"),
         ("dp2.z3.off-optimizer-files50", "dp2.z3"),
         ("dp2.z3.off-parameters-files30", "dp2.z3.off-parameters-files70"),
+        ("dp2.z3.off-optimizer-files60.off-parameters-files50", "dp2.z3.off-optimizer-files30.off-parameters-files70"),
+        ("dp2.z3.off-optimizer-files30.off-parameters50", "dp2.z3"),
     ],
 )
 def test_a_checkpoint_holds_what_waits_in_files_and_goes_on_bit_for_bit(ranks: Any, tmp_path: Any, plan: str, other: str) -> None:
@@ -151,10 +179,11 @@ class Odd(torch.nn.Module):
         return self.last(self.first(self.norm(self.table(input_ids))).tanh())
 
 
-def many_windows(folder: str, way: str) -> list[torch.Tensor]:
+def many_windows(folder: str, way: str, precision: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     batch = {"input_ids": torch.arange(64).view(4, 16), "labels": torch.zeros(4, 16, dtype=torch.int64)}
-    trainer = parallelize(Odd(), make_optimizer, f"dp1{way}", loss=lambda output, batch: output.square().mean(), offload_to=folder)
+    loss = lambda output, batch: output.square().mean()
+    trainer = parallelize(Odd(), make_optimizer, f"dp1{way}", loss=loss, precision=precision, offload_to=folder)
     for _ in range(3):
         trainer.step(batch)
     found = trainer.full_state_dict()
@@ -162,10 +191,36 @@ def many_windows(folder: str, way: str) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def test_a_unit_of_many_windows_is_updated_as_one_in_memory(ranks: Any, tmp_path: Any) -> None:
-    here = ranks.run(1, many_windows, str(tmp_path), "")[0]
-    for way in (".off-optimizer", ".off-optimizer-files", ".off-optimizer-files45"):
-        assert all(map(torch.equal, here, ranks.run(1, many_windows, str(tmp_path), way)[0]))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_unit_of_many_windows_is_updated_as_one_in_memory(ranks: Any, tmp_path: Any, precision: str) -> None:
+    """Also where the states of only some of them wait in the file, and the weights of all, or where only the weights do."""
+    here = ranks.run(1, many_windows, str(tmp_path), "", precision)[0]
+    together = (".z3.off-optimizer-files45.off-parameters-files", ".z3.off-optimizer45.off-parameters-files", ".z3.off-parameters-files")
+    for way in (".off-optimizer", ".off-optimizer-files", ".off-optimizer-files45", *together):
+        assert all(map(torch.equal, here, ranks.run(1, many_windows, str(tmp_path), way, precision)[0]))
+
+
+class Slow:
+    """A window whose states stay, and whose weights are written when nobody waits for them any more."""
+
+    def __init__(self, away: Away) -> None:
+        self.stays, self.written = True, False
+        self.number, self.slot = away.number(self.stays)
+
+    def fetch(self) -> None:
+        """Nothing of it waits."""
+
+    def store(self) -> None:
+        time.sleep(0.2)
+        self.written = True
+
+
+def test_an_update_waits_for_the_weights_beside_states_that_stay() -> None:
+    away = Away(None, torch.device("cpu"), Offload.optimizer, share=0.5)
+    window = Slow(away)
+    away.pass_by([window], lambda window: None)
+    away.settle()
+    assert window.written
 
 
 def refused(folder: str, plan: str) -> str:

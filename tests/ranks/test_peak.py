@@ -48,6 +48,8 @@ PLANS = (
     "dp2.z3.off-parameters-files",
     "dp2.z3.off-parameters-files50",
     "dp2.z3.off-optimizer-files.off-parameters-files",
+    "dp2.z3.off-optimizer-files60.off-parameters-files50",
+    "dp2.z3.off-optimizer-files30.off-parameters-files70",
 )
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+
 import pytest
 from jobs import cluster, decoder, named_job, small_job
 
+from meshwright.base.codec import build
 from meshwright.base.errors import InputError
 from meshwright.cost.constants import HOST_UPDATE, OVERLAP_SLOWDOWN
 from meshwright.cost.step import estimate
 from meshwright.search.eased import SAFE, STEP
 from meshwright.search.rank import search
-from meshwright.spec.plan import parse_plan
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.rules import faults
 
 
 def test_the_search_keeps_as_many_states_on_the_device_as_leave_the_same_margin() -> None:
@@ -51,22 +57,108 @@ def test_the_search_keeps_as_many_weights_on_the_device_as_leave_the_same_margin
     job = job.but(pins={"offload": ("parameters",), "zero": 3, "tp": 1, "pp": 1, "recompute": "none", "micro_batch": 1})
     tight = job.but(cluster=job.cluster.but(budget=0.999 * estimate(job, parse_plan("dp8.z3")).memory.total))
     best = search(tight, top=1).plans[0]
-    whole = estimate(tight, best.plan.but(offload_share=100))
+    whole = estimate(tight, best.plan.but(weights_share=100))
     safe = [
         share
         for share in range(STEP, 101, STEP)
-        if SAFE.index(estimate(tight, best.plan.but(offload_share=share)).verdict) >= SAFE.index(whole.verdict)
+        if SAFE.index(estimate(tight, best.plan.but(weights_share=share)).verdict) >= SAFE.index(whole.verdict)
     ]
-    assert best.plan.offload_share == min(safe) < 100
+    assert best.plan.weights_share == min(safe) < 100 and best.plan.offload_share == 100
     assert best.estimate == estimate(tight, best.plan)
+
+
+def two_ways(precision: str = "bf16", fits: str = "dp1.z3.off-optimizer80.off-parameters40") -> Job:
+    """A device whose budget is what a plan with shares of its own takes."""
+    job = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, precision)
+    job = job.but(pins={"offload": ("optimizer", "parameters"), "recompute": "layer", "micro_batch": 1})
+    groups = tuple(group.but(host_memory=1e12, host_bandwidth=1e11) for group in job.cluster.groups)
+    job = job.but(cluster=job.cluster.but(groups=groups))
+    priced = estimate(job, parse_plan(f"{fits}.rc-layer.mb1"))
+    return job.but(cluster=job.cluster.but(budget=priced.memory.reserved * 1.001))
+
+
+@pytest.mark.parametrize(
+    ("precision", "fits"), [("bf16", "dp1.z3.off-optimizer.off-parameters40"), ("fp32", "dp1.z3.off-optimizer60.off-parameters60")]
+)
+def test_of_states_and_weights_that_both_wait_the_quickest_pair_of_shares_is_taken(precision: str, fits: str) -> None:
+    job = two_ways(precision, fits)
+    best = search(job, top=1).chosen
+    whole = estimate(job, best.plan.but(offload_share=100, weights_share=100))
+    priced = {}
+    for states, weights in itertools.product(range(STEP, 101, STEP), repeat=2):
+        plan = best.plan.but(offload_share=states, weights_share=weights)
+        if not any(faults(job, plan)):
+            found = estimate(job, plan)
+            if SAFE.index(found.verdict) >= SAFE.index(whole.verdict):
+                priced[states, weights] = found.time.step
+    assert best.estimate.time.step == pytest.approx(min(priced.values()), rel=1e-9)
+    assert best.estimate == estimate(job, best.plan) and best.estimate.time.step < whole.time.step
+    assert min(best.plan.offload_share, best.plan.weights_share) < 100
+
+
+def test_a_share_of_its_own_of_states_and_of_weights_is_of_each_what_waits() -> None:
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
+    here, states, weights, both = (
+        estimate(job, parse_plan(f"dp8.z3{way}"))
+        for way in ("", ".off-optimizer60", ".off-parameters30", ".off-optimizer60.off-parameters30")
+    )
+    assert both.offloaded == pytest.approx(states.offloaded + weights.offloaded)
+    assert both.memory.optimizer == states.memory.optimizer == pytest.approx(0.4 * here.memory.optimizer)
+    assert both.memory.parameters == weights.memory.parameters == pytest.approx(0.7 * here.memory.parameters)
+    assert max(states.time.step, weights.time.step) < both.time.step < states.time.step + weights.time.step
+
+
+def test_weights_whose_states_stay_go_down_after_the_update() -> None:
+    """Of 30 hundredths of the states and 50 of the weights the states of 20 are updated on the device, and these weights wait on the host."""
+    job = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16")
+    alone, both = (estimate(job, parse_plan(f"dp1.z3{way}")) for way in (".off-optimizer30", ".off-optimizer30.off-parameters50"))
+    weights = (
+        estimate(job, parse_plan("dp1.z3.off-optimizer50.off-parameters50")).time.offload
+        - estimate(job, parse_plan("dp1.z3.off-optimizer50")).time.offload
+    )
+    down = 0.2 * job.model.parameters * 2 / job.cluster.host_bandwidth
+    assert both.time.offload - alone.time.offload - weights == pytest.approx(down, rel=1e-3)
+
+
+def test_a_plan_of_before_whose_share_was_of_the_weights_loads() -> None:
+    before = {"zero": 3, "dp_shard": 2, "offload": ["parameters-files"], "offload_share": 50}
+    assert build(Plan, before).name == "dp2.z3.off-parameters-files50"
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
+    pins = {"offload": ("parameters",), "offload_share": 50, "recompute": "layer", "micro_batch": 1}
+    old, new = (search(job.but(pins=each), top=1) for each in (pins, {**pins, "offload_share": 100, "weights_share": 50}))
+    assert [entry.name for entry in old.plans] == [entry.name for entry in new.plans] and "off-parameters50" in old.chosen.name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dp2.z3.off-optimizer60.off-parameters50", "dp2.z2.off-optimizer-files60.off-gradients", "dp1.z3.off-optimizer.off-parameters-files5"],
+)
+def test_a_name_with_shares_reads_back(name: str) -> None:
+    plan = parse_plan(name)
+    assert plan.name == name and build(Plan, json.loads(plan.to_json())) == plan
+
+
+def test_in_fp32_on_a_device_at_least_as_many_states_wait_as_weights() -> None:
+    """There the weights are what is updated; on cores, whose memory is the host's, and where float32 weights stay, any two shares go together."""
+    device = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "fp32")
+    with pytest.raises(InputError, match=r"of the states at least the share of the weights must wait on the host \(50, not 40\)"):
+        estimate(device, parse_plan("dp1.z3.off-optimizer40.off-parameters50"))
+    estimate(device, parse_plan("dp1.z3.off-optimizer50.off-parameters50"))
+    estimate(named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16"), parse_plan("dp1.z3.off-optimizer40.off-parameters50"))
+    with pytest.raises(InputError, match="of the states at least the share of the weights"):
+        search(device.but(pins={"offload": ("optimizer", "parameters"), "offload_share": 40, "weights_share": 50}), top=1)
 
 
 def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhere() -> None:
     job = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16")
     found = search(job.but(pins={"offload_share": 80}), top=1).plans[0]
     assert found.plan.offload_share == 80 and found.estimate == estimate(job, found.plan)
-    with pytest.raises(InputError, match="a share is of the optimizer's states"):
+    with pytest.raises(InputError, match="the share is of the optimizer's states"):
         search(job.but(pins={"offload_share": 80, "offload": ("activations",)}), top=1)
+    with pytest.raises(InputError, match="the share is of the weights"):
+        search(job.but(pins={"weights_share": 80, "offload": ("optimizer",)}), top=1)
+    both = search(job.but(pins={"offload_share": 80, "weights_share": 20}), top=1).chosen.plan
+    assert (both.offload_share, both.weights_share) == (80, 20) and {"optimizer", "parameters"} <= set(both.offload)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +166,7 @@ def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhe
     [
         ("dp1.off-optimizer0", "greater than or equal to 1"),
         ("dp1.off-activations.off-activations-files", "names activations twice"),
-        ("dp1.z3.off-optimizer50.off-parameters", "leave the share or one of the two out"),
+        ("dp1.off-optimizer50.off-optimizer-files60", "says offload_share a second time"),
     ],
 )
 def test_a_share_that_means_nothing_is_one_line(name: str, words: str) -> None:

@@ -240,21 +240,22 @@ def data_of(data: Data, source: ModelSource) -> Data:
 
 
 def short_of_room(plan: Plan, estimate: Estimate, folder: Path, free: float, blocks: int = 0) -> str:
-    """What is to be told where the files of the plan's ranks may not fit into `free` bytes of `folder`: the share of them that would, or of activations how
+    """What is to be told where the files of the plan's ranks may not fit into `free` bytes of `folder`: the shares of them that would, or of activations how
     many of the model's `blocks` of each stage; else nothing. No refusal: ranks that hold less than the fullest take less, and the first step says what is missing."""
     from meshwright.base.units import show_bytes
-    from meshwright.spec.choices import ACTIVATIONS, FILES, goes_in_part
+    from meshwright.spec.choices import ACTIVATIONS, FILES
 
     kinds, need = [what for what in plan.offload if what in FILES], estimate.in_files * plan.world
     if not kinds or need <= free:
         return ""
-    whole = plan.offload_share if goes_in_part(plan.offload) else 0
-    if kinds[0] in ACTIVATIONS:
-        whole = plan.offload_layers or max(plan.stage_layers(blocks), default=0) if blocks else 0
-    share = int(whole * free / need) if len(kinds) == 1 else 0
-    less = f"off-{kinds[0]}{share} would fit, " if share else ""
+    whole = {what: plan.share_of(what) for what in kinds}
+    if kinds[-1] in ACTIVATIONS:
+        layers = plan.offload_layers or max(plan.stage_layers(blocks), default=0) if blocks else 0
+        whole = {kinds[-1]: layers if len(kinds) == 1 else 0}
+    less = {what: int(share * free / need) for what, share in whole.items()}
+    fits = ".".join(f"off-{what}{share}" for what, share in less.items()) + " would fit, " if all(less.values()) else ""
     return (
-        f"offload folder {str(folder)!r} has {show_bytes(free)}, {plan.name} needs up to {show_bytes(need)} in it: {less}"
+        f"offload folder {str(folder)!r} has {show_bytes(free)}, {plan.name} needs up to {show_bytes(need)} in it: {fits}"
         f"or make room, or give another folder (--offload-to)"
     )
 

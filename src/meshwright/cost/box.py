@@ -23,7 +23,7 @@ import numpy as np
 from meshwright.spec.choices import least_zero
 from meshwright.spec.model import Parameter
 from meshwright.spec.plan import AXES as PLAN_AXES
-from meshwright.spec.plan import Axis, Context, Offload, Plan, Recompute, Schedule, goes_in_part, lies_as_v, sends
+from meshwright.spec.plan import Axis, Context, Offload, Plan, Recompute, Schedule, lies_as_v, sends, states_wait, weights_wait
 from meshwright.spec.rules import micro_batches_of
 
 AXES = "robsczf"
@@ -187,8 +187,9 @@ class Box:
     """How many times an equal shard the shard of the priced rank is."""
     loss_chunks: int = 1
     compile: bool = False
-    offload_share: float = 1.0
-    """Of the optimizer's states, or of the weights, where these wait elsewhere."""
+    offload_share: float | Array = 1.0
+    weights_share: float | Array = 1.0
+    """Of the optimizer's states, and of the weights, what waits where these wait elsewhere; several are priced at once along f (search/eased.py)."""
     offload_layers: int = 0
     """The first blocks of each virtual stage whose activations wait, where these do; 0: all of them."""
 
@@ -318,7 +319,8 @@ class Box:
             recompute_layers=again.blocks(order) if again.some else 0,
             recompute_rest=again.rest,
             offload=offload,
-            offload_share=round(100 * self.offload_share) if goes_in_part(offload) else 100,
+            offload_share=round(100 * float(self.offload_share)) if states_wait(offload) else 100,
+            weights_share=round(100 * float(self.weights_share)) if weights_wait(offload) else 100,
             offload_layers=self.offload_layers if sends(offload) else 0,
             bucket=self.bucket,
             loss_chunks=self.loss_chunks,
@@ -350,5 +352,6 @@ def box_of(plan: Plan, batch: int, blocks: int) -> Box:
         loss_chunks=plan.loss_chunks,
         compile=plan.compile,
         offload_share=plan.offload_share / 100,
+        weights_share=plan.weights_share / 100,
         offload_layers=plan.offload_layers,
     )

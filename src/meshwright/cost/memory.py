@@ -162,10 +162,12 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     at_head, elsewhere = at_head + messages, elsewhere + messages
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = shard_of(box, states)
-    gone = where.optimizer + where.optimizer_files + where.parameters_files * (not setting.recipe.master)
-    some = np.minimum(largest, constants.WINDOW) if setting.on_host else largest * (1.0 - box.offload_share)
+    there = where.optimizer + where.optimizer_files
+    gone = there + where.parameters_files * (not setting.recipe.master)
+    some = np.minimum(largest, constants.WINDOW) if setting.on_host else largest * (1.0 - there)
     at_once = some if by_windows(setting) else np.where(gone > 0, some, largest)
-    master = at_once * passing(setting) + largest * gathered(setting) * ((shards > 1) | (box.tp > 1))
+    back = where.gradients * (1.0 - there) * largest * setting.gradient  # sums that waited, of states that do not
+    master = at_once * passing(setting) + back + largest * gathered(setting) * ((shards > 1) | (box.tp > 1))
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     stays = largest * kept_on_the_way(setting) * ((shards > 1) | (box.tp > 1)) + lent * wide * size
     stays = stays + lift(slots(setting, box, tokens), "b")

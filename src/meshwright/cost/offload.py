@@ -5,7 +5,8 @@ the host has what that leaves of the time to hide in.
     optimizer        master weights and states; gradients go down, the host updates, weights come up, window by window beside each other, behind
                      backward ([Note: after the norm])
     optimizer-files  the same on disk: all of it is read and written in each update, while the host updates what was read before
-    a share of either: the rest stays and is updated where it is, while the disk reads and writes; a share of weights: whole layers of them
+    a share of either: the rest stays and is updated where it is, while the disk reads and writes; a share of weights: whole layers of them, whose states
+                     are the first that wait
     gradients        sums of the shards of ZeRO 2 and 3: each micro-batch's go down beside backward, later ones are added there by the host
     parameters       shards of the weights (ZeRO 3); each layer's comes up before it runs, forward and backward, beside what runs
     parameters-files the same out of files, by the host's memory; the update writes them, and reads them first where they are what is updated
@@ -29,11 +30,11 @@ from meshwright.cost import constants
 from meshwright.cost.box import Array, Box, lift
 from meshwright.cost.hiding import beside, beside_each_other
 from meshwright.cost.setting import Setting
-from meshwright.spec.plan import IN_PART, Offload
+from meshwright.spec.plan import OPTIMIZER, PARAMETERS, Offload
 
 
 class Away(NamedTuple):
-    """Which choices along f keep what elsewhere, 0 or 1 over AXES; of the optimizer, or of the weights, the share that waits there."""
+    """Which choices along f keep what elsewhere, 0 or 1 over AXES; of the optimizer, and of the weights, the share that waits there."""
 
     optimizer: Array
     optimizer_files: Array
@@ -50,8 +51,8 @@ class Away(NamedTuple):
 
 
 def away(box: Box) -> Away:
-    share = dict.fromkeys(IN_PART, box.offload_share)
-    return Away(*(lift([share.get(what, 1.0) * (what in choice) for choice in box.offload], "f") for what in Offload))
+    share = {**dict.fromkeys(OPTIMIZER, box.offload_share), **dict.fromkeys(PARAMETERS, box.weights_share)}
+    return Away(*(share.get(what, 1.0) * lift([what in choice for choice in box.offload], "f") for what in Offload))
 
 
 def passing(setting: Setting, box: Box, weights: Array, summed: Array, kept: Array, before: Array, behind: Array) -> Array:
@@ -84,12 +85,16 @@ def windows(setting: Setting, box: Box, largest: Array, elements: Array) -> Arra
     if not any(box.offload):
         return lift(0.0, "")
     where, size = away(box), setting.recipe.size
-    slots = np.minimum(constants.SLOTS * np.minimum(largest, constants.WINDOW), elements * box.offload_share)
-    shared = np.minimum(where.optimizer + where.optimizer_files + (not setting.recipe.master), 1.0)
+    states, weights = (
+        np.minimum(constants.SLOTS * np.minimum(largest, constants.WINDOW), elements * share)
+        for share in (box.offload_share, box.weights_share)
+    )
+    by_windows = (where.optimizer + where.optimizer_files > 0) | (not setting.recipe.master)
     coming = (where.parameters_files > 0) + (where.parameters > 0) * (1.0 - setting.on_host)
     pieces = where.activations_files * (constants.PIECES * setting.on_host)
     return (
-        slots * ((where.optimizer_files > 0) * kept_of_optimizer(setting) + (where.parameters_files > 0) * shared * size)
+        states * ((where.optimizer_files > 0) * kept_of_optimizer(setting))
+        + weights * ((where.parameters_files > 0) * by_windows * size)
         + coming * largest * size
         + pieces
         + where.gradients * (constants.REDUCTIONS_IN_FLIGHT * largest * setting.gradient)
@@ -101,6 +106,7 @@ def update(setting: Setting, box: Box, elements: Array, on_device: Array) -> tup
     where = away(box)
     if not any(box.offload):
         return on_device, 0.0 * on_device
+    there, waiting = where.optimizer + where.optimizer_files, where.parameters + where.parameters_files * (not setting.on_host)
     seconds = 0.0 * on_device
     over_link = np.zeros(1)
     if setting.host_bandwidth:
@@ -115,7 +121,6 @@ def update(setting: Setting, box: Box, elements: Array, on_device: Array) -> tup
         ways = 1.0 if setting.recipe.master else 2.0
         seconds = seconds + where.parameters_files * ways * elements * setting.recipe.size / setting.storage_bandwidth
     if setting.host_bandwidth:
-        there = where.optimizer + where.optimizer_files
-        waiting = where.parameters + where.parameters_files * (not setting.on_host)
-        seconds = seconds + waiting * (1.0 - there) * elements * setting.recipe.size / setting.host_bandwidth
-    return on_device * (1.0 - where.optimizer - where.optimizer_files), seconds
+        down = np.maximum(waiting - there, 0.0) * setting.recipe.size
+        seconds = seconds + elements * (down + where.gradients * (1.0 - there) * setting.gradient) / setting.host_bandwidth
+    return on_device * (1.0 - there), seconds

@@ -19,7 +19,7 @@ from meshwright.cost.memory import Footprint, ample, reserved, usable
 from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Seconds
 from meshwright.spec.estimate import Estimate, Fits, Memory, Time
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Offload, Plan, goes_in_part
+from meshwright.spec.plan import Offload, Plan
 from meshwright.spec.rules import check_plan
 
 
@@ -100,17 +100,19 @@ def _most_crowded(ranks: Sequence[Rank]) -> Rank | None:
 
 
 def _of_hosts(rank: Rank | None) -> tuple[str, ...]:
-    """What a host has no room for, and the largest share of the optimizer's states, or of the weights, that it has room for."""
+    """What a host has no room for, and the largest shares of the optimizer's states and of the weights, cut down alike, that it has room for."""
     if rank is None:
         return ()
     has, box = rank.pricer.setting.host_memory, rank.box
     said = f"{show_bytes(rank.host)} of each rank are to wait on its host, which has room for {show_bytes(has)} of each device"
-    share, half = box.offload_share, replace(box, offload_share=box.offload_share / 2)
-    least = _priced_ranks(rank.pricer, half)[rank.at].host
-    room = int(100 * (share - rank.over * share / 2 / (rank.host - least))) if rank.host > least else 0
     (offload,) = box.offload
-    what = next((str(what) for what in offload if what in (Offload.optimizer, Offload.parameters)), "")
-    return (f"{said}: off-{what}{room} would be the share that has room" if room >= 1 and goes_in_part(offload) else said,)
+    there = {Offload.optimizer: box.offload_share, Offload.parameters: box.weights_share}
+    half = replace(box, offload_share=box.offload_share / 2, weights_share=box.weights_share / 2)
+    least = _priced_ranks(rank.pricer, half)[rank.at].host
+    part = 1.0 - rank.over / 2 / (rank.host - least) if rank.host > least else 0.0
+    rooms = {what: int(100 * share * part) for what, share in there.items() if what in offload}
+    less = ".".join(f"off-{what}{room}" for what, room in rooms.items())
+    return (f"{said}: {less} would be the share that has room" if rooms and min(rooms.values()) >= 1 else said,)
 
 
 def _of_compiler(first: float, step: float, steps: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from meshwright.cost.box import Order, Shards
 from meshwright.spec.job import Job
+from meshwright.spec.keeps import with_shares
 from meshwright.spec.plan import Offload, Plan, Recompute
 from meshwright.spec.rules import (
     Fault,
@@ -39,6 +40,7 @@ class Updates:
 
     def __init__(self, job: Job) -> None:
         pinned = job.pins.get("recompute_layers", 0)
+        self.shares = {name: value for name, value in with_shares(job.pins).items() if name in ("offload_share", "weights_share")}
         self.counted, self.blocks = pinned if isinstance(pinned, int) else 0, job.model.blocks
         self.update, self.local = Update.of(job.workload, job.cluster, job.model.layers), job.workload.local
 
@@ -49,7 +51,7 @@ class Updates:
     def against_way(self, way: tuple[Offload, ...]) -> Fault | None:
         """Why not with any plan that offloads so."""
         replicas = self.local.replicas if self.local is not None else 1
-        return self.against(Plan(dp_replicate=replicas, dp_shard=2, zero=3, offload=way)) if way else None
+        return self.against(Plan(dp_replicate=replicas, dp_shard=2, zero=3, offload=way, **self.shares)) if way else None
 
     def against_shards(self, shards: Shards, cp: int) -> bool:
         """Whether with no plan of these."""

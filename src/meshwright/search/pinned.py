@@ -7,26 +7,23 @@ from typing import Any
 from meshwright.base.codec import build
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Offload, Plan, goes_in_part, sends
+from meshwright.spec.keeps import with_shares
+from meshwright.spec.plan import Plan, sends, states_wait, weights_wait
 
 
 def check_pins(job: Job) -> None:
     """InputError when a pin is no field of a plan, or pins contradict each other or the devices."""
-    pins: dict[str, Any] = dict(job.pins)
+    pins: dict[str, Any] = with_shares(job.pins)
     devices = job.cluster.devices
     known = ("dp", *(name for name in Plan.model_fields if name != "version"))
     for name in pins:
         if name not in known:
             raise InputError(f"pin {name!r} is no field of a plan{did_you_mean(name, known)}; pins are {', '.join(known)}")
-    share: Any = pins.get("offload_share", 100)
-    offload: Any = pins.get("offload", (Offload.optimizer,))
-    if share < 100 and not goes_in_part(offload):
-        raise InputError(
-            f"pins offload_share={share} and offload={[str(what) for what in offload]}: a share is of the optimizer's states "
-            "or of the weights, not of both: pin off=[optimizer], off=[parameters], or one of them with -files"
-        )
-    if "offload" in pins:  # what no plan can say: twice the same, or gradients without the update
-        build(Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload")
+    if "offload" in pins:
+        _check_shares(pins, pins["offload"])
+        build(
+            Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload"
+        )  # twice the same, or gradients without the update
     if pins.get("recompute_rest", "none") != "none" and not pins.get("recompute_layers"):
         raise InputError(
             f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind the first ones that recompute: pin recompute_layers too"
@@ -45,3 +42,17 @@ def check_pins(job: Job) -> None:
         raise InputError(f"{equation} = {product} but the cluster has {devices} devices")
     if factors and devices % product:
         raise InputError(f"pins {equation} = {product} but the cluster has {devices} devices, which {product} does not divide")
+
+
+def _check_shares(pins: dict[str, Any], offload: Any) -> None:
+    """A share is of what is pinned to wait."""
+    if pins.get("offload_share", 100) < 100 and not states_wait(offload):
+        raise InputError(
+            f"pins offload_share={pins['offload_share']} and offload={[str(what) for what in offload]}: the share is of the optimizer's states: "
+            "pin optimizer or optimizer-files in off too"
+        )
+    if pins.get("weights_share", 100) < 100 and not weights_wait(offload):
+        raise InputError(
+            f"pins weights_share={pins['weights_share']} and offload={[str(what) for what in offload]}: the share is of the weights: "
+            "pin parameters or parameters-files in off too"
+        )

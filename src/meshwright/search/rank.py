@@ -58,8 +58,9 @@ def standing(
 def _entry(pricer: Pricer, candidate: Candidate) -> tuple[float, Entry]:
     """A plan that was found, with its score; of what it offloads no more than must be."""
     box, estimate = eased(pricer, candidate.alone)
-    gain = estimate.time.step / candidate.seconds if box.offload_share < 1 else 1.0
-    return candidate.score * gain, Entry(plan=box.plan((0,) * len(box.shape)), estimate=estimate)
+    plan = box.plan((0,) * len(box.shape))
+    gain = estimate.time.step / candidate.seconds if min(plan.offload_share, plan.weights_share) < 100 else 1.0
+    return candidate.score * gain, Entry(plan=plan, estimate=estimate)
 
 
 def best(job: Job, top: int, objective: Objective, runnable: bool) -> Survey:

@@ -32,8 +32,9 @@ from meshwright.search.division import divisors, even, relieved
 from meshwright.search.legal import Orders, Updates, against_cut, first_fault, plans_of
 from meshwright.search.pinned import check_pins
 from meshwright.search.worth import offered, relief
-from meshwright.spec.choices import OPTIMIZER, goes_in_part, least_zero
+from meshwright.spec.choices import OPTIMIZER, least_zero, states_wait, weights_wait
 from meshwright.spec.job import Job
+from meshwright.spec.keeps import with_shares
 from meshwright.spec.plan import (
     AXES,
     BUCKET,
@@ -142,9 +143,9 @@ class Space:
         self._least = {least_zero(choice) for choice in (*self._offloads, *self._kept_near)}
         self._shards_of: dict[tuple[int, int], tuple[Shards, ...]] = {}
 
-    @property
+    @cached_property
     def pins(self) -> Mapping[str, Any]:
-        return self.job.pins
+        return with_shares(self.job.pins)
 
     def boxes(self) -> Iterator[Box]:
         """Every plan that is legal but for interleaving, simpler degrees first."""
@@ -341,12 +342,12 @@ class Space:
         bucket = self.pins.get("bucket", self.bucket)
         first = (self._offloads or [()])[0]
         given = (cell.layout, bucket, tuple(orders), cell.micro_batches, cell.parallel, self._whole(), cell.shards, (first,))
-        share = self.pins.get("offload_share", 100) / 100
         return Box(
             *given,
             loss_chunks=self.pins.get("loss_chunks", 1),
             compile=self.pins.get("compile", False),
-            offload_share=share,
+            offload_share=self.pins.get("offload_share", 100) / 100,
+            weights_share=self.pins.get("weights_share", 100) / 100,
             offload_layers=self.pins.get("offload_layers", 0),
         )
 
@@ -370,8 +371,10 @@ class Space:
             what: self.offloading and getattr(self.job.cluster, "storage_bandwidth" if what in FILES else "host_bandwidth")
             for what in Offload
         }
-        shared = self.pins.get("offload_share", 100) < 100
-        choices = [choice for choice in OFFLOADS if all(ways[what] for what in choice) and (not shared or goes_in_part(choice))]
+        in_part = [
+            waits for name, waits in (("offload_share", states_wait), ("weights_share", weights_wait)) if self.pins.get(name, 100) < 100
+        ]
+        choices = [choice for choice in OFFLOADS if all(ways[what] for what in choice) and all(waits(choice) for waits in in_part)]
         return self._choices("offload", choices)
 
     def _interleaving(self, region: Region) -> None:

@@ -85,12 +85,22 @@ ACTIVATIONS = (Offload.activations, Offload.activations_files)
 TWICE = {"optimizer": OPTIMIZER, "parameters": PARAMETERS, "activations": ACTIVATIONS}
 """What waits in one place only: on the host, or in files."""
 
-IN_PART = OPTIMIZER + PARAMETERS
-"""What can wait in part, by a share of each rank's."""
+COUNTED = {
+    **dict.fromkeys(OPTIMIZER, "offload_share"),
+    **dict.fromkeys(PARAMETERS, "weights_share"),
+    **dict.fromkeys(ACTIVATIONS, "offload_layers"),
+}
+"""What a number behind a name says, as the field of a plan: the share of each rank's that waits, or of how many blocks."""
 
 
-COUNTED = IN_PART + ACTIVATIONS
-"""What a number behind its name says: the share that waits, or of how many blocks."""
+def states_wait(offload: Collection[Offload]) -> bool:
+    """Whether the optimizer's states wait so."""
+    return bool(set(offload) & set(OPTIMIZER))
+
+
+def weights_wait(offload: Collection[Offload]) -> bool:
+    """Whether weights wait so."""
+    return bool(set(offload) & set(PARAMETERS))
 
 
 def sends(offload: Collection[Offload]) -> bool:
@@ -100,12 +110,7 @@ def sends(offload: Collection[Offload]) -> bool:
 
 def least_zero(offload: Collection[Offload]) -> int:
     """The least ZeRO stage at which ranks have what waits so: weights wait as the shards of ZeRO 3, sums of gradients as those of ZeRO 2."""
-    return 3 if set(offload) & set(PARAMETERS) else 2 if Offload.gradients in offload else 0
-
-
-def goes_in_part(offload: Collection[Offload]) -> bool:
-    """Whether what waits so can do so in part: states, or weights; a share of both at once would be two."""
-    return len(set(offload) & set(IN_PART)) == 1 and Offload.gradients not in offload
+    return 3 if weights_wait(offload) else 2 if Offload.gradients in offload else 0
 
 
 Axis = Literal["pp", "dp", "tp"]

@@ -6,9 +6,12 @@ some send their activations away, these are the same first ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import Field, model_validator
 
-from meshwright.spec.choices import ACTIVATIONS, IN_BLOCKS, OPTIMIZER, PARAMETERS, TWICE, Offload, Recompute, goes_in_part, sends
+from meshwright.spec.choices import ACTIVATIONS, COUNTED, IN_BLOCKS, PARAMETERS, TWICE, Offload, Recompute, sends, states_wait, weights_wait
 from meshwright.spec.rows import Rows
 
 
@@ -19,12 +22,16 @@ class Keeps(Rows):
     recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
     recompute_rest: Recompute = Field(default=Recompute.none, description="of the blocks behind these: none, or operations")
     offload: tuple[Offload, ...] = ()
-    offload_share: int = Field(
-        default=100, ge=1, le=100, description="of each rank's optimizer states, or of its weights, the hundredths that wait elsewhere"
-    )
+    offload_share: int = Field(default=100, ge=1, le=100, description="of each rank's optimizer states the hundredths that wait elsewhere")
+    weights_share: int = Field(default=100, ge=1, le=100, description="of each rank's weights the hundredths that wait elsewhere")
     offload_layers: int = Field(
         default=0, ge=0, description="the first blocks of each virtual stage whose activations wait; 0: all of them"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_before(cls, given: Any) -> Any:
+        return with_shares(given) if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
     def _computes_again(self) -> Keeps:
@@ -53,7 +60,7 @@ class Keeps(Rows):
             raise ValueError(
                 f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)"
             )
-        if Offload.gradients in self.offload and (self.zero < 2 or not set(OPTIMIZER) & set(self.offload)):
+        if Offload.gradients in self.offload and (self.zero < 2 or not states_wait(self.offload)):
             raise ValueError(
                 "off-gradients: their sums wait where the update is, each rank's own: write z2 or z3 and off-optimizer beside it (dp1.z2.off-optimizer.off-gradients)"
             )
@@ -71,19 +78,26 @@ class Keeps(Rows):
 
     @model_validator(mode="after")
     def _waits_in_part(self) -> Keeps:
-        if self.offload_share < 100 and not set(OPTIMIZER + PARAMETERS) & set(self.offload):
+        if self.offload_share < 100 and not states_wait(self.offload):
             raise ValueError(
-                f"offload_share {self.offload_share} is of the optimizer's states or of the weights: write off-optimizer{self.offload_share} or off-parameters{self.offload_share}, or with -files"
+                f"offload_share {self.offload_share} is of the optimizer's states: write off-optimizer{self.offload_share}, or with -files"
             )
-        if self.offload_share < 100 and Offload.gradients in self.offload:
+        if self.weights_share < 100 and not weights_wait(self.offload):
             raise ValueError(
-                f"offload_share {self.offload_share}: gradients wait where all of the update is: leave the share or off-gradients out"
-            )
-        if self.offload_share < 100 and not goes_in_part(self.offload):
-            raise ValueError(
-                f"offload_share {self.offload_share}: weights and states both wait whole, or one of them in part: leave the share or one of the two out"
+                f"weights_share {self.weights_share} is of the weights: write off-parameters{self.weights_share}, or with -files"
             )
         return self
+
+    def share_of(self, what: Offload) -> int:
+        """Hundredths of it that wait.
+
+        >>> from meshwright.spec.plan import parse_plan
+        >>> plan = parse_plan("dp2.z3.off-optimizer60.off-parameters-files50.off-activations8")
+        >>> [plan.share_of(what) for what in plan.offload]
+        [60, 50, 100]
+        """
+        field = COUNTED.get(what, "")
+        return int(getattr(self, field)) if field.endswith("_share") else 100
 
     def recompute_at(self, place: int) -> Recompute:
         """What the block of this place in its virtual stage computes again."""
@@ -92,3 +106,17 @@ class Keeps(Rows):
     def sends(self, place: int) -> bool:
         """Whether the activations of the block of this place in its virtual stage wait elsewhere."""
         return sends(self.offload) and (not self.offload_layers or place < self.offload_layers)
+
+
+def with_shares(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a plan, or pins, as they are written now: `offload_share` was that of the weights where these waited alone.
+
+    >>> with_shares({"offload": ["parameters"], "offload_share": 50}), with_shares({"offload": ["optimizer"], "offload_share": 50})
+    ({'offload': ['parameters'], 'weights_share': 50}, {'offload': ['optimizer'], 'offload_share': 50})
+    """
+    listed = given.get("offload", ())
+    offload: list[Any] = [what for what in listed if isinstance(what, str)] if isinstance(listed, list | tuple) else []
+    alone = weights_wait(offload) and not states_wait(offload)
+    if not alone or given.get("offload_share", 100) == 100 or given.get("weights_share", 100) != 100:
+        return dict(given)
+    return {**{name: value for name, value in given.items() if name != "offload_share"}, "weights_share": given["offload_share"]}

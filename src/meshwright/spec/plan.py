@@ -5,7 +5,7 @@ Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (Z
 micro-batch; `mb8-2` of each data replica), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2, then 1),
 `rc-selective`, `rc-operations`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `rc-layer8-operations` (the others by operation), `off-optimizer`, `off-optimizer-files`, `off-activations8` (of the first 8 blocks of each virtual stage), `off-activations-files8`, `off-optimizer-files60`
-(of each rank's optimizer states 60 hundredths wait in files), `off-parameters-files`, `off-parameters50`, `ulysses` (how context ranks attend; else
+(of each rank's optimizer states 60 hundredths wait in files), `off-parameters-files`, `off-parameters50` (half of its weights; both have shares of their own), `ulysses` (how context ranks attend; else
 by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `shards3-1` (parts of
 the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
 
@@ -29,7 +29,6 @@ from meshwright.spec.choices import (
     FILES,
     HELD,
     IN_BLOCKS,
-    IN_PART,
     OPTIMIZER,
     PARAMETERS,
     TWICE,
@@ -38,10 +37,11 @@ from meshwright.spec.choices import (
     Offload,
     Recompute,
     Schedule,
-    goes_in_part,
     lies_as_v,
     rank_of,
     sends,
+    states_wait,
+    weights_wait,
 )
 from meshwright.spec.keeps import Keeps
 from meshwright.spec.numbers import listed, unlisted
@@ -249,11 +249,10 @@ def plan_name(plan: Plan) -> str:
 def away_parts(plan: Plan) -> list[str]:
     """What waits elsewhere, as parts of a name.
 
-    >>> away_parts(parse_plan("dp2.off-optimizer-files60.off-activations"))
-    ['off-optimizer-files60', 'off-activations']
+    >>> away_parts(parse_plan("dp2.z3.off-optimizer-files60.off-parameters50.off-activations"))
+    ['off-optimizer-files60', 'off-parameters50', 'off-activations']
     """
-    part = "" if plan.offload_share == 100 else plan.offload_share
-    numbers = {**dict.fromkeys(IN_PART, part), **dict.fromkeys(ACTIVATIONS, plan.offload_layers or "")}
+    numbers = {what: getattr(plan, field) for what, field in COUNTED.items() if getattr(plan, field) != Plan.model_fields[field].default}
     return [f"off-{what}{numbers.get(what, '')}" for what in plan.offload]
 
 
@@ -336,7 +335,7 @@ def parse_plan(name: str) -> Plan:
         elif (away := re.fullmatch(r"off-([a-z-]+?)(\d*)", part)) and away[1] in (COUNTED if away[2] else list(Offload)):
             offload.append(away[1])
             if away[2]:
-                put("offload_share" if away[1] in IN_PART else "offload_layers", int(away[2]), part)
+                put(COUNTED[Offload(away[1])], int(away[2]), part)
         else:
             raise InputError(
                 f"plan {name!r}: part {part!r} is not understood{did_you_mean(part, _KNOWN)}; parts are such as {', '.join(_KNOWN)}"
@@ -350,6 +349,6 @@ def parse_plan(name: str) -> Plan:
 
 
 __all__ = [
-    "ACTIVATIONS", "AXES", "BUCKET", "FILES", "HELD", "IN_BLOCKS", "IN_PART", "OPTIMIZER", "PARAMETERS", "TWICE", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
-    "away_parts", "goes_in_part", "lies_as_v", "parse_plan", "plan_name", "rank_of", "sends",
+    "ACTIVATIONS", "AXES", "BUCKET", "FILES", "HELD", "IN_BLOCKS", "OPTIMIZER", "PARAMETERS", "TWICE", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
+    "away_parts", "lies_as_v", "parse_plan", "plan_name", "rank_of", "sends", "states_wait", "weights_wait",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.local import Local
 from meshwright.spec.model import Layer
-from meshwright.spec.plan import ACTIVATIONS, FILES, Context, Plan, Schedule
+from meshwright.spec.plan import ACTIVATIONS, FILES, Context, Plan, Schedule, states_wait, weights_wait
 from meshwright.spec.precision import Recipe
 from meshwright.spec.workload import Workload
 
@@ -227,6 +227,11 @@ class Update(NamedTuple):
     on_cores: bool = True
     experts: tuple[str, ...] = ()
 
+    @property
+    def there(self) -> bool:
+        """Whether weights that wait elsewhere are updated there: it is they that are updated, and where they wait the device does not reach them."""
+        return not (self.on_cores or self.recipe.master)
+
     @classmethod
     def of(cls, workload: Workload, cluster: Cluster, layers: Sequence[Layer] = ()) -> Update:
         rule = workload.optimizer
@@ -246,11 +251,17 @@ def update_faults(plan: Plan, update: Update) -> Iterator[Fault]:
         )
     if recipe.compression is not None and plan.shard_weights:
         yield Fault("compressed gradients go in equal parts", "compressed gradients go in equal parts: leave shards out, or compression")
-    if not update.on_cores and not recipe.master and away and all(what.startswith("parameters") for what in away):
+    if update.there and weights_wait(plan.offload) and not states_wait(plan.offload):
         yield Fault(
             "weights that wait on the host are updated there",
             f"in {recipe.name} what is updated is the weights themselves, which wait on the host: add off-optimizer, "
             "so that they are updated there, or use bf16",
+        )
+    elif update.there and weights_wait(plan.offload) and plan.offload_share < plan.weights_share:
+        yield Fault(
+            "weights that wait on the host are updated there",
+            f"in {recipe.name} what is updated is the weights themselves: of the states at least the share of the weights must wait on the host "
+            f"({plan.weights_share}, not {plan.offload_share}), so that those which wait are updated there; or use bf16",
         )
     if away and (update.whole or recipe.rounds or recipe.eight):
         what = "an optimizer of whole tensors" if update.whole else f"precision {recipe.name}" if recipe.rounds else "states of 8 bits"

@@ -73,7 +73,7 @@ LINES = {
     "no plan fits: the nearest ({}) has no room on its host: {}": "没有放得下的方案：最接近的 {0} 在主机上没有足够空间：{1}",
     "its host has no room for what waits there": "主机放不下要放在那里的内容",
     "{} of each rank are to wait on its host, which has room for {} of each device": "每个 rank 有 {0} 要放在主机上，而主机为每个设备只放得下 {1}",
-    "off-optimizer{} would be the share that has room": "放得下的份额是 off-optimizer{0}",
+    "off-{} would be the share that has room": "放得下的份额是 off-{0}",
     "'{}': {}; name another path": "'{0}'：{1}；请换一个路径",
     "no plan is legal: {}": "没有合法的方案：{0}",
     "{} ({} plan)": "{0}（{1} 个方案）",

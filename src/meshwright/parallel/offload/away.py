@@ -4,6 +4,9 @@
 that an update with offload computes bit for bit what one without it does. A window is fetched into its slot, updated there and stored,
 while other threads fetch the next ones and store those before: memory holds SLOTS windows, however large the states are. Of a share the first
 runs of a unit stay: their windows are where training is, nothing is fetched or stored for them.
+
+[Note: two shares] Of weights whole units wait, of states the last runs of each. States of weights that wait are the first that do: they are updated
+where these are, and nothing of that update comes up.
 Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.2 (overlap-centric design), section 6.3 (the infinity offload engine).
 """
 
@@ -23,7 +26,7 @@ from meshwright.parallel.exchange.clock import Clock
 from meshwright.parallel.offload.ferry import LANDED, Ferry, Landing
 from meshwright.parallel.offload.scratch import Scratch, aligned, paged
 from meshwright.parallel.zero.master import RUN, WINDOW
-from meshwright.spec.plan import ACTIVATIONS, FILES, OPTIMIZER, PARAMETERS, Offload, Plan
+from meshwright.spec.plan import ACTIVATIONS, FILES, OPTIMIZER, Offload, Plan, weights_wait
 
 if TYPE_CHECKING:
     from meshwright.parallel.zero.flat import FlatUnit
@@ -96,16 +99,31 @@ W = TypeVar("W", bound=Window)
 T = TypeVar("T")
 
 
+class Tally:
+    """Of what comes one by one, so much as lets at least `share` of all so far wait, and hardly more."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.seen = self.gone = 0
+
+    def missing(self, numel: int) -> int:
+        """Of the next `numel` elements, how many must wait."""
+        self.seen += numel
+        return min(max(math.ceil(self.share * self.seen - 1e-6) - self.gone, 0), numel)
+
+
 class Away:
     """Of one rank: its scratch file, its slots, the threads between them."""
 
     def __init__(
-        self, folder: Path | None, device: torch.device, optimizer: Offload | None, share: float = 1.0, weights: float = 1.0
+        self, folder: Path | None, device: torch.device, optimizer: Offload | None, share: float = 1.0, weights: float = 0.0
     ) -> None:
         """`folder` None: nothing waits in files. `optimizer`: where `share` of its states wait, None where they stay. `weights`: the share of them
-        that waits, where any do."""
-        self.share, self.weights = share, weights
-        self._seen = self._gone = self._rotated = 0
+        that waits."""
+        self._weights, self._states, self._theirs = Tally(weights), Tally(share), Tally(share / max(share, weights))
+        """Of units; of states; of the states of units that wait."""
+        self._rotated = 0
+        self._apart: list[Slot] = []
         self._fetching: deque[tuple[Window, Future[None]]] = deque()
         self.scratch = None if folder is None else Scratch(folder)
         self.device, self.optimizer = device, optimizer
@@ -124,36 +142,47 @@ class Away:
         self._lent = self._most = 0
         self._pool = ThreadPoolExecutor(SLOTS, "offload")
 
-    def border(self, numel: int) -> int:
-        """Of the next unit's elements, how many stay: whole runs, so that of all units so far at least the share waits, and hardly more.
+    def waits(self, numel: int) -> bool:
+        """Whether the next unit's weights do, `numel` of this rank: whole units wait, so that of all units so far at least the share does.
+
+        >>> away = Away(None, torch.device("cpu"), None, weights=0.5)
+        >>> [away.waits(numel) for numel in (4, 3, 3, 3)]
+        [True, False, True, False]
+        """
+        waits = self._weights.missing(numel) > 0
+        self._weights.gone += numel * waits
+        return waits
+
+    def border(self, numel: int, waits: bool = False) -> int:
+        """Of the next unit's elements, whose weights wait or not, of how many the states stay: whole runs, so that of all units so far at least
+        the share waits, and hardly more; [Note: two shares].
 
         >>> away = Away(None, torch.device("cpu"), Offload.optimizer, share=0.5)
         >>> [away.border(numel) // RUN for numel in (3 * RUN, 3 * RUN, RUN // 2, RUN // 4)]
         [1, 2, 0, 0]
+        >>> def borders(states: float, weights: float) -> list[int]:
+        ...     away = Away(None, torch.device("cpu"), Offload.optimizer, states, weights)
+        ...     return [away.border(4 * RUN, away.waits(4 * RUN)) // RUN for _ in range(4)]
+        >>> borders(0.75, 0.5), borders(0.5, 0.5), borders(0.25, 0.5)
+        ([0, 2, 0, 2], [0, 4, 0, 4], [2, 4, 2, 4])
         """
-        self._seen += numel
-        wanted = min(max(math.ceil(self.share * self._seen - 1e-6) - self._gone, 0), numel)
-        stays = numel if not wanted else (numel - wanted) // RUN * RUN
-        self._gone += numel - stays
+        if self.optimizer is None:
+            return numel
+        missing = self._states.missing(numel)
+        missing = self._theirs.missing(numel) if waits else missing
+        stays = numel if not missing else (numel - missing) // RUN * RUN
+        for tally in (self._states, self._theirs)[: 1 + waits]:
+            tally.gone += numel - stays
         return stays
-
-    def stays(self, numel: int) -> bool:
-        """Whether the next unit's weights do, `numel` of this rank: whole units wait, so that of all units so far at least the share does.
-
-        >>> away = Away(None, torch.device("cpu"), None, weights=0.5)
-        >>> [away.stays(numel) for numel in (4, 3, 3, 3)]
-        [False, True, False, True]
-        """
-        self._seen += numel
-        waits = self._gone < self.weights * self._seen - 1e-6
-        self._gone += numel * waits
-        return not waits
 
     def number(self, stays: bool) -> tuple[int, Slot]:
         """The next window's number and slot: neighbours never share a slot, and one that stays has its own."""
         self.windows += 1
         self._rotated += not stays
-        return self.windows - 1, Slot(False) if stays else self.slots[self._rotated % SLOTS]
+        if not stays:
+            return self.windows - 1, self.slots[self._rotated % SLOTS]
+        self._apart.append(Slot(False))
+        return self.windows - 1, self._apart[-1]
 
     def store(self, window: Window) -> None:
         """Start to empty its slot."""
@@ -190,7 +219,7 @@ class Away:
         """Everything is stored: the file can be read and written, and the weights are those of the update."""
         while self._fetching:
             self.wait(self._fetching.popleft()[1].result)
-        for slot in self.slots:
+        for slot in (*self.slots, *self._apart):
             self.wait(slot.settle)
 
     @property
@@ -250,6 +279,5 @@ def away_of(plan: Plan, device: torch.device, folder: str | Path | None) -> Away
         return None
     optimizer = next((what for what in kept if what in OPTIMIZER), None)
     files = any(what in FILES for what in kept)
-    share, of_weights = plan.offload_share / 100, any(what in PARAMETERS for what in kept)
-    shares = (1.0, share) if of_weights else (share, 1.0)
-    return Away(Path(folder or tempfile.gettempdir()) if files else None, device, optimizer, *shares)
+    weights = plan.weights_share / 100 if weights_wait(kept) else 0.0
+    return Away(Path(folder or tempfile.gettempdir()) if files else None, device, optimizer, plan.offload_share / 100, weights)

@@ -8,6 +8,7 @@ Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.1.2 and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import torch
 
 from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.ferry import LANDED, Landing
-from meshwright.spec.plan import PARAMETERS, Offload, Plan
+from meshwright.spec.plan import Offload, Plan
 
 
 class Shard(Protocol):
@@ -32,8 +33,8 @@ class Shard(Protocol):
     def give_back(self) -> None:
         """What `take` gave is not read any more."""
 
-    def write(self, values: torch.Tensor) -> None:
-        """New ones."""
+    def write(self, parts: Sequence[torch.Tensor]) -> None:
+        """New ones, one part behind the other."""
 
     def whole(self) -> torch.Tensor:
         """All of it where it waits: what is written to it is there."""
@@ -51,11 +52,11 @@ class FileShard:
         self.start = self.scratch.extend(self.bytes())
         self._reading: tuple[torch.Tensor, Future[Landing]] | None = None
         self._coming: torch.Tensor | None = None
-        self.write(values)
+        self.write([values])
 
-    def write(self, values: torch.Tensor) -> None:
+    def write(self, parts: Sequence[torch.Tensor]) -> None:
         pages = self.away.lend(self.bytes())
-        self._values(pages).copy_(values.to(self.dtype))
+        _fill(self._values(pages), parts)
         self.scratch.write(self.start, pages)
         self.away.give(pages)
 
@@ -127,17 +128,20 @@ class HostShard:
             self._landing.before_computing()
             self._coming = None
 
-    def write(self, values: torch.Tensor) -> None:
-        self._held.copy_(values.to(self.dtype))
+    def write(self, parts: Sequence[torch.Tensor]) -> None:
+        _fill(self._held, parts)
 
     def whole(self) -> torch.Tensor:
         return self._held
 
 
-def shard_away(away: Away | None, plan: Plan, values: torch.Tensor) -> Shard | None:
-    """`values` where `plan` lets weights wait; None where they stay: those of units beyond the share, and the memory of ranks on CPUs is their host's."""
-    if away is None or not set(PARAMETERS) & set(plan.offload) or away.stays(values.numel()):
-        return None
+def _fill(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    for mine, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
+        mine.copy_(part.to(whole.dtype))
+
+
+def shard_away(away: Away, plan: Plan, values: torch.Tensor) -> Shard | None:
+    """`values`, which wait, where `plan` lets them; None where that is where they are: the memory of ranks on CPUs is their host's."""
     if Offload.parameters_files in plan.offload:
         return FileShard(away, values)
     return HostShard(away, values) if away.beyond else None

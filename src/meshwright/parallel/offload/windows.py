@@ -2,13 +2,14 @@
 
 The optimizer's runs and states are views of the window's memory: on the host where they stay, of files a slot, which many windows share and
 which holds this window's numbers only while it is updated. What saves and loads (`parts`, `state_parts`) sees the file itself, mapped; the next
-update lets go of the map. Elements before `border` wait nowhere: their states lie beside the weights, in windows of their own.
+update lets go of the map. Elements before `border` are `near`: their states are on the device, in windows of their own. Nothing is fetched or stored for
+these, unless their weights are in a file: then these alone pass by.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,12 +21,21 @@ from meshwright.parallel.zero.master import WINDOW, Master, Run, Stretch, is_ele
 MASTER, GRADIENT, WEIGHTS = "master", "gradient", "weights"
 
 
+class Place(NamedTuple):
+    """Where the elements from `first` on begin in the file."""
+
+    begin: int
+    first: int
+    dtype: torch.dtype
+
+
 class AwayWindow:
     """Elements `start` to `stop` of the own run of a unit. `copies`: the weights that it updates are not those that training reads."""
 
     def __init__(self, owner: AwayMaster, start: int, stop: int, copies: bool) -> None:
         self.owner, self.start, self.stop, self.copies = owner, start, stop, copies
-        self.stays = stop <= owner.border
+        self.near = stop <= owner.border
+        self.stays = self.near and owner.file is None
         self.number, self.slot = owner.away.number(self.stays)
         self.runs: list[Run] = []
         self.gradients: torch.Tensor | None = None
@@ -39,7 +49,7 @@ class AwayWindow:
 
     def view(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
         """Its elements of `kind` where the optimizer finds them."""
-        held, first = (self.owner.staying, 0) if self.stays else (self.owner.held, self.owner.border)
+        held, first = (self.owner.staying, 0) if self.near else (self.owner.held, self.owner.border)
         if kind in held:
             return held[kind][self.start - first : self.stop - first]
         numel = self.stop - self.start
@@ -49,7 +59,7 @@ class AwayWindow:
         return tensor.split([run.numel() for run in self.runs])
 
     def fetch(self) -> None:
-        """Its numbers out of the file, and its gradients off an accelerator if they are known already."""
+        """Its numbers out of the file, and the gradients of states that wait off an accelerator if they are known already."""
         scratch = self.owner.away.scratch
         for start, pages in self._pages():
             assert scratch is not None
@@ -58,7 +68,7 @@ class AwayWindow:
             self._bring_down(self.gradients)
 
     def _bring_down(self, gradients: torch.Tensor) -> None:
-        if not self.stays and self.owner.away.beyond and not self.is_down:
+        if not self.near and self.owner.away.beyond and not self.is_down:
             self._down = self.view(GRADIENT, gradients.dtype)
             self.owner.away.ferry.copy(self._down, gradients).wait()
 
@@ -78,7 +88,7 @@ class AwayWindow:
 
     def _take_up(self, updated: torch.Tensor, weights: torch.Tensor) -> None:
         """Of an accelerator's weights those that the host has updated go by pinned memory in their own type ([Note: one type, pinned])."""
-        if self.stays or self.owner.on_host or not self.owner.away.beyond:
+        if self.near or self.owner.on_host or not self.owner.away.beyond:
             weights.copy_(updated)
             return
         if updated.dtype != weights.dtype:
@@ -88,10 +98,10 @@ class AwayWindow:
     def _pages(self) -> list[tuple[int, torch.Tensor]]:
         """What of it is in the file: where it begins there, and the pages of the slot."""
         found = []
-        for kind, (begin, dtype) in list(self.owner.places.items()) if not self.stays else ():
-            if self.made or kind == MASTER:
-                size = paged((self.stop - self.start) * dtype.itemsize)
-                found.append((begin + (self.start - self.owner.border) * dtype.itemsize, self.slot.bytes(kind, size)[:size]))
+        for kind, place in list(self.owner.places.items()):
+            if place.first <= self.start and (self.made or kind == MASTER):
+                size = paged((self.stop - self.start) * place.dtype.itemsize)
+                found.append((place.begin + (self.start - place.first) * place.dtype.itemsize, self.slot.bytes(kind, size)[:size]))
         return found
 
     # --- the optimizer's view -------------------------------------------------------------------------------------------------
@@ -102,6 +112,7 @@ class AwayWindow:
         if self._down is None:  # it was fetched before they were known
             self._bring_down(self.gradients)
         own, self._down = self.gradients if self._down is None else self._down, None
+        own = own.to(self.owner.device) if self.near else own  # sums that wait on the host come back to states that do not
         scaled = own.to(self.owner.dtype, copy=True).mul_(scale) if self.copies else own.mul_(scale) if scale != 1.0 else own
         for run, part in zip(self.runs, self.split(scaled), strict=True):
             run.grad = part
@@ -132,28 +143,33 @@ class AwayWindow:
 
 
 class AwayMaster(Master):
-    """`kinds`: what is away, by name, and its type; from `border` on `held` on the host, or by `places`, where it begins in the file; before it
-    `staying`."""
+    """`kinds`: what is away, by name, and its type; from `border` on `held` on the host, or by `places` in the file; before it `staying`."""
 
     def __init__(
-        self, away: Away, shard: torch.Tensor | FileShard, dtype: torch.dtype, stretches: Sequence[Stretch], on_host: bool = False
+        self,
+        away: Away,
+        shard: torch.Tensor | FileShard,
+        dtype: torch.dtype,
+        stretches: Sequence[Stretch],
+        waits: bool = False,
+        on_host: bool = False,
     ) -> None:
         """`shard`: the weights that training reads. They are what is updated, if they have the type `dtype` and the host reaches them (`on_host`, of a
-        device that has memory of its own); in a file they pass by as states do."""
+        device that has memory of its own); in a file they pass by as states do. `waits`: these are weights that the plan lets wait."""
         self.away, self.shard, self.dtype, self.on_host = away, shard, dtype, on_host
         away.ferry.follow()  # weights were laid by what computes
         self.file = None if isinstance(shard, torch.Tensor) else shard
         values = shard if isinstance(shard, torch.Tensor) else shard.whole()
-        self.numel, self.device = len(values), values.device
-        stay = away.optimizer is None and self.file is None  # beside units whose weights wait
-        self.border = self.numel if stay else away.border(self.numel) if away.optimizer else 0
+        self.numel, self.device = len(values), away.device
+        self.border = away.border(self.numel, waits)
         copied = dtype != values.dtype
         self.kinds: dict[str, torch.dtype] = {}
         self.staying: dict[str, torch.Tensor] = {}
         self.held: dict[str, torch.Tensor] = {}
-        self.places: dict[str, tuple[int, torch.dtype]] = {}
+        self.places: dict[str, Place] = {}
         self._mapped: dict[str, torch.Tensor] = {}
-        self.windows = [AwayWindow(self, start, stop, copied) for start, stop in _cuts(0, self.border, self.device.type == "cpu")]
+        small = self.device.type == "cpu" or self.file is not None
+        self.windows = [AwayWindow(self, start, stop, copied) for start, stop in _cuts(0, self.border, small)]
         self.windows += [
             AwayWindow(self, start, stop, copied or (away.beyond and not on_host)) for start, stop in _cuts(self.border, self.numel, True)
         ]
@@ -161,7 +177,7 @@ class AwayMaster(Master):
         if self.copies:
             self.provide(MASTER, dtype)
         elif self.file is not None:
-            self.places[MASTER] = self.file.start, dtype
+            self.places[MASTER] = Place(self.file.start, 0, dtype)
         for window in self.windows:
             inside = [each.of(window.start, window.stop) for each in stretches if each.start < window.stop and each.stop > window.start]
             updated = values[window.start : window.stop]
@@ -177,8 +193,8 @@ class AwayMaster(Master):
     @property
     def parts(self) -> list[torch.Tensor]:
         shard = self.shard
-        if isinstance(shard, torch.Tensor) and not self.copies:
-            return [shard]
+        if not self.copies:
+            return [shard] if isinstance(shard, torch.Tensor) else self._rest(MASTER)
         near = [] if not self.border else [self.staying[MASTER] if self.windows[0].copies else shard[: self.border]]  # type: ignore[index]
         return near + self._rest(MASTER)
 
@@ -196,19 +212,19 @@ class AwayMaster(Master):
         if self.border and (kind != MASTER or self.windows[0].copies):
             self.staying[kind] = torch.zeros(self.border, dtype=dtype, device=self.device)
         if rest and away.in_files is not None:
-            self.places[kind] = away.in_files.extend(rest * dtype.itemsize), dtype
+            self.places[kind] = Place(away.in_files.extend(rest * dtype.itemsize), self.border, dtype)
         elif rest:
             self.held[kind] = torch.zeros(rest, dtype=dtype, pin_memory=away.pinned)
 
     def _rest(self, kind: str) -> list[torch.Tensor]:
-        """All of `kind` from the border on, where it is; what is written to it is there."""
+        """All of `kind` that waits, where it is; what is written to it is there."""
         self.away.settle()
         if kind in self.held:
             return [self.held[kind]]
         if kind in self.places and kind not in self._mapped:
             assert self.away.scratch is not None
-            start, dtype = self.places[kind]
-            self._mapped[kind] = self.away.scratch.mapped(start, self.numel - self.border, dtype)
+            place = self.places[kind]
+            self._mapped[kind] = self.away.scratch.mapped(place.begin, self.numel - place.first, place.dtype)
         return [self._mapped[kind]] if kind in self._mapped else []
 
     def let_go(self) -> None:

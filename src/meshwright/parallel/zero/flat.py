@@ -114,13 +114,16 @@ class FlatUnit:
             parameter.data = view
         self.elsewhere: Shard | None = None
         """The shard, where weights wait outside of the device's memory."""
+        self.waits = self.zero == 3 and self.mesh.away is not None and self.mesh.away.waits(self.own.stop - self.own.start)
+        """Whether the plan lets these weights wait."""
         if self.once is not None:
             self._shard = self.weights[self.own]
             self.once.hold(self.parameters.values())
             self.once.meet().wait()  # nobody lays over what another one has updated
             self.close()
         elif self.zero == 3:
-            self.elsewhere = shard_away(self.mesh.away, self.mesh.plan, self.weights[self.own])
+            if self.waits and self.mesh.away is not None:
+                self.elsewhere = shard_away(self.mesh.away, self.mesh.plan, self.weights[self.own])
             if self.elsewhere is None:
                 self._shard = _zeros(self, self.own.stop - self.own.start, True, self.dtype)
                 self._shard.copy_(self.weights[self.own])
@@ -155,7 +158,7 @@ class FlatUnit:
         in_files = Offload.parameters_files in self.mesh.plan.offload
         if away is not None and not self.frozen and (away.optimizer or (in_files and not self.has_master)):
             kind = torch.float32 if self.has_master else self.dtype
-            self.master: Master = AwayMaster(away, file or self.shard, kind, stretches, on_host=self.elsewhere is not None)
+            self.master: Master = AwayMaster(away, file or self.shard, kind, stretches, self.waits, on_host=self.elsewhere is not None)
             self.has_master = self.master.copies
             return
         flat = self.shard.to(self.mesh.device, torch.float32) if self.has_master else self.shard  # also where weights wait elsewhere
@@ -312,10 +315,10 @@ class FlatUnit:
         self.master.loaded()
         if not self.has_master:
             return
-        if self.elsewhere is not None:
-            self.elsewhere.write(self.master.flat)
-            return
         parts = self.master.parts
+        if self.elsewhere is not None:
+            self.elsewhere.write(parts)
+            return
         for mine, part in zip(self._shard.split([len(part) for part in parts]), parts, strict=True):
             mine.copy_(part)
 
