@@ -38,6 +38,7 @@ ACCOUNT = (
     "derived_fixed_split",
     "derived_fixed_whole",
     "fused_split",
+    "fused_gates",
     "fused_whole",
     "fused_fixed_split",
     "fused_fixed_whole",

@@ -26,7 +26,7 @@ PLANS = ("dp1.compile", "dp2.z3.mb2.compile", "tp2.mb4.compile", "tp2.sp.mb4.com
          "pp2.rc-operations.off-activations.compile", "pp2.zb1.rc-operations.compile", "dp2.z3.rc-selective.off-activations.compile",
          "pp2.off-activations-files.compile", "dp1.mb4.rc-operations.off-activations-files.compile")  # fmt: skip
 ESTIMATED = ("dp1.mb8.compile", "dp2.z3.mb4.compile", "tp2.sp.mb8.compile", "pp2.mb4.compile", "cp2.mb8.compile", "dp1.mb8.rc-layer.compile",
-             "dp1.mb8.rc-selective.compile", "dp1.mb8.rc-operations.compile", "tp2.mb8.rc-operations.compile", "pp2.mb4.rc-operations1.compile")  # fmt: skip
+             "dp1.mb8.rc-selective.compile", "dp1.mb8.rc-operations.compile", "tp2.mb8.rc-operations.compile", "pp2.mb4.rc-operations1.compile", "pp2.mb4.zbv.compile")  # fmt: skip
 
 
 @contextmanager

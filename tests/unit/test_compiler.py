@@ -7,6 +7,8 @@ from jobs import named_job
 
 from meshwright.cost import constants
 from meshwright.cost.step import estimate
+from meshwright.intake.architecture import model_spec
+from meshwright.intake.sizes import Sizes
 from meshwright.report.plans import estimate_text
 from meshwright.search.rank import search
 from meshwright.spec.job import Job
@@ -70,6 +72,33 @@ def test_a_compiled_block_keeps_less_and_drops_by_operation_what_its_products_re
     assert compiled == pytest.approx(eager, rel=0.01)  # attention over eight context ranks is the fullest moment, in both
     for plan in ("tp8", "tp8.sp"):
         assert activations(job, f"{plan}.rc-operations.compile") == pytest.approx(activations(job, f"{plan}.compile"))
+
+
+def test_where_weights_are_put_off_a_compiled_block_keeps_its_activated_gate() -> None:
+    """Layers whose weights wait for W are ours, and the gate is activated between two of them; blocks that recompute put nothing off."""
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
+    block = next(layer for layer in job.model.layers if layer.name == "block")
+    alive = 2 * block.repeat // 2 * 2048  # tokens of two micro-batches in the blocks of a stage
+    dropped = alive * (block.fused_whole * 2 + block.fused_fixed_split + block.fused_fixed_whole)
+    assert block.fused_gates == block.fused_split > 0
+    assert activations(job, "dp4.pp2.z1.mb1.zb1") - activations(job, "dp4.pp2.z1.mb1.zb1.compile") == pytest.approx(dropped)
+    for plan in ("dp4.pp2.z1.mb1.zb1.rc-layer", "dp4.pp2.z1.mb1.rc-layer"):
+        assert activations(job, f"{plan}.compile") < activations(job, plan) - 2048 * 2 * block.fused_split
+
+
+def test_steps_of_a_gelu_that_is_written_out_are_no_gate() -> None:
+    """They are compiled in one piece, over tensor ranks and where weights are put off too, and none is ever made there."""
+    sizes = Sizes(kind="gpt2", layers=12, hidden=768, heads=12, ffn=3072, vocab=50257, seq=1024, mlp="gelu_new", norm="ln", pos="learned")
+    job = named_job("gpt2-xl", "1x8:a100-80gb", 64, 1024, "bf16").but(model=model_spec("gpt2", sizes))
+    block = next(layer for layer in job.model.layers if layer.name == "block")
+    assert (block.fused_split, block.fused_gates) == (3 * 3072, 0)
+    steps = 1024 * 2 * block.fused_split
+    for plan, blocks in (("dp8.z1.mb8", 12), ("dp4.tp2.z1.mb8", 12 / 2), ("dp4.pp2.z1.mb8.zb1", 6 * 2)):
+        dropped = activations(job, plan) - activations(job, f"{plan}.compile")
+        assert dropped == pytest.approx(8 * blocks * steps, rel=0.1)
+    for plan in ("dp8.z1.mb8.rc-layer", "dp8.z1.mb8.rc-operations"):
+        dropped = activations(job, plan) - activations(job, f"{plan}.compile")
+        assert dropped == pytest.approx(8 * (steps + 1024 * 2 * 3072), rel=0.01)
 
 
 def activations(job: Job, plan: str) -> float:

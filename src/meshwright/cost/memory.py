@@ -20,14 +20,13 @@ import numpy as np
 
 from meshwright.cost import asked, constants
 from meshwright.cost.box import AXES, Again, Array, Box, Cut, lift, portion
-from meshwright.cost.compute import local_share
-from meshwright.cost.context import on_the_way, slots
+from meshwright.cost.context import slots
 from meshwright.cost.held import Fullest, Held, stack
+from meshwright.cost.kept import Kept, kept, set_apart
 from meshwright.cost.offload import away, windows
 from meshwright.cost.optimizer import by_windows, gathered, kept_on_the_way, passing, state_bytes
 from meshwright.cost.pipeline import separate
-from meshwright.cost.setting import BLOCK, HEAD, Entry, Setting
-from meshwright.spec.model import Layer
+from meshwright.cost.setting import Setting
 from meshwright.spec.plan import IN_BLOCKS, Recompute
 
 NOWHERE = -1e30
@@ -209,103 +208,6 @@ def message(setting: Setting, box: Box, tokens: Array) -> Array:
     return lift((tokens * hidden)[:, None] / np.where(box.sequence_parallel, box.tp, 1), "bs")
 
 
-class Kept(NamedTuple):
-    """Bytes that a layer keeps of one micro-batch until its backward, over (b, s): all of it, when it recomputes only what entered, of all of it
-    the attention core, and what follows from the rest by cheap operations, with the most of it that is there at once when it is made again; and what
-    it needs besides while it runs backward."""
-
-    whole: Array
-    entering: Array
-    core: Array
-    derived: Array
-    at_once: Array
-    passing: Array
-
-    def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
-        """What is kept, and needed besides, where the layer does each of `kinds` (c): over (b, s, c)."""
-        none = 0.0 * self.whole
-        of = {
-            Recompute.none: (self.whole, none),
-            Recompute.selective: (self.whole - self.core, self.core),
-            Recompute.operations: (self.whole - self.derived, self.at_once),
-            Recompute.layer: (self.entering, self.whole),
-        }
-        kept, alive = (np.stack([of[kind][which] for kind in kinds], axis=-1) for which in (0, 1))
-        return kept, self.passing[..., None] + alive
-
-
-def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
-    """Of one layer."""
-    layer, size = entry.layer, setting.recipe.size
-    shape = (len(tokens), len(box.sequence_parallel))
-    if entry.copy:
-        return Kept(*(np.zeros(shape) for _ in Kept._fields))
-    cut, sequence = box.cut, setting.job.workload.sequence
-    sequence_parallel = np.array(box.sequence_parallel)
-    divided = np.where(sequence_parallel & (layer.name == BLOCK), box.tp, 1)
-    routed = layer.routed_saved * (setting.imbalance - 1.0) if box.layout.ep > 1 else 0.0
-    split = ((layer.saved_split + routed) * size + layer.fixed_split + layer.core_context * sequence) / box.tp
-    split += layer.key_value_width * size * repeated(layer, box.tp)
-    at_once = tokens[:, None] * (
-        (layer.derived_split * size + layer.derived_fixed_split) / box.tp
-    )  # the feed-forward's, with which backward begins
-    derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
-    fused = box.compile * tokens[:, None] * _fused(layer, size, box.tp, divided)
-    if box.compile and (box.tp > 1 or layer.routed):  # layers of ours, which the compiler is kept out of: they keep their inputs
-        derived, at_once = fused, 0.0 * at_once
-    copied = (tokens * (box.head_ranks > 1) * (layer.query_width * size / box.tp))[:, None]  # outputs, as attended and as exchanged
-    core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied
-    whole = (layer.saved_whole * size + layer.fixed_whole) / divided
-    alive = layer.transient - layer.fused_split * (box.compile and box.tp == 1 and not layer.routed)  # what is made again within a kernel
-    own = alive * size * local_share(layer, size, box.tp, sequence_parallel)
-    across = (on_the_way(setting, box, layer) * size / box.tp)[:, None]
-    passing = tokens[:, None] * np.maximum(own, across - 2.0 * own)  # by then what the feed-forward kept is gone, twice its own
-    if layer.name == HEAD and box.loss_chunks > 1:
-        return _chunked(setting, entry, box, tokens, whole)
-    if layer.name == HEAD:
-        passing = passing + host_copy(setting, layer, box.tp, tokens)
-    gradient = entry.largest(cut) * size if entry.is_block else 0
-    return Kept(
-        tokens[:, None] * (split + whole) + copied - fused,
-        tokens[:, None] * (layer.output * size / divided),
-        np.broadcast_to(core, shape),
-        np.broadcast_to(derived - fused, shape),
-        np.broadcast_to(at_once, shape),
-        passing + gradient,
-    )
-
-
-def _fused(layer: Layer, size: int, tp: int, divided: Array) -> Array:
-    """Bytes a token that a compiled block does not keep: over tensor ranks and of experts what lies outside of layers of ours and between them, such as
-    norms. A gate is activated between two of them, and kept by what multiplies it behind the second."""
-    split = 0.0 if layer.routed or tp > 1 else layer.fused_split * size + layer.fused_fixed_split
-    return split / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
-
-
-def repeated(layer: Layer, tp: int) -> float:
-    """Of keys and values, the part that a tensor rank has beyond an even share, where there are fewer heads of them than ranks."""
-    heads = layer.key_value_heads
-    return 1.0 / heads - 1.0 / tp if 0 < heads < tp else 0.0
-
-
-def _chunked(setting: Setting, entry: Entry, box: Box, tokens: Array, whole: float | Array) -> Kept:
-    """Of a head whose loss is made in chunks: the gradients of its input, in place of the input, and of its weight; logits and probabilities of
-    one chunk pass. Source: parallel/tensor/chunked.py, [Note: gradients at once]."""
-    layer, size = entry.layer, setting.recipe.size
-    some = tokens / box.loss_chunks
-    passing = (some * (layer.transient * size + layer.fixed_split) / box.tp)[:, None] + host_copy(setting, layer, box.tp, some)
-    held = tokens[:, None] * whole + entry.largest(box.cut) * size
-    shape = (len(tokens), len(box.sequence_parallel))
-    none = np.zeros(shape)
-    return Kept(np.broadcast_to(held, shape), none, none, none, none, np.broadcast_to(passing, shape))
-
-
-def host_copy(setting: Setting, layer: Layer, tp: int, tokens: Array) -> Array:
-    """On a host device torch makes a float32 copy of low-precision logits before it takes their logarithms, over (b, s)."""
-    copied = setting.on_host and setting.recipe.size < constants.LOSS_ELEMENT
-    return (tokens * (layer.fixed_split / tp if copied else 0.0))[:, None]
-
-
 def activations(setting: Setting, box: Box, tokens: Array, ranks: Sequence[Held]) -> Alive:
     """The fullest moments of each kind of rank, over AXES without z: all choices of recompute that treat blocks alike at once, others by themselves."""
     layers = [kept(setting, entry, box, tokens) for entry in setting.entries]
@@ -351,8 +253,10 @@ def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[
     live = np.stack([pair[1] for pair in pairs], axis=1)
     weights = np.concatenate([keeps, live], axis=1).reshape(len(count), 2 * len(pairs), -1)
     shape = (*table.shape[:4], weights.shape[2])
-    moment = (table.reshape(len(count), -1, table.shape[4]) @ weights).reshape(shape)
+    plain = (table.reshape(len(count), -1, table.shape[4]) @ weights).reshape(shape)
     parts = len(box.sequence_parallel), len(chosen)
+    waiting = np.array([entry.is_block and wait for entry in setting.entries for wait in (waits if some else waits[1:])])
+    moment = plain + set_apart(box, layers, table, waiting, len(chosen))
     if not any(box.offload):
         return Alive(_fullest(moment, at_head, parts), _fullest(moment, ~at_head, parts), lift(0.0, ""), lift(0.0, ""))
     blocks = np.array([entry.is_block and not (part and behind) for entry in setting.entries for behind in range(1 + some)])
@@ -362,9 +266,8 @@ def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[
     resting, every = ((part.reshape(len(count), -1, len(pairs)) @ weights[:, : len(pairs)]).reshape(shape) for part in (goes, held))
     where = away(box)
     sent = where.activations + where.activations_files
-    head, others = (
-        np.where(sent > 0, _fullest(moment - resting, which, parts), _fullest(moment, which, parts)) for which in (at_head, ~at_head)
-    )
+    left = plain + set_apart(box, layers, table, waiting & ~blocks, len(chosen)) - resting  # what was fetched does not wait for W
+    head, others = (np.where(sent > 0, _fullest(left, which, parts), _fullest(moment, which, parts)) for which in (at_head, ~at_head))
     copied, passing, gone = (_fullest(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting))
     gone = gone if box.pp == 1 else copied  # the last block of a pass goes where another pass comes before its backward
     by_host = not setting.on_host and setting.host_memory > 0  # what goes to a file goes by the host's memory, where it is known

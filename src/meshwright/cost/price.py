@@ -17,7 +17,8 @@ from meshwright.cost.buffers import states
 from meshwright.cost.collectives import group, send
 from meshwright.cost.compute import Work, host_launch, work
 from meshwright.cost.held import Held, stack
-from meshwright.cost.memory import Footprint, States, activations, footprint, kept, message
+from meshwright.cost.kept import kept
+from meshwright.cost.memory import Footprint, States, activations, footprint, message
 from meshwright.cost.pipeline import Halves, idle, least_bubble, messages, separate, stall
 from meshwright.cost.pipeline import bubble as bubble_of
 from meshwright.cost.practice import OURS, Practice

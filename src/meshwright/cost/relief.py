@@ -20,7 +20,8 @@ import numpy as np
 
 from meshwright.cost import constants, offload
 from meshwright.cost.box import Again, Array, Box, lift
-from meshwright.cost.memory import activations, kept, lasting, moved, reserved, shard_elements, shard_of
+from meshwright.cost.kept import kept
+from meshwright.cost.memory import activations, lasting, moved, reserved, shard_elements, shard_of
 from meshwright.cost.price import Pricer, Ranks, held
 from meshwright.cost.reduction import update
 from meshwright.spec.plan import Offload, Recompute

@@ -9,7 +9,7 @@ storage (a test counts them). Rules of autograd that decide it:
 - where a block recomputes by operation (anatomy/derived.py), what norms, activations, rotations and copies give follows from what products and
   attention give and from the two sums of the residual stream; of a norm in float32 the input is held in the compute type;
 - a compiled block drops of that what no product reads, and keeps 1/rms.
-`transient` is what a layer's own pass adds on top at its fullest: behind a gated product two gradients of its width, behind gelu one.
+`transient` is what a layer's own pass adds on top at its fullest: behind a gated product, or gelu written out, two gradients of its width, behind gelu one.
 Tensor parallelism divides what lies behind a column weight; sequence parallelism divides the rest. Attention without a fused kernel (ALiBi
 in some libraries) would keep the probabilities, sequence x heads a token, and is not counted. Dropout is off in the reference models; each mask
 would be one element more.
@@ -20,6 +20,8 @@ from __future__ import annotations
 from typing import NamedTuple, TypedDict
 
 from meshwright.intake.sizes import Sizes
+
+GATE = "activated gate"
 
 
 class Kept(NamedTuple):
@@ -50,6 +52,7 @@ class Account(TypedDict):
     derived_fixed_whole: float
     derived_moved: float
     fused_split: float
+    fused_gates: float
     fused_whole: float
     fused_fixed_split: float
     fused_fixed_whole: float
@@ -72,6 +75,7 @@ def account(kept: list[Kept], moved: float, transient: float, again: float = 0.0
         derived_fixed_whole=sum(entry.fixed for entry in derived if not entry.split),
         derived_moved=again,
         fused_split=sum(entry.elements - entry.instead for entry in fused if entry.split),
+        fused_gates=sum(entry.elements for entry in fused if entry.what == GATE),
         fused_whole=sum(entry.elements - entry.instead for entry in fused if not entry.split),
         fused_fixed_split=sum(entry.fixed for entry in fused if entry.split),
         fused_fixed_whole=sum(entry.fixed for entry in fused if not entry.split),
@@ -115,8 +119,8 @@ def attention_kept(sizes: Sizes) -> list[Kept]:
 def feed_forward_kept(sizes: Sizes, width: float) -> list[Kept]:
     """What stands between the input and the last product, `width` features wide."""
     kept = {
-        "swiglu": ("gate", "activated gate", "up", "product"),
-        "geglu": ("gate", "activated gate", "up", "product"),
+        "swiglu": ("gate", GATE, "up", "product"),
+        "geglu": ("gate", GATE, "up", "product"),
         "gelu": ("input of gelu", "output of gelu"),
         "gelu_new": ("input of gelu", "half of it", "tanh", "1 + tanh", "output of gelu"),
         "relu": ("output of relu",),
@@ -171,7 +175,7 @@ def block_kept(sizes: Sizes, experts: bool) -> Account:
     moved = sizes.norms * norm_moved(sizes, h) + rotated + 6 * h + (5 if sizes.gated else 2) * width
     if sizes.qk_norm or sizes.kind == "neox":
         again += rotated
-    return account(kept, moved, transient=h + (2 if sizes.gated else 1) * width, again=again)
+    return account(kept, moved, transient=h + (2 if sizes.gated or sizes.mlp == "gelu_new" else 1) * width, again=again)
 
 
 def norm_moved(sizes: Sizes, width: float) -> float:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -61,6 +61,7 @@ class Dropped:
     derived_fixed_whole: float = 0.0
     derived_moved: float = 0.0
     fused_split: float = 0.0
+    fused_gates: float = 0.0
     fused_whole: float = 0.0
     fused_fixed_split: float = 0.0
     fused_fixed_whole: float = 0.0
@@ -127,6 +128,8 @@ class Watch:
         default_factory=lambda: {what: weakref.WeakKeyDictionary() for what in ("derived", "fused")}
     )
     """Storages that recompute by operation drops, and compiled blocks, by the block that keeps them."""
+    gates: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    """Of what compiled blocks drop, what stays where they are compiled in the pieces between products."""
     tape: Tape | None = None
     packed: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
     """Of the block that runs; whether for a cheap function."""
@@ -170,11 +173,23 @@ class Watch:
         assert tape is not None
         asked = tape.asked(tensor for tensor, _ in self.packed)
         read = tape.asked(tensor for tensor, is_cheap in self.packed if not is_cheap)
+        gates = self._behind_products(asked)
         self.packed.clear()
         least = self._drop("derived", asked, cut_of(asked, {}))
         self.tallies[self.place].derived_moved += sum(_passed(value) for value in least.remade)
         sums = {value: None for value in before(asked) if SUM * value.nbytes < sum(_size(view) for view in value.sources)}
-        self._drop("fused", asked, cut_of(asked, {}, read | sums))
+        fused = self._drop("fused", asked, cut_of(asked, {}, read | sums))
+        self.gates.update({storage: self.place for value in gates if value not in fused.held and (storage := value.storage()) is not None})
+
+    def _behind_products(self, asked: Iterable[Value]) -> list[Value]:
+        """Of these, what is kept for a function behind a product that ran after what they are made of was kept: see [Note: in pieces] in cost/kept.py."""
+        first: dict[int, int] = {}
+        products = [at for at, (_, is_cheap) in enumerate(self.packed) if not is_cheap]
+        for at, (tensor, _) in enumerate(self.packed):
+            first.setdefault(tensor.untyped_storage()._cdata, at)
+        place = {value: first[storage._cdata] for value in asked if (storage := value.storage()) is not None and storage._cdata in first}
+        made = {value: max((place[view.value] for view in value.sources if view.value in place), default=at) for value, at in place.items()}
+        return [value for value, at in place.items() if any(made[value] < product < at for product in products)]
 
     def _drop(self, what: str, asked: Collection[Value], cut: Cut) -> Cut:
         for value in (*(value for value in cut.held if value not in asked), *(value for value in cut.needed if value.entered)):
@@ -218,6 +233,8 @@ class Watch:
             for what, storages in self.dropped.items():
                 if storages.get(storage) == place and len(kept.places) == 1:
                     self._add(what, place, storage, kept.dtype, kept.size)
+            if self.gates.get(storage) == place and len(kept.places) == 1 and kept.dtype == self.compute and origin.is_share:
+                self.tallies[place].fused_gates += kept.size / kept.dtype.itemsize
 
     def _add(self, what: str, place: str, storage: Any, dtype: torch.dtype, size: float) -> None:
         """Books `size` bytes as `saved`, `derived` or `fused`."""

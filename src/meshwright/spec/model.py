@@ -78,6 +78,9 @@ class Kept(Noun):
     derived_moved: float = Field(default=0.0, ge=0, description="elements per token that this recompute reads or writes")
     fused_split: float = Field(default=0.0, description="of saved_split, what a compiled block does not keep")
     fused_whole: float = Field(default=0.0, description="of saved_whole; below 0 where more of it is kept for what else is not")
+    fused_gates: float = Field(
+        default=0.0, ge=0, description="of fused_split, what stays where other products run between what makes it and what reads it"
+    )
     fused_fixed_split: float = Field(default=0.0, description="of fixed_split, what a compiled block does not keep")
     fused_fixed_whole: float = Field(default=0.0, description="of fixed_whole, what a compiled block does not keep")
 
