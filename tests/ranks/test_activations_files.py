@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import queue
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,7 +133,7 @@ def test_room_comes_back_with_a_pass_that_is_dropped_or_broken(tmp_path: Path) -
         gc.collect()
         size = rank.depot.size
         passes(rank, 4, 4 * PAGE).backward()
-        assert rank.depot.size == size and rank.depot._rooms.free == [(0, size)]
+        assert rank.depot.size == size and rank.depot.rooms.free == [(0, size)]
 
 
 def test_several_passes_in_flight_share_the_file_and_each_gets_its_own_back(tmp_path: Path) -> None:
@@ -159,6 +162,34 @@ def test_rooms_of_other_sizes_are_found_in_what_came_back() -> None:
     assert rooms.take(4) == 0 and rooms.take(12) == 4 and rooms.take(12) is None
     rooms.give(0, 4)
     assert rooms.free == [(0, 4), (16, 8)] and rooms.take(3) == 0
+
+
+def test_rooms_that_come_back_in_another_thread_are_given_to_one_alone(tmp_path: Path) -> None:
+    """The collector ends what had them wherever it runs: in the middle of taking one, or in a thread that writes."""
+    depot, held, lost = Depot(tmp_path, torch.device("cpu")), {}, queue.SimpleQueue[list[tuple[int, int]]]()
+
+    def give() -> None:
+        while rooms := lost.get():
+            for start, size in rooms:
+                del held[start]
+                depot.give(start, size)
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=give)
+    thread.start()
+    try:
+        sys.setswitchinterval(1e-6)
+        for turn in range(500):
+            rooms = []
+            for size in (PAGE * (1 + (turn * 7 + at) % 5) for at in range(6)):
+                start = depot.take(size)
+                assert all(start >= first + length or first >= start + size for first, length in [*held.items()])
+                held[start] = size
+                rooms.append((start, size))
+            lost.put(rooms)
+    finally:
+        lost.put([])
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_a_storage_that_is_kept_in_several_forms_waits_once_and_a_small_part_by_itself(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ class Block(nn.Module):
         again = "inside" in self.kind and x.requires_grad
         x = x + (checkpoint(self.attention, x, use_reentrant=self.kind == "inside-old") if again else self.attention(x))
         x = x + self.down(F.silu(self.up(x + self.mean)))
+        if self.kind == "func":
+            return x + torch.func.vjp(lambda x: self.up(x).tanh(), x)[1](x)[0] / 8
         if self.kind not in ("forces", "slopes") or not x.requires_grad:
             return x
         (slope,) = torch.autograd.grad(self.down(self.up(x).tanh()).square().sum(), x, create_graph=self.kind == "forces")
@@ -128,6 +130,12 @@ def test_gradients_inside_a_forward_are_taken_for_none_of_its_own_where_those_ar
     found = ranks.run(2, gradients, kind, "pp2.mb4")[0]
     assert all(torch.allclose(plain[name], found[name], atol=1e-6) for name in plain if not name.endswith("mean"))
     assert "takes gradients inside of its forward" in ranks.run(2, said_in_training, kind, "pp2.mb4.zb1")[0]
+
+
+@pytest.mark.parametrize("way", ["rc-layer", "rc-operations", "off-activations"])
+def test_gradients_by_torch_func_inside_a_block_are_refused_in_one_line_where_others_keep(ranks: Any, way: str) -> None:
+    assert isinstance(ranks.run(1, gradients, "func", "dp1.mb4")[0], dict)
+    assert ranks.run(1, gradients, "func", f"dp1.mb4.{way}")[0].startswith("this block takes gradients by torch.func")
 
 
 class Frozen(nn.Module):

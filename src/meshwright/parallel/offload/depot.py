@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -75,6 +76,8 @@ class Depot:
         """The clock runs while what is on its way is waited for."""
         self.pinned = device.type == "cuda"
         self._rooms = Rooms()
+        self._back: deque[tuple[int, int]] = deque()
+        """Rooms that nobody needs any more, to be joined when the next one is taken: the collector, wherever it runs, may end what had them."""
         self._pool = ThreadPoolExecutor(THREADS, "activations")
         self._own = threading.local()
 
@@ -88,13 +91,20 @@ class Depot:
         """Bytes that waited at most."""
         return self.scratch.size
 
+    @property
+    def rooms(self) -> Rooms:
+        while self._back:
+            self._rooms.give(*self._back.popleft())
+        return self._rooms
+
     def take(self, size: int) -> int:
         """Room for `size` bytes."""
-        found = self._rooms.take(paged(size))
+        found = self.rooms.take(paged(size))
         return self.scratch.extend(size) if found is None else found
 
     def give(self, start: int, size: int) -> None:
-        self._rooms.give(start, paged(size))
+        """In any thread, at any time."""
+        self._back.append((start, paged(size)))
 
     def fresh(self, size: int) -> torch.Tensor:
         """Host memory of `size` bytes, which begins at a page and has all of its last one."""

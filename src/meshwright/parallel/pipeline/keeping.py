@@ -31,6 +31,9 @@ from meshwright.spec.plan import Recompute, sends
 
 Forward = Callable[..., Any]
 
+UNKEPT = "don't yet support saved tensor hooks"
+"""What torch.func says where others keep what backward needs."""
+
 
 def _nothing(place: int) -> Recompute:
     return Recompute.none
@@ -63,10 +66,17 @@ class Keeping:
 
     def __call__(self, forward: Forward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: Moving) -> Any:
         """The block's `forward`; it is the block number `place` of its stage. `moving`: its buffers."""
-        if self.away is None or not self.sends(place):
-            return self._run(forward, place, moving, None, args, kwargs)
-        with self.away.kept_by(place) as block:
-            return self._run(forward, place, moving, block, args, kwargs)
+        try:
+            if self.away is None or not self.sends(place):
+                return self._run(forward, place, moving, None, args, kwargs)
+            with self.away.kept_by(place) as block:
+                return self._run(forward, place, moving, block, args, kwargs)
+        except RuntimeError as error:
+            if UNKEPT not in str(error):
+                raise
+            raise InputError(
+                "this block takes gradients by torch.func, which lets nobody else keep what it needs: leave recompute and off-activations out"
+            ) from None
 
     def _run(self, forward: Forward, place: int, moving: Moving, block: Block | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         how = self.how(place)
