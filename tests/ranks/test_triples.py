@@ -33,12 +33,13 @@ PLACES = {
     "data": ("", "dp2", "dp2.z1", "dp2.z2", "dp2.z3", "dp2x2.z3", "dp4.z2", "dp3.sh3-3-2", "z3", "dp2.z2.shards3-1"),
     "recompute": ("", "rc-layer", "rc-selective", "rc-layer1"),
     "micro": ("", "mb2"),
-    "beside": ("", "off-activations", "off-optimizer", "off-parameters", "lc2", "ax-dp-pp-tp", "ax-tp-dp-pp"),
+    "beside": ("", "off-activations", "off-optimizer", "off-parameters", "off-optimizer-files60.off-parameters-files50", "lc2", "ax-dp-pp-tp", "ax-tp-dp-pp"),
 }  # fmt: skip
 
 SAMPLE = [
     ("llama", "dp2.pp2.z3.zb1.rc-layer.off-activations"), ("llama-tied", "pp2.cp2.z3.rc-selective"), ("hf-gpt2", "tp2.cp2.z2.mb2.rc-layer"),
     ("mixture", "pp2.cp2.ep2.z3.rc-layer"), ("mixtral", "tp2.pp2.ep2.zb1.mb2.off-activations"),
+    ("llama-tied", "pp2.z3.mb2.off-optimizer-files60.off-parameters-files50"), ("mixtral", "dp2.tp2.ep2.z3.off-optimizer-files30.off-parameters-files60"),
 ]  # fmt: skip
 """For every `make test`: each strategy among others."""
 
