@@ -276,6 +276,15 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
         ({"ep": 2}, r"no plan is legal: .*ep\(2\): the model has no experts; use ep 1"),
         ({"offload": ("optimizer",)}, r"no plan is legal: .*off-optimizer: the cluster names no host_bandwidth"),
         ({"offload": ("gradients",)}, r"pin offload: off-gradients: .* write z2 or z3 and off-optimizer beside it"),
+        (
+            {"recompute": "selective", "recompute_layers": 1},
+            r"pins: recompute_layers 1 counts blocks that recompute as a whole or by operation",
+        ),
+        (
+            {"offload": ("activations",), "offload_layers": 2, "recompute_layers": 1},
+            r"pins: off-activations2: .* not 1 and 2; recompute all alike",
+        ),
+        ({"offload": ("activations",), "offload_layers": 2}, r"no plan is legal: .*off-activations: the cluster names no host_bandwidth"),
         ({"offload": ("optimizer", "optimizer-files")}, r"pin offload: offload names optimizer twice"),
         ({"tp": 8}, r"no plan is legal: .*tp\(8\) does not divide heads\(4\)"),
         ({"pp": 16}, r"no plan is legal: .*16 stages need as many blocks, the model has 4"),
@@ -285,6 +294,16 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
 def test_pins_that_leave_nothing_are_explained_with_the_numbers(pins: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         search(small_job(on=cluster(2, 8), pins=pins))
+
+
+def test_more_blocks_than_a_stage_has_can_not_be_pinned_to_send_their_activations() -> None:
+    on = cluster(1, 2)
+    on = on.but(groups=(on.groups[0].but(host_memory=1e12, host_bandwidth=2e10),))
+    pins = {"offload": ("activations",), "offload_layers": 3}
+    job = small_job(on=on, pins=pins)
+    assert not [fault for entry in search(job, top=50).plans for fault in faults(job, entry.plan)]
+    with pytest.raises(InputError, match=r"no plan is legal: .*off-activations5 counts blocks of a stage, which has 4 at most"):
+        search(small_job(on=on, pins={**pins, "offload_layers": 5}))
 
 
 def test_rejections_name_the_rule_the_number_and_an_example() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.cost.box import Order, Shards
 from meshwright.spec.job import Job
 from meshwright.spec.keeps import with_shares
-from meshwright.spec.plan import Offload, Plan, Recompute
+from meshwright.spec.plan import ACTIVATIONS, Offload, Plan, Recompute
 from meshwright.spec.rules import (
     Fault,
     Update,
@@ -36,12 +36,14 @@ class Orders(NamedTuple):
 
 
 class Updates:
-    """What the update of a job goes with, and the count of blocks that is pinned."""
+    """What the update of a job goes with, and the counts of blocks that are pinned."""
 
     def __init__(self, job: Job) -> None:
-        pinned = job.pins.get("recompute_layers", 0)
+        pins: dict[str, Any] = dict(job.pins)
+        self.counted, self.sent = pins.get("recompute_layers", 0), pins.get("offload_layers", 0)
         self.shares = {name: value for name, value in with_shares(job.pins).items() if name in ("offload_share", "weights_share")}
-        self.counted, self.blocks = pinned if isinstance(pinned, int) else 0, job.model.blocks
+        self.way = tuple(what for what in ACTIVATIONS if self.sent and what in pins.get("offload", ()))
+        self.blocks = job.model.blocks
         self.update, self.local = Update.of(job.workload, job.cluster, job.model.layers), job.workload.local
 
     def against(self, plan: Plan) -> Fault | None:
@@ -59,7 +61,9 @@ class Updates:
 
     def against_order(self, pp: int, order: Order) -> Fault | None:
         """Why not with any plan of this order."""
-        if not self.update.recipe.products and self.counted <= max(order.stage_layers):  # all other types go with all orders
+        if not self.update.recipe.products and max(self.counted, self.sent) <= max(
+            order.stage_layers
+        ):  # all other types go with all orders
             return None
         plan = Plan(
             pp=pp,
@@ -69,6 +73,8 @@ class Updates:
             layers_per_stage=order.stage_layers if pp > 1 and all(order.stage_layers) else (),
             recompute=Recompute.layer if self.counted else Recompute.none,
             recompute_layers=self.counted,
+            offload=self.way,
+            offload_layers=self.sent,
         )
         return next(chain(update_faults(plan, self.update), count_faults(plan, self.blocks)), None)
 

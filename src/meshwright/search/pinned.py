@@ -8,7 +8,10 @@ from meshwright.base.codec import build
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.spec.job import Job
 from meshwright.spec.keeps import with_shares
-from meshwright.spec.plan import Plan, sends, states_wait, weights_wait
+from meshwright.spec.plan import Plan, Recompute, sends, states_wait, weights_wait
+
+KEPT = ("recompute", "recompute_layers", "recompute_rest", "offload", "offload_layers")
+"""Pins that only some others go with, whatever the rest of a plan is."""
 
 
 def check_pins(job: Job) -> None:
@@ -30,6 +33,10 @@ def check_pins(job: Job) -> None:
         )
     if pins.get("offload_layers") and not sends(pins.get("offload", ())):
         raise InputError(f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: pin off=[activations] too")
+    kept = {name: pins[name] for name in KEPT if name in pins}
+    if kept.get("recompute_layers"):
+        kept.setdefault("recompute", Recompute.layer)
+    build(Plan, {"zero": 3, "dp_shard": 2, **kept}, "pins")
     if {"dp_replicate", "dp_shard"} <= pins.keys():
         pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
     axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")

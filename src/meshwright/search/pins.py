@@ -27,8 +27,11 @@ def conflict(job: Job) -> str:
 
 
 def empty(job: Job) -> bool:
-    """Whether the pins leave nothing to consider."""
-    space = Space(job)
+    """Whether the pins leave nothing to consider; not so where one says nothing without another, such as a number of blocks without what they do."""
+    try:
+        space = Space(job)
+    except InputError:
+        return False
     return not any(True for _ in space.boxes()) and not space.considered
 
 

@@ -18,6 +18,7 @@ from meshwright.cost.step import estimate, estimate_of
 from meshwright.search.answer import Answer, Entry
 from meshwright.search.caution import ahead_by
 from meshwright.search.pins import conflict
+from meshwright.search.ranking import rounded
 from meshwright.search.survey import Survey, survey
 from meshwright.spec.estimate import Estimate, Fits, Time
 from meshwright.spec.job import Job
@@ -76,7 +77,7 @@ def against(job: Job, asked: str, chosen: Entry, plan: Plan, priced: Estimate) -
         else Outcome.unfit
         if priced.verdict == Fits.no
         else Outcome.slower
-        if priced.time.step >= chosen.estimate.time.step
+        if rounded(priced.time.step) >= rounded(chosen.estimate.time.step)
         else Outcome.faster
         if not ahead_by(job, (chosen.plan, chosen.estimate), (plan, priced))
         else Outcome.tight
