@@ -87,6 +87,7 @@ def alone(rule: Any) -> tuple[set[str], dict[str, torch.Tensor]]:
         "dp1.off-optimizer50",
         "dp2.z1.off-optimizer-files",
         "dp2.z3.off-parameters-files",
+        "dp2.z3.off-optimizer-files60.off-parameters-files50",
     ],
 )
 def test_decay_leaves_alone_what_no_loss_has_reached(ranks: Any, plan: str) -> None:

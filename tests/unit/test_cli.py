@@ -235,6 +235,8 @@ def test_files_that_the_disk_may_not_hold_are_said_with_the_share_that_would_fit
     line = short_of_room(plan, priced, tmp_path, 10 * 2.0**30)
     assert "has 10.0 GiB" in line and "up to 40.0 GiB" in line and "off-optimizer-files20 would fit" in line
     assert parse_plan("dp4.z3.off-optimizer-files20").offload == plan.offload
+    both = parse_plan("dp4.z3.off-optimizer-files80.off-parameters-files40")
+    assert "off-optimizer-files20.off-parameters-files10 would fit" in short_of_room(both, priced, tmp_path, 10 * 2.0**30)
     assert not short_of_room(plan, priced, tmp_path, 40 * 2.0**30)
     assert "up to 40.0 GiB" in short_of_room(plan.but(offload=(*plan.offload, "activations")), priced, tmp_path, 10 * 2.0**30)
     kept = parse_plan("dp2.pp2.off-activations-files")

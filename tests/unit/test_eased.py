@@ -10,7 +10,7 @@ from jobs import cluster, decoder, named_job, small_job
 
 from meshwright.base.codec import build
 from meshwright.base.errors import InputError
-from meshwright.cost.constants import HOST_UPDATE, OVERLAP_SLOWDOWN
+from meshwright.cost.constants import HOST_UPDATE, OVERLAP_SLOWDOWN, PINNED
 from meshwright.cost.step import estimate
 from meshwright.search.eased import SAFE, STEP
 from meshwright.search.rank import search
@@ -118,6 +118,16 @@ def test_weights_whose_states_stay_go_down_after_the_update() -> None:
     )
     down = 0.2 * job.model.parameters * 2 / job.cluster.host_bandwidth
     assert both.time.offload - alone.time.offload - weights == pytest.approx(down, rel=1e-3)
+
+
+def test_a_host_without_room_is_told_the_shares_that_have_it() -> None:
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
+    plan = parse_plan("dp8.z3.off-optimizer80.off-parameters40")
+    wanted = estimate(job, plan).offloaded
+    small = job.but(cluster=job.cluster.but(groups=tuple(group.but(host_memory=4 * wanted * PINNED) for group in job.cluster.groups)))
+    priced = estimate(small, plan)
+    assert not priced.fits and priced.notes[-1].endswith("off-optimizer40.off-parameters20 would be the share that has room"), priced.notes
+    assert estimate(small, parse_plan("dp8.z3.off-optimizer40.off-parameters20")).crowded == 0
 
 
 def test_a_plan_of_before_whose_share_was_of_the_weights_loads() -> None:
