@@ -198,3 +198,28 @@ def test_waiting_for_gathered_weights_is_waiting_for_data(ranks: Any) -> None:
     """The rank that is in time waits for the other's part of the next block, before any gradient is there."""
     in_time, late = ranks.run(2, waits, 0.3)
     assert in_time["data"] > 0.6 > late["data"]
+
+
+def broken_off(plan: str, breaks: bool) -> list[float]:
+    """Losses of two steps; between them an evaluation and steps that fail on all ranks alike, in a forward, in a later one, in a backward, and are caught."""
+    trainer = parallelize(make_model("llama"), make_optimizer, plan, anatomy=anatomy_of("llama"))
+    losses, batch = [trainer.step(make_batch("llama", 0)).loss], make_batch("llama", 1)
+    unreadable = {**batch, "input_ids": batch["input_ids"] + 1000}
+    half = {**batch, "input_ids": batch["input_ids"] + 1000 * (torch.arange(len(batch["input_ids"])) % 4 > 1)[:, None]}
+    model = trainer.engine.model
+    for attempt, given in ((trainer.evaluate, unreadable), (trainer.step, unreadable), (trainer.step, half)) if breaks else ():
+        with pytest.raises(IndexError):
+            attempt(given)
+    if breaks:
+        hook = model.get_submodule(anatomy_of("llama").block(1)).register_full_backward_pre_hook(lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(batch)
+        hook.remove()
+    losses += [trainer.step(make_batch("llama", step)).loss for step in (1, 2)]
+    trainer.close()
+    return losses
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z2.mb2", "dp2.z3.mb2", "dp2.z3.mb2.rc-layer.off-activations-files"])
+def test_steps_that_fail_alike_on_all_ranks_can_be_caught_and_the_run_goes_on(ranks: Any, plan: str) -> None:
+    assert ranks.run(2, broken_off, plan, True) == ranks.run(2, broken_off, plan, False)

@@ -72,6 +72,7 @@ class Parallel:
         """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
         if scale is not None:
             check_passes(self.statistics, self.mesh.plan, len(batches))
+        self.zero.end_broken()
         self._look_first(batches, scale is not None)
         if scale is not None:
             self.zero.begin_step(len(batches))

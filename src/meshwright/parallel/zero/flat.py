@@ -263,6 +263,7 @@ class FlatUnit:
     def begin_step(self, arrivals: int) -> None:
         """Before the first of `arrivals` backward passes."""
         self.arrivals.begin(arrivals)
+        self._full_gradient = None  # of a pass that was broken off
         if self.sums is not None:
             self.sums.begin(sum(self.mesh.plan.shares) or arrivals * self.mesh.plan.dp)
             self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients

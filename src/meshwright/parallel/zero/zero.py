@@ -100,6 +100,12 @@ class Zero:
             for unit in stage.units:
                 unit.begin_step(passes)
 
+    def end_broken(self) -> None:
+        """Nothing is left of a pass that ended in an error, on all ranks alike, and that a script has caught (a batch that cannot be read)."""
+        while self._pending:
+            self._pending.popleft()[1].wait()
+        self.close_all()
+
     def _expect(self, stage: Stage) -> None:
         stage.waiting = deque(reversed(stage.units))
         stage.ready.clear()
