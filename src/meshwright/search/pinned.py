@@ -24,9 +24,8 @@ def check_pins(job: Job) -> None:
             raise InputError(f"pin {name!r} is no field of a plan{did_you_mean(name, known)}; pins are {', '.join(known)}")
     if "offload" in pins:
         _check_shares(pins, pins["offload"])
-        build(
-            Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload"
-        )  # twice the same, or gradients without the update
+        # what no plan can say: twice the same, or gradients without the update
+        build(Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload")
     if pins.get("recompute_rest", "none") != "none" and not pins.get("recompute_layers"):
         raise InputError(
             f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind the first ones that recompute: pin recompute_layers too"
