@@ -23,7 +23,7 @@ PLANS = ("dp1.compile", "dp2.z3.mb2.compile", "tp2.mb4.compile", "tp2.sp.mb4.com
          "dp2.tp2.z1.mb2.compile", "pp2.off-activations.compile", "cp2.compile", "cp2.ulysses.compile", "cp4.ulysses2.z3.compile", "tp2.cp2.sp.compile",
          "pp2.interleaved2.cp2.rc-layer.compile", "cp2.rc-selective.compile", "cp2.ulysses.rc-operations.compile", "dp1.mb4.rc-selective.compile",
          "dp2.z3.rc-selective.compile", "tp2.sp.rc-operations.compile", "pp2.interleaved2.rc-operations1.compile", "dp2.z3.rc-layer1-operations.compile",
-         "pp2.rc-operations.off-activations.compile", "pp2.zb1.rc-operations.compile", "dp2.z3.rc-selective.off-activations.compile",
+         "pp2.rc-operations.off-activations.compile", "pp2.zb1.rc-operations.compile", "pp2.zb1.rc-layer1.compile", "dp2.z3.rc-selective.off-activations.compile",
          "pp2.off-activations-files.compile", "dp1.mb4.rc-operations.off-activations-files.compile")  # fmt: skip
 ESTIMATED = ("dp1.mb8.compile", "dp2.z3.mb4.compile", "tp2.sp.mb8.compile", "pp2.mb4.compile", "cp2.mb8.compile", "dp1.mb8.rc-layer.compile",
              "dp1.mb8.rc-selective.compile", "dp1.mb8.rc-operations.compile", "tp2.mb8.rc-operations.compile", "pp2.mb4.rc-operations1.compile", "pp2.mb4.zbv.compile")  # fmt: skip

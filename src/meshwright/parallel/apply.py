@@ -149,7 +149,8 @@ def _finished(engine: Parallel, needs: Needs) -> Parallel:
     model, anatomy = engine.model, engine.anatomy
     give_whole(engine, needs)
     if engine.mesh.plan.compile and anatomy.blocks is not None:
-        compile_blocks(engine.gates, [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)], _leaner(engine))
+        blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
+        compile_blocks(engine.gates, blocks, _leaner(engine), _put_off(engine))
     set_context(model, anatomy, engine.gates, engine.context)
     use_products(model, anatomy, engine.recipe)
     engine.outer = outer_of(engine.recipe, engine.zero)
@@ -164,6 +165,14 @@ def _leaner(engine: Parallel) -> set[int]:
         for start, stop in engine.bounds.values()
         for index in range(start, stop)
         if plan.recompute_at(index - start) == Recompute.operations
+    }
+
+
+def _put_off(engine: Parallel) -> set[int]:
+    """Blocks of this rank whose weights wait for W."""
+    plan, bounds = engine.mesh.plan, engine.bounds.items()
+    return {
+        index for stage, (start, stop) in bounds for index in range(start, stop) if plan.separates(stage) and plan.puts_off(index - start)
     }
 
 

@@ -53,14 +53,23 @@ def backend() -> str:
     return os.environ.get(SWITCH) or "inductor"
 
 
-def compile_blocks(gates: Sequence[Gate], blocks: Sequence[nn.Module], lean: Collection[int]) -> None:
-    """The computation inside of the gates of `blocks` is compiled when it first runs. `lean`: those that recompute by operation."""
+def compile_blocks(gates: Sequence[Gate], blocks: Sequence[nn.Module], lean: Collection[int], put_off: Collection[int]) -> None:
+    """The computation inside of the gates of `blocks` is compiled when it first runs. `lean`: those that recompute by operation; `put_off`: those whose
+    weights wait for W, in pieces."""
     for gate in gates:
         if gate.index is not None:
             block = blocks[gate.index]
             for module in block.modules():
                 _keep_out(module, block)
-            gate.inner = torch.compile(gate.inner, backend=_keeping_least if gate.index in lean else backend(), dynamic=False)
+            chosen = _keeping_least if gate.index in lean else _in_pieces if gate.index in put_off else backend()
+            gate.inner = torch.compile(gate.inner, backend=chosen, dynamic=False)
+
+
+def _in_pieces(graph: Any, given: Any, **options: Any) -> Any:
+    """A backend of its own, and so code of its own: else a block that recomputes could be made again by the pieces of one whose weights are put off."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(backend())(graph, given, **options)
 
 
 def _keeping_least(graph: Any, given: Any, **options: Any) -> Any:

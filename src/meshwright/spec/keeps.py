@@ -103,6 +103,10 @@ class Keeps(Rows):
         """What the block of this place in its virtual stage computes again."""
         return self.recompute if not self.recompute_layers or place < self.recompute_layers else self.recompute_rest
 
+    def puts_off(self, place: int) -> bool:
+        """Whether the gradients of the weights of such a block wait for W where its stage has one: else what was made again or fetched would wait too."""
+        return self.recompute_at(place) not in IN_BLOCKS and not self.sends(place)
+
     def sends(self, place: int) -> bool:
         """Whether the activations of the block of this place in its virtual stage wait elsewhere."""
         return sends(self.offload) and (not self.offload_layers or place < self.offload_layers)

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.anatomy import Anatomy, is_plain
-from meshwright.spec.plan import IN_BLOCKS, Plan
+from meshwright.spec.plan import Plan
 
 if TYPE_CHECKING:
     from meshwright.parallel.zero.flat import FlatUnit
@@ -73,7 +73,7 @@ def put_off_weights(
     for stage, held in flat.items():
         unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
         for place, index in enumerate(range(*bounds[stage])) if plan.separates(stage) and anatomy.blocks is not None else ():
-            if plan.recompute_at(place) in IN_BLOCKS or plan.sends(place):
+            if not plan.puts_off(place):
                 continue
             path = anatomy.block(index)
             for inside, module in model.get_submodule(path).named_modules():
