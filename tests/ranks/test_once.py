@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import resource
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from equality import alone, anatomy_of, check, made, make_optimizer, train, train_between_hosts
+from equality import alone, anatomy_of, check, made, make_batch, make_optimizer, train, train_between_hosts
 from everyone import between_hosts
 from test_plans import SAMPLE, parse
 from torch import nn
@@ -48,6 +51,23 @@ def others_write() -> list[list[float]]:
 
 def test_what_a_rank_writes_the_others_read_where_it_lies(ranks: Any) -> None:
     assert all(found == [[1.0, 2.0]] * len(found) for found in ranks.run(2, others_write))
+
+
+def with_few_files() -> float:
+    """A step's loss where the process may have twelve descriptors more than it has."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = set(map(int, os.listdir("/proc/self/fd")))
+    limit = [number for number in range(len(taken) + 13) if number not in taken][12]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        with closing(trainer_of("dp2.z3")) as trainer:
+            return trainer.step(make_batch("llama", 0)).loss
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_low_limit_of_open_files_is_raised_as_far_as_the_system_lets(ranks: Any) -> None:
+    assert ranks.run(2, with_few_files)[0] > 0
 
 
 def closed() -> list[str]:

@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import platform
+import resource
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -44,6 +45,9 @@ SLEEP = 0.1
 
 PATIENCE = 10.0
 """Seconds that a rank which is through waits for others to read the last of its memory."""
+
+FILES = 1 << 16
+"""Descriptors that a rank asks for: every mapping keeps one, a unit has several, and 1,024 is the usual limit."""
 
 _FUTEX, _WAIT, _WAKE, _EVERYONE = 202, 0, 1, 2**31 - 1
 
@@ -204,9 +208,16 @@ def identity() -> str:
         return ""
 
 
+def _ask_for_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (most := min(hard, FILES)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def meet(timeout: float) -> tuple[Host | None, Sequence[str]]:
     """This rank's host, if it has one, and the identity of every rank's, "" for none. All ranks of the default process group call it."""
     rank, world, own = dist.get_rank(), dist.get_world_size(), identity()
+    _ask_for_files()
     words = Segment(8 * WORDS, 0) if own else None
     cards: list[tuple[str, int, int]] = [("", 0, 0)] * world
     dist.all_gather_object(cards, (own, os.getpid(), words.file if words else 0))
