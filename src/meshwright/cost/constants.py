@@ -162,3 +162,6 @@ COMPILER_HOST = 37.0
 
 GLOO_COPIES = 2
 """Whole buffers that a reduction holds on a host device, where it is an all-to-all into a second one."""
+
+IN_PLACE = 1 << 16
+"""Elements from which on products add to the gradient of a matrix on cores. Source: parallel/zero/in_place.py."""

@@ -82,7 +82,7 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
         return _chunked(setting, entry, box, tokens, whole)
     if layer.name == HEAD:
         passing = passing + host_copy(setting, layer, box.tp, tokens)
-    gradient = entry.largest(cut) * size if entry.is_block else 0
+    gradient = (entry.largest(cut) if box.compile else setting.made_apart(entry, cut, box.pp > 1)) * size if entry.is_block else 0
     return Kept(
         tokens[:, None] * (split + whole) + copied - fused,
         tokens[:, None] * (layer.output * size / divided),

@@ -154,7 +154,9 @@ def moved(setting: Setting, box: Box, states: States, tokens: Array) -> Moving:
     elsewhere = np.where(zero == 3, waiting + 2 * filling * fetched, np.where(zero == 2, waiting, 0)) + np.where(zero >= 2, tied * wide, 0)
     at_head = np.where(zero == 3, left + last * fetched, np.where(zero == 2, left, 0))
     if head is not None:
-        gradient = head.largest(Cut(box.tp)) + np.where(zero >= 2, last * (1 - in_slots), 0)
+        cut, whole = Cut(box.tp), head.largest(Cut(box.tp))
+        apart_here = setting.made_apart(head, cut, box.pp > 1) if box.loss_chunks == 1 else whole
+        gradient = apart_here + np.where(zero >= 2, last * (1 - in_slots), 0)
         at_head = at_head + np.maximum(gradient - lift(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0)
     held_for_others = constants.MESSAGES_SHARED if setting.shares_memory else constants.MESSAGES_HELD
     messages = held_for_others * message(setting, box, tokens) / size

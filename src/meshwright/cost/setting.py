@@ -108,6 +108,13 @@ class Setting:
         """The layer that ends in the loss."""
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
+    def made_apart(self, entry: Entry, cut: Cut, stages: bool) -> int:
+        """Elements of the largest gradient that a layer makes before it goes where it is summed: in stages on cores products add to it. Source:
+        parallel/zero/in_place.py."""
+        largest = entry.largest(cut)
+        in_place = stages and self.on_host and self.gradient == self.recipe.size >= 4 and largest >= constants.IN_PLACE
+        return 0 if in_place else largest
+
     @property
     def gradient(self) -> int:
         """Bytes of one element of a held gradient."""

@@ -43,6 +43,7 @@ from meshwright.parallel.place import (
     check_shared,
     drop_absent,
     give_places,
+    held_of,
     kept_paths,
     place_layers,
     second_copy,
@@ -56,6 +57,7 @@ from meshwright.parallel.tensor.statistics import check_passes
 from meshwright.parallel.update.door import check_rule, rule_of
 from meshwright.parallel.update.groups import Groups, MakeOptimizer
 from meshwright.parallel.update.whole import Needs, give_whole
+from meshwright.parallel.zero.in_place import make_in_place
 from meshwright.parallel.zero.local import outer_of
 from meshwright.parallel.zero.zero import Zero
 from meshwright.spec.plan import Plan, Recompute
@@ -106,17 +108,18 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
         shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
         mixtures = shard_experts(model, anatomy, experts, mesh)
     give_places(model, mesh.device, later)
-    parameters = dict(model.named_parameters())
     stages = plan.stages_of(mesh.place.pp)
     mine = {stage: [layer for layer in table if layer.stage == stage] for stage in stages}
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
+    parameters = held_of(model, table, present, tie_here)
     drop_absent(model, anatomy, present, tie_here, (mesh.device, getattr(torch, recipe.compute)), kept_paths(cut, wants))
     objective.chunked = chunk_loss(model, anatomy, plan, objective.group, loss is not None)
     second = second_copy(model, anatomy) if tie_here and 0 in stages else None
     flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second, needs)
     by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe, needs.groups)
     put_off_weights(model, cut, plan, stage_bounds(cut, mesh), flat)
+    own = make_in_place(model, cut, flat, plan)
     partial = partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set()
     zero = Zero(mesh, flat, partial, tied, tie_group(mesh) if anatomy.tied else None)
     zero.unreached = zero.names = trained
@@ -124,7 +127,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
     run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(mesh, weights), carry=Carry(wants) if wants else None)
     gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table}, reads)
     pipeline = Pipeline(
-        mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage), recipe.exact
+        mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage), recipe.exact, own
     )
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, stage_bounds(cut, mesh), pipeline)
     engine.statistics, engine.balance = statistics, balance_of(model, loss, mesh, context.cut_labels if context else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from meshwright.anatomy import Anatomy
 from meshwright.anatomy.inputs import Example
 from meshwright.anatomy.readers import Reads, entered_otherwise, inside
 from meshwright.base.errors import InputError
+from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.later import ORIGIN, Later
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.absent import Absent
@@ -172,6 +173,12 @@ def kept_paths(anatomy: Anatomy, wants: Wants | None) -> tuple[str, ...]:
     return (*anatomy.cuts, *([anatomy.embedding] if anatomy.embedding else [])) if wants else ()
 
 
+def held_of(model: nn.Module, table: Sequence[Layer], present: Collection[str], keep_head: bool) -> dict[str, nn.Parameter]:
+    """The parameters that this rank lays, by name; a tied head has that of the embedding. No others: their memory goes with their modules."""
+    tied = {name for layer in table if layer.name == "embedding" for name in layer.parameters} if keep_head else set()
+    return {name: parameter for name, parameter in model.named_parameters() if name in present or name in tied}
+
+
 def drop_absent(
     model: nn.Module, anatomy: Anatomy, held: set[str], keep_head: bool, kind: tuple[torch.device, torch.dtype], cuts: Sequence[str]
 ) -> None:
@@ -195,6 +202,7 @@ def drop_absent(
                 module._modules[child_name] = Absent(child, kind, f"{path}.".startswith(blocks))
 
     visit(model, "")
+    give_back()  # before flat buffers are made beside it
 
 
 def second_copy(model: nn.Module, anatomy: Anatomy) -> nn.Parameter:

@@ -3,16 +3,28 @@
 A model that is cut into flat buffers, and states that an optimizer makes in its first step and that are then laid together, leave the heap
 full of holes between small things that stay. A 110 M model in bfloat16 with its states in files: 1,013 MiB resident after the first step
 without this, 789 with it.
+
+[Note: scratch] MKL keeps what its products work in, 5 MiB each time that one is longer than all before: what a look at the model before the first
+step needed stays beside what steps need.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+LIBRARY = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
 
 
 def give_back() -> None:
-    """Where the C library has no malloc_trim nothing happens."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
-    if trim is not None:
-        trim(0)
+    """No product may be under way. Where the C library has no malloc_trim, or torch no MKL, nothing happens."""
+    if not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(LIBRARY).mkl_serv_free_buffers()
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

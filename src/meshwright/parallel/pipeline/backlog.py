@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.anatomy import Anatomy, is_plain
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from meshwright.parallel.zero.flat import FlatUnit
 
 Make = Callable[[], torch.Tensor]
-PutOff = Callable[[torch.Tensor, torch.Tensor], None]
-"""Takes the input (N, in) of a layer and the gradient of its output (N, out)."""
+PutOff = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""Takes the input (N, in) of a layer and the gradient of its output (N, out); gives what autograd is to have as the gradient of the weight."""
 
 
 class Backlog:
@@ -81,27 +80,32 @@ def put_off_weights(
                 if is_plain(module) and name in unit_of:
                     unit = unit_of[name]
                     unit.backlog = unit.backlog or Backlog(unit.take)
-                    put_off(module, unit.backlog, name)
+                    put_off(module, partial(_leave, unit.backlog, name, isinstance(module, nn.Linear)))
 
 
-def put_off(module: nn.Module, backlog: Backlog, name: str) -> None:
-    """From here on the plain matrix layer `module` leaves the gradient of its weight, the parameter `name`, to `backlog`."""
-    linear = isinstance(module, nn.Linear)
-    module.put_off = partial(_leave, backlog, name, linear)  # type: ignore[assignment]
+def put_off(module: nn.Module, leave: PutOff) -> None:
+    """From here on the plain matrix layer `module` leaves the gradient of its weight to `leave`."""
+    module.put_off = leave  # type: ignore[assignment]
     if "forward" not in vars(module):  # else a layer of tensor parallelism, which asks for `put_off` itself
-        module.forward = partial(_forward, module, linear)  # type: ignore[method-assign]
+        module.forward = partial(_forward, module, isinstance(module, nn.Linear))  # type: ignore[method-assign]
 
 
 def product(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, linear: bool) -> torch.Tensor:
     """x W^T + b when `linear`, else x W + b, with W the weight of `module`."""
     weight: Any = module._parameters["weight"]
     leave: PutOff | None = getattr(module, "put_off", None)
-    if leave is None or not torch.is_grad_enabled():
+    if leave is None or not torch.is_grad_enabled() or _is_batched(x):
         return F.linear(x, weight if linear else weight.t(), bias)
     return _Product.apply(x, weight, bias, leave, linear)
 
 
-def _forward(module: nn.Module, linear: bool, x: torch.Tensor) -> torch.Tensor:
+def _is_batched(x: torch.Tensor) -> bool:
+    """Inside of torch.func, which takes no function of ours."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _forward(module: nn.Module, linear: bool, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+    (x,) = (*given, *named.values())  # Linear and Conv1D call it by unlike names
     return product(module, x, module._parameters.get("bias"), linear)
 
 
@@ -122,12 +126,10 @@ class _Product(torch.autograd.Function):
         return F.linear(x, weight if linear else weight.t(), bias).data  # as in tensor/columns.py
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         of_input = gradient @ (weight if ctx.linear else weight.t()) if needs_input else None
         flat = gradient.flatten(0, -2)
-        if needs_weight:
-            ctx.leave(x.flatten(0, -2), flat)
-        return of_input, None, flat.sum(0) if needs_bias else None, None, None
+        of_weight = ctx.leave(x.flatten(0, -2), flat) if needs_weight else None
+        return of_input, of_weight, flat.sum(0) if needs_bias else None, None, None

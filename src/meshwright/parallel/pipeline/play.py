@@ -18,6 +18,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch
 from meshwright.parallel.pipeline.wire import Message, SharedWire, Wire, wire_of
 from meshwright.parallel.zero import exact
+from meshwright.parallel.zero.in_place import Own
 from meshwright.schedules import messages, orders
 from meshwright.schedules.action import Action, Kind
 
@@ -45,6 +46,7 @@ class Pipeline:
     backward_done: Callable[[Action], None]
     parts: Callable[[int], int]
     exact: bool = False
+    own: Own = field(default_factory=Own)
     labels: int = 0
     """That count in the loss of the whole batch."""
     wire: Wire | SharedWire = field(init=False)
@@ -161,6 +163,7 @@ class Pipeline:
         output = (output[0] * scale if output[0].requires_grad else None,) if source is None else output
         made = [pair for pair in zip(output, gradients, strict=True) if pair[0] is not None]
         if made:  # a first stage may have nothing that is trained, a micro-batch no part in the loss
+            self.own.begins([end for end, _ in made])
             torch.autograd.backward([end for end, _ in made], [gradient for _, gradient in made])
         del output, made
         if received:

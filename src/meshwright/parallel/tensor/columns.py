@@ -193,7 +193,7 @@ class _Column(torch.autograd.Function):
             crossing.add(flat, weight if ctx.linear else weight.t(), ctx.shape)
         weight_gradient = bias_gradient = None
         if ctx.needs_input_grad[1] and ctx.leave is not None:
-            ctx.leave(x, flat)
+            weight_gradient = ctx.leave(x, flat)
         elif ctx.needs_input_grad[1]:
             weight_gradient = flat.t() @ x if ctx.linear else x.t() @ flat
         if ctx.needs_input_grad[2]:

@@ -19,6 +19,9 @@ from meshwright.parallel.update.lean import Lean
 from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.parallel.zero.master import Master
 
+LEFT = 4
+"""Windows whose states, as the optimizer made them, are left in the heap before that is given back."""
+
 
 def is_alone(unit: FlatUnit) -> bool:
     """Whether `unit` is not updated together with others."""
@@ -41,7 +44,7 @@ def update(units: Iterable[FlatUnit], optimizer: torch.optim.Optimizer, scale: f
             if unit.master.tensors is not None:
                 _whole(unit, optimizer, few, scale)
             else:
-                _by_windows(unit, optimizer, few, scale, step)
+                _by_windows(unit, optimizer, few, scale, step, makes)
             unit.write_back()
             if makes:
                 give_back()
@@ -67,15 +70,17 @@ def _whole(unit: FlatUnit, optimizer: torch.optim.Optimizer, few: Few, scale: fl
     tensors.update(optimizer, unit.master.flat, _wide(unit.own_gradients, unit.master, scale))
 
 
-def _by_windows(unit: FlatUnit, optimizer: torch.optim.Optimizer, few: Few, scale: float, step: int) -> None:
+def _by_windows(unit: FlatUnit, optimizer: torch.optim.Optimizer, few: Few, scale: float, step: int, makes: bool) -> None:
     master = unit.master
-    for window in master.few_at_a_time():
+    for number, window in enumerate(master.few_at_a_time(), 1):
         master.widen(optimizer, step, window)
         master.give(_wide(unit.own_gradients[window.elements], master, scale), window.runs)
         few(master.runs[window.runs])
         optimizer.step()
         master.take_back(window.runs)
         master.narrow(optimizer, window)
+        if makes and number % LEFT == 0:
+            give_back()
 
 
 def _wide(gradients: torch.Tensor, master: Master, scale: float) -> torch.Tensor:

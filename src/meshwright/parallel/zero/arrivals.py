@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 
 class Arrivals:
-    """Of a step in which `expected` passes bring a gradient of each parameter. `of`: how often that of each has come."""
+    """Of a step in which `expected` passes bring a gradient of each parameter. `of`: how often that of each has come. `begun`: those that
+    have something where their gradient is summed."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.of = dict.fromkeys(names, 0)
@@ -14,6 +15,7 @@ class Arrivals:
 
     def begin(self, expected: int) -> None:
         self.expected, self.of = expected, dict.fromkeys(self.of, 0)
+        self.begun: set[str] = set()
         self._all_there(0)
 
     def come(self, name: str) -> bool:

@@ -35,6 +35,7 @@ from meshwright.parallel.pipeline.backlog import Backlog
 from meshwright.parallel.update.lean import Lean
 from meshwright.parallel.zero.arrivals import Arrivals
 from meshwright.parallel.zero.exact import Sums
+from meshwright.parallel.zero.in_place import add
 from meshwright.parallel.zero.master import Master, Stretch
 from meshwright.parallel.zero.once import once
 from meshwright.spec.compression import Compression
@@ -201,24 +202,24 @@ class FlatUnit:
         if self.stage is not None:
             self.stage.reached.add(name)
             assert arrived <= self.stage.passes + 1, f"a gradient of {name} came when its unit was through"
-        if self.zero < 2:
-            target = self.view(self.gradients, name)
-            target.copy_(gradient) if arrived == 1 else target.add_(gradient)
-            complete = complete and arrived == self.arrivals.expected
-        else:
-            self.view(self._full(), name).copy_(gradient)
-        if complete and self.stage is not None:
+        add(*self.place(name), gradient)
+        if complete and (self.zero >= 2 or arrived == self.arrivals.expected) and self.stage is not None:
             self.stage.complete(self)
+
+    def place(self, name: str) -> tuple[torch.Tensor, bool]:
+        """Where the gradients of `name` are summed, and whether the one that comes now is the first there."""
+        first = name not in self.arrivals.begun
+        self.arrivals.begun.add(name)
+        return self.view(self.gradients if self.zero < 2 else self._full(), name), first
 
     def finish_backward(self, passes: int) -> bool:
         """After backward pass number `passes`: parameters that took no part count as zero. True when that completes the unit."""
         missing = self.arrivals.end(passes)
         if not missing:
             return False
-        whole = self._full() if self.zero >= 2 else self.gradients
-        for name, arrived in missing.items():
-            if self.zero >= 2 or arrived == 0:
-                self.view(whole, name).zero_()
+        for into, first in map(self.place, missing):
+            if first:
+                into.zero_()
         return self.zero >= 2 or passes == self.arrivals.expected
 
     def _full(self) -> torch.Tensor:
@@ -240,7 +241,7 @@ class FlatUnit:
             return reduce_scatter(self.gradients, self.own_gradients, self.group, self.across.shards, _sizes(self))
         full = self._full_gradient
         assert full is not None
-        self._full_gradient = None
+        self._full_gradient, self.arrivals.begun = None, set()
         first, sent = self.arrivals.passes == 1, self.on_host
         out = self.gradients if first and sent is None else full.new_empty(self.gradients.shape)
         scattering = reduce_scatter(full, out, self.group, self.across.shards, _sizes(self))

@@ -57,6 +57,9 @@ class Window(NamedTuple):
     elements: slice
 
 
+EVERYTHING = Window(slice(None), slice(None))
+
+
 def runs_of(flat: torch.Tensor, stretches: Sequence[Stretch]) -> list[Run]:
     """Views of `flat`, which `stretches` cover, for an optimizer."""
     longest = RUN if flat.device.type == "cpu" else max(flat.numel(), 1)
@@ -135,7 +138,7 @@ class Master:
     def narrow(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
         """After it: states that it has made are laid together."""
         if window.elements.stop > self._kept:
-            self.lay(optimizer, window.runs)
+            self.lay(optimizer, window)
             self._kept = window.elements.stop
 
     # --- states ---------------------------------------------------------------------------------------------------------------
@@ -151,13 +154,13 @@ class Master:
             self.lay(optimizer)
         return self._states
 
-    def lay(self, optimizer: torch.optim.Optimizer, some: slice = slice(None)) -> None:
+    def lay(self, optimizer: torch.optim.Optimizer, some: Window = EVERYTHING) -> None:
         """The optimizer's states of `some` runs become views of those that lie whole here."""
         for key, first in sorted(optimizer.state.get(self.runs[0], {}).items()):
             if is_elementwise(first, self.runs[0]):
                 if key not in self._states:
                     self._states[key] = torch.empty_like(self.flat, dtype=first.dtype)
-                for run, view in zip(self.runs[some], self._split(self._states[key])[some], strict=True):
+                for run, view in zip(self.runs[some.runs], self._split(self._states[key][some.elements], some.runs), strict=True):
                     held = optimizer.state[run]
                     if held[key].data_ptr() != view.data_ptr():
                         held[key] = view.copy_(held[key])
