@@ -123,16 +123,6 @@ class Running(Plain):
         return y
 
 
-class Recorded(Running):
-    """Takes a running mean away that moves where gradients are recorded alone."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = Plain.forward(self, x - self.mean)
-        if torch.is_grad_enabled():
-            self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
-        return y
-
-
 class Spectral(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +144,6 @@ class Softer(Plain):
 KINDS: dict[str, Any] = {
     "counter": Counter,
     "running": Running,
-    "recorded": Recorded,
     "spectral": Spectral,
     "hooked": Hooked,
     "softer": Softer,
@@ -356,10 +345,6 @@ def test_a_loss_that_is_a_mean_over_rows_is_taken_apart_and_noise_is_no_reason_n
         ("counter", "dp1.mb4"),
         ("counter", f"dp1.mb{ROWS}.rc-layer"),
         ("running", "dp2.mb4"),
-        ("recorded", "dp1.mb4"),
-        ("recorded", "dp2.mb4"),
-        ("recorded", "pp2.mb2"),
-        ("recorded", "dp2.z3.mb2"),
         ("spectral", "pp2.mb4"),
         ("spectral", f"dp1.mb{ROWS}.rc-layer"),
     ],
@@ -371,15 +356,7 @@ def test_what_a_forward_keeps_for_the_next_is_not_moved_oftener_than_on_one_devi
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [
-        ("counter", "dp2.z3.mb4"),
-        ("running", f"tp2.mb{ROWS}"),
-        ("recorded", f"tp2.mb{ROWS}"),
-        ("recorded", f"pp2.mb{ROWS}"),
-        ("spectral", "dp2.z1.mb4"),
-        ("hooked", "dp2.z3.mb4"),
-        ("softer", "pp2.mb4"),
-    ],
+    [("counter", "dp2.z3.mb4"), ("running", f"tp2.mb{ROWS}"), ("spectral", "dp2.z1.mb4"), ("hooked", "dp2.z3.mb4"), ("softer", "pp2.mb4")],
 )
 def test_where_one_forward_is_one_step_what_it_keeps_is_that_of_one_device(ranks: Any, kind: str, plan: str) -> None:
     equal(ranks, kind, plan, 2)

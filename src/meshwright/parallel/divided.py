@@ -9,8 +9,7 @@ token, which go the same way: what does not bite then never does.
 What one forward keeps for the next (a count of calls, running means that are read, spectral norm) moves once a micro-batch and twice where a layer is
 computed again: the same rows passed twice in a row must give the same loss, or such plans are refused too.
 
-It runs as it trains, with gradients enabled (where some code moves what it keeps) and no weight that takes one, so that nothing is recorded; but for
-dropout, which is left out; a model that draws otherwise is asked in eval mode, and one that draws there too
+It runs as it trains, but for dropout, which is left out; a model that draws otherwise is asked in eval mode, and one that draws there too
 cannot be asked. Plans that pass the batch as one piece need not ask. Costs a few forward passes of one micro-batch, once.
 """
 
@@ -193,20 +192,4 @@ def _quiet(engine: Parallel, train: bool) -> Iterator[None]:
             for module, mode in modes:
                 module.training = mode
             stack.enter_context(Undropped())
-            stack.enter_context(_as_recorded(engine))
         yield
-
-
-@contextmanager
-def _as_recorded(engine: Parallel) -> Iterator[None]:
-    """Gradients are enabled, and nothing takes one."""
-    trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
-    try:
-        engine.pipeline.enabled = True
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        engine.pipeline.enabled = False
-        for parameter in trained:
-            parameter.requires_grad_(True)

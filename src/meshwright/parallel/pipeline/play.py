@@ -49,8 +49,6 @@ class Pipeline:
     own: Own = field(default_factory=Own)
     labels: int = 0
     """That count in the loss of the whole batch."""
-    enabled: bool = False
-    """Gradients are, of forward alone too, as a model's own code may ask (divided.py)."""
     wire: Wire | SharedWire = field(init=False)
     here: dict[tuple[Kind, int, int], Tensors] = field(default_factory=dict)
     """Messages of this rank to itself."""
@@ -146,7 +144,7 @@ class Pipeline:
         received = self._receive(*source) if source is not None else ()
         for tensor in received if scale is not None else ():
             tensor.requires_grad_()
-        with torch.set_grad_enabled(scale is not None or self.enabled):
+        with torch.set_grad_enabled(scale is not None):
             output = self.forward(stage, batch, received)
         is_last = stage == self.mesh.plan.stages - 1
         if not is_last:
