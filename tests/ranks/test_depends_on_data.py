@@ -141,7 +141,17 @@ class Softer(Plain):
         self.up.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
+class Sloped(Plain):
+    """Takes gradients of its own weights inside of its forward, whoever calls it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            slope = torch.autograd.grad(self.up.weight.square().sum(), self.up.weight, create_graph=self.training)[0]
+        return super().forward(x) * (1 + 0.1 * slope.mean())
+
+
 KINDS: dict[str, Any] = {
+    "sloped": Sloped,
     "counter": Counter,
     "running": Running,
     "spectral": Spectral,
@@ -301,6 +311,11 @@ def test_experts_that_only_some_ranks_choose_are_reduced_in_one_order_on_all(ran
 
 def test_weights_that_run_twice_in_a_forward_are_reduced_when_both_are_through(ranks: Any) -> None:
     equal(ranks, "twice", "dp2.z3.mb2", 2)
+
+
+@pytest.mark.parametrize("plan", ["dp1.mb4", "dp2.mb2", "pp2.mb4"])
+def test_a_block_that_takes_gradients_of_its_own_weights_in_its_forward_is_asked_like_any_other(ranks: Any, plan: str) -> None:
+    equal(ranks, "sloped", plan, 1 if plan == "dp1.mb4" else 2)
 
 
 @pytest.mark.parametrize("length", [2, 7, 8, 64])

@@ -105,9 +105,9 @@ class Proof:
         if block not in self.given:
             return "its block does not run"
         region, row = found.region, found.region.rows[0]
-        whole = self._row(block, row, self.state, found, 0, 1)
         bias = self.state.get(f"{row}.bias")
         try:
+            whole = self._row(block, row, self.state, found, 0, 1)
             shares = [self._share(block, found, rank, ranks) for rank in range(ranks)]
         except Exception as error:
             return f"it does not run when shared ({(str(error).splitlines() or [type(error).__name__])[0][:100]})"
