@@ -31,6 +31,10 @@ def fail(channel: Channel, payload: dict) -> int:
                 raise InputError("data file 'x.txt' is empty")
             if payload["how"] == "exit":
                 os._exit(9)
+            if payload["how"] == "read":
+                gone = torch.ones(64)
+                gone.untyped_storage().resize_(0)
+                gone.sum()
             os.kill(os.getpid(), signal.Signals[payload["how"]])
         dist.all_reduce(torch.ones(4))
         time.sleep(0.01)

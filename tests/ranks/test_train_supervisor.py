@@ -1,6 +1,7 @@
 """The supervisor with real processes: ranks that fail are named, ranks that should stop do, and nothing is ever left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,6 +82,14 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_signal_or_status(tmp_
     with pytest.raises(RankFailed, match=rf"rank 1 of 3 on .*{words}") as caught:
         supervise(tmp_path, "fail", 3, {"victim": 1, "how": how})
     assert len(str(caught.value).splitlines()) <= MOST_LINES
+    assert gone(tmp_path)
+
+
+def test_a_crash_in_native_code_is_told_with_the_line_of_the_model_that_it_came_from(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 of 3 on .*killed by SIGSEGV: .*under z3 such are weights read outside") as caught:
+        supervise(tmp_path, "fail", 3, {"victim": 1, "how": "read"})
+    lines = str(caught.value).splitlines()
+    assert re.fullmatch(r"  at .*targets\.py:\d+ in fail", lines[1]) and len(lines) <= MOST_LINES
     assert gone(tmp_path)
 
 

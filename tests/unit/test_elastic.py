@@ -12,7 +12,7 @@ from meshwright.base.errors import InputError, MeshwrightError, NothingFits
 from meshwright.base.pulse import WAITS, Phase, Pulse, Word
 from meshwright.cli.options import Shared
 from meshwright.cli.preparation import Choice, choose, write_run
-from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, culprit, failed_here, starved, verdict
+from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, crashed_at, culprit, failed_here, starved, verdict
 from meshwright.elastic.fleet import THINKING, _speak
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.replan import plan_for
@@ -78,6 +78,21 @@ def test_a_report_names_rank_and_cause_first_and_counts_the_innocent(tmp_path: P
     assert len(lines) <= MOST_LINES and max(map(len, lines)) < 260
     assert "  5 other ranks lost the connection because of it" in lines
     assert lines[-1] == f"  log: {log}"
+
+
+def test_a_crash_is_told_with_the_innermost_line_that_is_not_torchs_of_the_last_stack(tmp_path: Path) -> None:
+    stack = 'Fatal Python error: {}\n\nCurrent thread 0x01 (most recent call first):\n  File "/x/torch/_ops.py", line 1 in call\n{}\nThread 0x02 (most recent call first):\n  File "b.py", line 9 in wait\n'
+    log = tmp_path / "rank-0.log"
+    log.write_text(
+        "step 1\n"
+        + stack.format("Aborted", '  File "old.py", line 5 in old\n')
+        + stack.format("Bus error", '  File "a b.py", line 7 in <lambda>\n')
+    )
+    assert crashed_at(log) == "a b.py:7 in <lambda>"
+    assert "  at a b.py:7 in <lambda>" in str(verdict([Failure(0, 1.0, -7)], 1, lambda rank: log)).splitlines()
+    assert "  at" not in str(verdict([Failure(0, 1.0, -9)], 1, lambda rank: log))  # nobody was asked
+    log.write_text(stack.format("Aborted", ""))
+    assert crashed_at(log) == "" == crashed_at(tmp_path / "none.log")
 
 
 def test_a_message_of_many_lines_takes_one() -> None:

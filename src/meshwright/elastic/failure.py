@@ -20,6 +20,10 @@ from meshwright.base.limits import memory_kills, memory_limit
 from meshwright.base.units import show_bytes
 
 MOST_LINES = 12
+LAST_BYTES = 1 << 18
+"""Of a log, in which a stack is looked for."""
+CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+"""Signals at which Python writes a stack."""
 WANT = "by the system for want of memory"
 _LOST = re.compile(
     r"connection (reset|closed|refused|was closed)|broken pipe|gloo/transport|peer closed|socket (timeout|closed)|failed to recv"
@@ -88,7 +92,7 @@ def cause(failure: Failure) -> str:
         hint = {
             "SIGKILL": _killed(memory_kills(), memory_limit()),
             "SIGABRT": ": a library gave up (gloo does so when ranks disagree on a size)",
-            "SIGSEGV": ": a native library wrote where it must not",
+            "SIGSEGV": ": a native library read or wrote where it must not (under z3 such are weights read outside of the module that holds them)",
             "SIGBUS": ": a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of /dev/shm is full",
         }.get(name, "")
         return f"killed by {name}{hint}"
@@ -118,6 +122,20 @@ def last_lines(log: Path, count: int) -> list[str]:
         return []
 
 
+def crashed_at(log: Path) -> str:
+    """Where a rank was when a signal of its own doing ended it: of the last stack that Python's faulthandler wrote (train/rank.py) the innermost
+    frame that is not torch's; empty where there is none."""
+    try:
+        with log.open("rb") as lines:
+            lines.seek(max(log.stat().st_size - LAST_BYTES, 0))
+            said = lines.read().decode(errors="replace")
+    except OSError:
+        return ""
+    stack = said.rpartition("Fatal Python error: ")[2].partition("Current thread ")[2].partition("\n\n")[0]
+    frames = [frame for frame in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', stack, re.MULTILINE) if "/torch/" not in frame[0]]
+    return "{}:{} in {}".format(*frames[0]) if frames else ""
+
+
 def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Path], why: str = "", instead: str = "") -> MeshwrightError:
     """The error to raise. One of ours keeps its words and its exit code. `why`: what is to be said beside it; `instead`: which plan needs less of what is wanting."""
     first = culprit(failures)
@@ -129,9 +147,10 @@ def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Pat
     who = f"rank {first.rank} of {world}" if first.rank >= 0 else f"all {world} ranks"
     lines = [f"{who} on {socket.gethostname()}: {cause(first)}"]
     lines += [f"  {each}" for each in (why, instead) if each]
-    if first.place:
-        lines.append(f"  at {first.place}")
-    if first.rank >= 0 and (first.status < 0 or not first.error):
+    place = first.place or (crashed_at(log_of(first.rank)) if first.rank >= 0 and -first.status in CRASHES else "")
+    if place:
+        lines.append(f"  at {place}")
+    elif first.rank >= 0 and (first.status < 0 or not first.error):
         lines += [f"  | {line}" for line in last_lines(log_of(first.rank), 3)]
     others = [failure for failure in failures if failure is not first]
     for count, what in (

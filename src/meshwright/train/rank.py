@@ -7,6 +7,7 @@ supervisor to speak with, and signals are heard directly. The work does not see 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import os
 import selectors
@@ -138,6 +139,7 @@ def become_rank(message: Message, parent: int, port: int, inbox: int, outbox: in
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
+        faulthandler.enable(file=2)  # a crash in native code leaves its stack in the log, where elastic/failure.py finds it
         rank, world = str(channel.rank), str(channel.world)
         local, here = message.get("local", (rank, world))
         host, port = message.get("store", (address(), port))

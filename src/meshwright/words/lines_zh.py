@@ -237,7 +237,9 @@ LINES = {
     "killed by {}: by the system for want of memory ({} killed so far); rc-layer and off-optimizer-files take less of it": "被 {0} 杀死：系统内存不够（至今杀死 {1} 个）；rc-layer 和 off-optimizer-files 占用更少",
     "killed by {}: by the system for want of memory, of which its control group has {} ({} killed so far); rc-layer and off-optimizer-files take less of it": "被 {0} 杀死：系统内存不够，它的控制组有 {1}（至今杀死 {2} 个）；rc-layer 和 off-optimizer-files 占用更少",
     "killed by {}: a library gave up (gloo does so when ranks disagree on a size)": "被 {0} 杀死：某个库放弃了（各 rank 给出的大小不一致时 gloo 会这样）",
-    "killed by {}: a native library wrote where it must not": "被 {0} 杀死：某个本地库写了不该写的地方",
+    "killed by {}: a native library read or wrote where it must not (under z3 such are weights read outside of the module that holds them)": (
+        "被 {0} 杀死：某个本地库读或写了不该碰的地方（z3 下，在持有权重的模块之外读取权重就会如此）"
+    ),
     "killed by {}: a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of /dev/shm is full": "被 {0} 杀死：映射的文件被截断，或者它的磁盘（--offload-to）读不了，或者 /dev/shm 满了",
     "killed by {}": "被 {0} 杀死",
     "ended with exit status {} and no message": "以状态 {0} 结束，没有留言",
