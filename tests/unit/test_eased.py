@@ -12,7 +12,9 @@ from meshwright.base.codec import build
 from meshwright.base.errors import InputError
 from meshwright.cost.constants import HOST_UPDATE, OVERLAP_SLOWDOWN, PINNED
 from meshwright.cost.step import estimate
+from meshwright.search.answer import Objective
 from meshwright.search.eased import SAFE, STEP
+from meshwright.search.pinned import WAITS
 from meshwright.search.rank import search
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
@@ -128,6 +130,26 @@ def test_a_host_without_room_is_told_the_shares_that_have_it() -> None:
     priced = estimate(small, plan)
     assert not priced.fits and priced.notes[-1].endswith("off-optimizer40.off-parameters20 would be the share that has room"), priced.notes
     assert estimate(small, parse_plan("dp8.z3.off-optimizer40.off-parameters20")).crowded == 0
+
+
+@pytest.mark.parametrize("pins", [{"offload_share": 50}, {"weights_share": 40}, {"offload_share": 50, "weights_share": 40}])
+def test_who_pins_a_share_gets_plans_in_which_that_waits_whatever_the_objective(pins: dict[str, int]) -> None:
+    """For the most headroom nothing waits unless it is asked for: the pin was passed over in silence."""
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16", pins=pins)
+    for objective in set(Objective) - {Objective.cheapest}:
+        plans = [entry.plan for entry in search(job, top=3, objective=objective).plans]
+        assert plans and all(
+            getattr(plan, name) == share and waits(plan.offload)
+            for plan in plans
+            for (name, share) in pins.items()
+            for waits in [WAITS[name]]
+        )
+
+
+def test_a_share_of_what_has_nowhere_to_wait_is_refused() -> None:
+    with pytest.raises(InputError, match=r"pin weights_share=40: there is nowhere to wait: .*storage_bandwidth"):
+        job = named_job("llama-7b", "1x8:cpu", 64, 2048, "fp32", pins={"weights_share": 40})
+        search(job.but(cluster=job.cluster.but(groups=tuple(group.but(storage_bandwidth=0) for group in job.cluster.groups))))
 
 
 def test_a_plan_of_before_whose_share_was_of_the_weights_loads() -> None:

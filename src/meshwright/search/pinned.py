@@ -12,6 +12,8 @@ from meshwright.spec.plan import Plan, Recompute, sends, states_wait, weights_wa
 
 KEPT = ("recompute", "recompute_layers", "recompute_rest", "offload", "offload_layers")
 """Pins that only some others go with, whatever the rest of a plan is."""
+WAITS = {"offload_share": states_wait, "weights_share": weights_wait}
+"""Shares, and whether what they are of waits in a choice of what does."""
 
 
 def check_pins(job: Job) -> None:
@@ -22,6 +24,12 @@ def check_pins(job: Job) -> None:
     for name in pins:
         if name not in known:
             raise InputError(f"pin {name!r} is no field of a plan{did_you_mean(name, known)}; pins are {', '.join(known)}")
+    shares = [name for name in WAITS if pins.get(name, 100) < 100]
+    if shares and not job.cluster.host_bandwidth and not job.cluster.storage_bandwidth:
+        raise InputError(
+            f"pin {shares[0]}={pins[shares[0]]}: there is nowhere to wait: these devices compute in their host's memory, or no way to it is known "
+            "(host_bandwidth), and no node has a disk (storage_bandwidth)"
+        )
     if "offload" in pins:
         _check_shares(pins, pins["offload"])
         # what no plan can say: twice the same, or gradients without the update

@@ -30,9 +30,9 @@ from meshwright.cost.box import Again, Box, Layout, MicroBatch, Order, Shards, n
 from meshwright.cost.collectives import fabric
 from meshwright.search.division import divisors, even, relieved
 from meshwright.search.legal import Orders, Updates, against_cut, first_fault, plans_of
-from meshwright.search.pinned import check_pins
+from meshwright.search.pinned import WAITS, check_pins
 from meshwright.search.worth import offered, relief
-from meshwright.spec.choices import OPTIMIZER, least_zero, states_wait, weights_wait
+from meshwright.spec.choices import OPTIMIZER, least_zero
 from meshwright.spec.job import Job
 from meshwright.spec.keeps import with_shares
 from meshwright.spec.plan import (
@@ -367,13 +367,11 @@ class Space:
         """What may wait on the host, nothing first."""
         if "offload" in self.pins:
             return [tuple(self.pins["offload"])]
+        in_part = [waits for name, waits in WAITS.items() if self.pins.get(name, 100) < 100]  # who pins a share asks for what waits
         ways = {
-            what: self.offloading and getattr(self.job.cluster, "storage_bandwidth" if what in FILES else "host_bandwidth")
+            what: (self.offloading or in_part) and getattr(self.job.cluster, "storage_bandwidth" if what in FILES else "host_bandwidth")
             for what in Offload
         }
-        in_part = [
-            waits for name, waits in (("offload_share", states_wait), ("weights_share", weights_wait)) if self.pins.get(name, 100) < 100
-        ]
         choices = [choice for choice in OFFLOADS if all(ways[what] for what in choice) and all(waits(choice) for waits in in_part)]
         return self._choices("offload", choices)
 

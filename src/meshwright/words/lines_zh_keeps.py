@@ -11,6 +11,9 @@ KEEPS = {
     "weights_share {} is of the weights: write off-parameters{}, or with -files": "weights_share {0} 说的是权重：写 off-parameters{1}，或者加上 -files",
     "off-gradients: their sums wait where the update is, each rank's own: write z2 or z3 and off-optimizer beside it (dp1.z2.off-optimizer.off-gradients)": "off-gradients：梯度之和放在更新所在的地方，每个 rank 只放自己的：写 z2 或 z3，并加上 off-optimizer（dp1.z2.off-optimizer.off-gradients）",
     "pins offload_share={} and offload={}: the share is of the optimizer's states: pin optimizer or optimizer-files in off too": "固定的 offload_share={0} 与 offload={1}：比例说的是优化器状态：请在 off 里也固定 optimizer 或 optimizer-files",
+    "pin {}={}: there is nowhere to wait: these devices compute in their host's memory, or no way to it is known (host_bandwidth), and no node has a disk (storage_bandwidth)": (
+        "固定的 {0}={1}：没有可存放的地方：这些设备就在主机内存中计算，或者不知道通往主机内存的带宽（host_bandwidth），并且没有节点带磁盘（storage_bandwidth）"
+    ),
     "pins weights_share={} and offload={}: the share is of the weights: pin parameters or parameters-files in off too": "固定的 weights_share={0} 与 offload={1}：比例说的是权重：请在 off 里也固定 parameters 或 parameters-files",
     "in {} what is updated is the weights themselves: of the states at least the share of the weights must wait on the host ({}, not {}), so that those which wait are updated there; or use bf16": "{0} 里更新的是权重本身：状态放在主机上的份额至少要和权重的一样（{1}，不是 {2}），这样放在那里的权重就在那里更新；或者用 bf16",
     "offload names {} twice: on the host, or in files": "offload 两次写了 {0}：放在主机内存，还是放在文件里，只能选一个",
