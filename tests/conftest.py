@@ -1,16 +1,24 @@
-"""What all tests share: the cases that hypothesis tries are the same in every run, but for the soak, which looks for new ones."""
+"""What all tests share: the cases that hypothesis tries are the same in every run, but for the soak, which looks for new ones; a cache of their own."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("same", derandomize=True, deadline=None)
-settings.register_profile("new", deadline=None)
+CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+"""No case fails because the machine has other things to do."""
+
+settings.register_profile("same", derandomize=True, **CALM)
+settings.register_profile("new", **CALM)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MESHWRIGHT_MEASURED", "0")  # what somebody measured on this machine must not change answers
+    if "MESHWRIGHT_CACHE" not in os.environ:  # nor what other runs have kept; and a home may be read only
+        os.environ["MESHWRIGHT_CACHE"] = folder = tempfile.mkdtemp(prefix="meshwright-cache-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     settings.load_profile("new" if config.getoption("-m") == "soak" else "same")

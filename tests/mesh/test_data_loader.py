@@ -1,12 +1,14 @@
 """From a job's data section to batches: opening, ranges of ranks, going on, reading ahead, drawn images."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.errors import InputError
+from meshwright.data import prefetch
 from meshwright.data.dataset import TextDataset, open_dataset
 from meshwright.data.images import ShapeImages
 from meshwright.data.loader import Batch, Loader
@@ -175,8 +178,17 @@ def test_rows_outside_the_batch_are_refused(dataset: TextDataset) -> None:
 # --- reading ahead ------------------------------------------------------------------------------------------------------------------
 
 
+BEFORE: list[threading.Thread] = []
+
+
+@pytest.fixture(autouse=True)
+def threads_before() -> None:
+    BEFORE[:] = threading.enumerate()
+
+
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    """Those that this test has started."""
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch" and thread not in BEFORE]
 
 
 def comes(what: Callable[[], bool]) -> bool:
@@ -264,14 +276,25 @@ def test_what_reading_raises_comes_up_in_its_turn_and_once() -> None:
     ahead.close()
 
 
-def test_waiting_is_measured() -> None:
-    go = threading.Event()
-    with Prefetch(lambda step: (step == 0 or go.wait()) and step, 0, 3, depth=1) as ahead:
-        next(ahead)
-        ready = ahead.waited
-        threading.Timer(1.0, go.set).start()
-        next(ahead)
-        assert ahead.waited > max(0.2, ready)
+def test_waiting_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which a step takes two seconds, and comes only once somebody has begun to wait for it."""
+    came: list[int] = []
+    asked, looks = threading.Semaphore(0), itertools.count()
+
+    def clock() -> float:
+        now = 2.0 * len(came)
+        if next(looks) % 2 == 0:
+            asked.release()
+        return now
+
+    def read(step: int) -> int:
+        asked.acquire()
+        came.append(step)
+        return step
+
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(perf_counter=clock))
+    with Prefetch(read, 0, 3, depth=1) as ahead:
+        assert [(next(ahead), ahead.waited) for _ in range(3)] == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
 def test_closing_and_forgetting_end_the_thread() -> None:

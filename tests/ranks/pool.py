@@ -37,6 +37,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 GRACE = 3.0  # seconds that the other ranks get to answer after one has failed: they may be waiting for it inside a collective
+LATER = 60.0  # seconds by which a collective gives up after the test process has: a rank that hangs does not answer, it does not fail
 
 
 class RankFailure(AssertionError):
@@ -129,24 +130,27 @@ def _serve(rank: int, pipe: Connection, inherited: list[Connection]) -> None:
         except (EOFError, ConnectionError):
             os._exit(0)
         try:
-            answer = pickle.dumps((True, _call(rank, message)))
-        except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        try:
-            pipe.send_bytes(answer)
+            _call(rank, message, pipe.send_bytes)
         except ConnectionError:
             os._exit(0)
 
 
-def _call(rank: int, message: bytes) -> Any:
-    world, path, timeout, function, args = pickle.loads(message)
-    store = dist.FileStore(path, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
-    dist.barrier()  # nobody leaves while another still connects
+def _call(rank: int, message: bytes, answer: Callable[[bytes], None]) -> None:
+    """What fails is said before the group goes: the others lose the connection then, and would be heard first."""
+    found = b""
     try:
+        world, path, timeout, function, args = pickle.loads(message)
+        store, limit = dist.FileStore(path, world), timedelta(seconds=timeout + LATER)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        dist.barrier()  # nobody leaves while another still connects
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
-        return function(*args)
+        found = pickle.dumps((True, function(*args)))
+    except BaseException:
+        answer(pickle.dumps((False, traceback.format_exc())))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         gc.collect()  # a group lives, with threads that wake 100 times a second, as long as anything of the test holds it
+    if found:
+        answer(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,26 +16,25 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.probe.links import links, named
 from meshwright.spec.plan import Plan
 
-LATE = 0.2
-"""Seconds by which what goes over a slow link comes late."""
+LATENCY, RATE, SLOW = 1e-5, 1e9, 1e7
+"""Of every link in seconds, and bytes a second of a sound and of a slow one."""
 
 
 def slow_between(each: int, slow: set[frozenset[int]]) -> tuple[list[str], int]:
-    """What is said where the links of `slow` are slow, ranks `each` to a host; and how often this rank gave a sign of life."""
-    swap, me, beats = asked._swap, dist.get_rank(), []
+    """What is said where the links of `slow` are slow by the clock of all ranks, `each` to a host; and how often this rank gave a sign of life."""
+    swap, me, beats, now = asked._swap, dist.get_rank(), [], [0.0]
 
-    def late(sent: torch.Tensor, out: torch.Tensor, other: int) -> None:
-        if sent.numel() > asked.TRIES and frozenset((me, other)) in slow:
-            time.sleep(LATE)
+    def swap_by_clock(sent: torch.Tensor, out: torch.Tensor, other: int) -> None:
         swap(sent, out, other)
+        now[0] += LATENCY + sent.nbytes / (SLOW if frozenset((me, other)) in slow else RATE)
 
-    asked._swap = late
+    asked._swap, asked.time = swap_by_clock, SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
     try:
         with hosts(each):
             mesh = make_mesh(Plan(dp_replicate=dist.get_world_size()))
             found = links(mesh, lambda: beats.append(me))
     finally:
-        asked._swap = swap
+        asked._swap, asked.time = swap, time  # type: ignore[attr-defined]
     return [words for _, words in named(found, mesh.plan.world)], len(beats)
 
 

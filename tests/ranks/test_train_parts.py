@@ -1,5 +1,6 @@
 """The parts around the step: agreement of ranks, measured memory, the sample, the screen, the lease, models from folders and modules."""
 
+import gc
 import json
 import os
 import subprocess
@@ -82,6 +83,7 @@ def test_a_slurm_job_of_several_tasks_without_an_address_is_refused_not_run_alon
 
 def test_a_watched_block_knows_its_highest_moment_and_what_it_left() -> None:
     kilo = 1024
+    gc.collect()  # nothing that tests before this one left is to go meanwhile
     with watching() as watch:
         kept = torch.empty(100 * kilo, dtype=torch.uint8)
         first = torch.empty(300 * kilo, dtype=torch.uint8)

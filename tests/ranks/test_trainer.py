@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.exchange import clock
+from meshwright.parallel.exchange.clock import Clock
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import Share, parallelize
 
@@ -184,20 +188,39 @@ def test_a_step_behind_an_evaluation_sends_what_any_step_sends(ranks: Any) -> No
     assert plain["data"] > 0 and after == plain
 
 
-def waits(seconds: float) -> dict[str, float]:
-    """Of this rank in a step in which every block of rank 1 begins late."""
+def waits(shared: str) -> dict[str, float]:
+    """Of this rank in a step in which every block of rank 1 begins late: once rank 0 waits, and by a clock that counts these blocks."""
+    counts = torch.from_file(shared, shared=True, size=2, dtype=torch.int64)  # blocks that rank 1 has begun, waits that rank 0 is in
     trainer = parallelize(make_model("llama"), make_optimizer, "dp2.z3", anatomy=anatomy_of("llama"))
-    late = seconds if trainer.mesh.rank == 1 else 0.0
-    for index in range(4):
-        block = trainer.engine.model.get_submodule(trainer.engine.anatomy.block(index))
-        block.register_forward_pre_hook(lambda module, given: time.sleep(late))
-    return trainer.step(make_batch("llama", 0)).exposed
+    me, enter, leave, end = trainer.mesh.rank, Clock.__enter__, Clock.__exit__, time.monotonic() + 300.0
+
+    def begin(module: nn.Module, given: Any) -> None:
+        while not counts[1] and time.monotonic() < end:
+            time.sleep(0.001)
+        counts[0] += 1
+
+    def entered(own: Clock) -> None:
+        enter(own)
+        counts[1] += int(me == 0)
+
+    def left(own: Clock, *raised: Any) -> None:
+        counts[1] -= int(me == 0)
+        leave(own, *raised)
+
+    for index in range(4 * me):
+        trainer.engine.model.get_submodule(trainer.engine.anatomy.block(index)).register_forward_pre_hook(begin)
+    Clock.__enter__, Clock.__exit__, clock.time = entered, left, SimpleNamespace(perf_counter=lambda: float(counts[0]))  # type: ignore[assignment, method-assign]
+    try:
+        return trainer.step(make_batch("llama", 0)).exposed
+    finally:
+        Clock.__enter__, Clock.__exit__, clock.time = enter, leave, time  # type: ignore[assignment, method-assign]
 
 
-def test_waiting_for_gathered_weights_is_waiting_for_data(ranks: Any) -> None:
+def test_waiting_for_gathered_weights_is_waiting_for_data(ranks: Any, tmp_path: Path) -> None:
     """The rank that is in time waits for the other's part of the next block, before any gradient is there."""
-    in_time, late = ranks.run(2, waits, 0.3)
-    assert in_time["data"] > 0.6 > late["data"]
+    (tmp_path / "counts").write_bytes(bytes(16))
+    in_time, late = ranks.run(2, waits, str(tmp_path / "counts"))
+    assert 16 >= in_time["data"] > 8 and late["data"] == 0, "four blocks of each of four micro-batches"
 
 
 def broken_off(plan: str, breaks: bool) -> list[float]:
