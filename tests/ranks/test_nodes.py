@@ -10,12 +10,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from statistics import median
 
 import psutil
 import pytest
 from ports import reserved
-from test_train_run import JOB, environment, furnished, weights
+from test_train_run import JOB, environment, furnished, held, let_go, weights
+
+from meshwright.base.slots import HEAD, Head
 
 JOB = (
     JOB.replace("steps: 40, precision: fp32", "steps: 60, precision: fp64")
@@ -35,8 +36,13 @@ class Nodes:
 
     program: tuple[str, ...] = (sys.executable, "-m", "meshwright.cli.main")
 
-    def __init__(self, place: Path, run: str, port: int | None = None, count: int = 2, endless: bool = False, steps: int = 0) -> None:
+    def __init__(
+        self, place: Path, run: str, port: int | None = None, count: int = 2, endless: bool = False, steps: int = 0, until: int = 0
+    ) -> None:
+        """`until`: the step from which on they come slowly, until it is let go (paced.py)."""
         self.place, self.run, self.count, self.held = place, run, count, ExitStack()
+        self.paced = held(place, run, until) if until else {}
+        self.program = (sys.executable, "-m", "paced") if until else self.program
         self.told: list[dict] = []
         self.said = ""
         self.steps = ["--steps", str(10**6 if endless else steps)] if endless or steps else []
@@ -46,11 +52,16 @@ class Nodes:
     def start(self, number: int, behind: Sequence[str] = (), **more: str) -> subprocess.Popen:
         there = {
             **environment(self.place),
-            "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), **more,
+            "MESHWRIGHT_NODE": "1", "RANK": str(number), "WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
+            **self.paced, **more,
         }  # fmt: skip
-        err = subprocess.DEVNULL if number else subprocess.PIPE
         command = [*behind, *self.program, "train", "job.yaml", "--folder", f"runs/{self.run}", *self.steps]
-        return subprocess.Popen(command, cwd=self.place, env=there, stdout=subprocess.DEVNULL, stderr=err, text=True)
+        with open(self.words(number), "a") as err:  # no pipe, which is full one day, and whose writer waits then
+            return subprocess.Popen(command, cwd=self.place, env=there, stdout=subprocess.DEVNULL, stderr=err)
+
+    def words(self, number: int) -> Path:
+        """What a node says."""
+        return self.place / f"{self.run}-{number}.err"
 
     @property
     def folder(self) -> Path:
@@ -70,11 +81,25 @@ class Nodes:
         while self.step() <= step and self.processes[number].poll() is None:
             time.sleep(0.005)
 
-    def wait_for_event(self, number: int, *words: str) -> None:
-        """Until one has happened that has all `words`, and node `number`, which leads, has made a step more."""
-        while not any(all(word in str(event) for word in words) for event in self.events()) and self.processes[number].poll() is None:
+    def wait_for_event(self, number: int, *words: str, times: int = 1) -> None:
+        """Until it has happened so often that an event has all `words`, and node `number`, which leads, has made a step more."""
+        happened = lambda: sum(all(word in str(event) for word in words) for event in self.events())
+        while happened() < times and self.processes[number].poll() is None:
             time.sleep(0.02)
         self.wait_for_next(self.step() + 1, number)
+
+    def mirrored(self, ranks: Sequence[int]) -> int:
+        """A step of which the first node certainly has whole copies of these ranks, which run elsewhere: of the two in a mirror the older one, as the newer
+        one is ordered only then. 0: none yet."""
+        found = dict.fromkeys(ranks, 0)
+        for file in Path(f"/proc/{self.processes[0].pid}/fd").iterdir():
+            with suppress(OSError):
+                _, is_copy, rank = os.readlink(file).partition(" ")[0].partition("/memfd:meshwright-copies-")
+                if is_copy and int(rank) in found:
+                    with file.open("rb") as copies:
+                        steps = Head(memoryview(copies.read(HEAD).ljust(HEAD, b"\0")).cast("Q")).steps
+                    found[int(rank)] = min(steps) if len(steps) == 2 else 0
+        return min(found.values())
 
     def ranks(self, number: int) -> list[psutil.Process]:
         return self.named(number, "mesh-rank")
@@ -88,10 +113,9 @@ class Nodes:
 
     def end(self) -> tuple[int, str, int]:
         """Exit code and words of the first node, exit code of the last one that was started."""
-        _, err = self.processes[0].communicate(timeout=900)
         codes = [process.wait(900) for process in self.processes]
         self.held.close()
-        return codes[0], err, codes[-1]
+        return codes[0], self.words(0).read_text(), codes[-1]
 
     def losses(self) -> dict[int, float]:
         return {record["step"]: record["loss"] for record in map(json.loads, (self.folder / "records.jsonl").read_text().splitlines())}
@@ -113,9 +137,10 @@ def knock(nodes: Nodes) -> list[dict]:
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Nodes:
     """A run that nothing disturbed: somebody who has not the token knocks, and is sent away."""
-    nodes = Nodes(place, "whole")
+    nodes = Nodes(place, "whole", until=10)
     nodes.wait_for(2)
     nodes.told = knock(nodes)
+    let_go(place, "whole")
     code, nodes.said, other = nodes.end()
     assert (code, other) == (0, 0), nodes.said
     return nodes
@@ -135,15 +160,16 @@ def test_nobody_joins_without_the_token(whole: Nodes) -> None:
 
 
 def test_a_rank_killed_on_either_node_costs_no_step(place: Path, whole: Nodes) -> None:
-    nodes = Nodes(place, "ranks")
-    for step, node in ((8, 1), (22, 0), (36, 1)):
+    nodes = Nodes(place, "ranks", until=50)
+    for times, (step, node) in enumerate(((8, 1), (22, 0), (36, 1)), 1):
         nodes.wait_for(step)
         nodes.ranks(node)[-1].kill()
-        nodes.wait_for(step + 8)
+        nodes.wait_for_event(0, "'recovery'", times=times)
+    let_go(place, "ranks")
     code, err, other = nodes.end()
     assert (code, other) == (0, 0), err
     recoveries = [event for event in nodes.events() if event["kind"] == "recovery"]
-    assert [event.get("lost", 0) for event in recoveries] == [0, 0, 0] and {event["source"] for event in recoveries} == {"memory"}
+    assert len(recoveries) >= 3 and {(event.get("lost", 0), event["source"]) for event in recoveries} == {(0, "memory")}
     assert nodes.losses() == whole.losses()
     assert weights(place, "ranks", 60) == weights(place, "whole", 60) != {}
 
@@ -185,26 +211,27 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_its_ranks_com
 
 
 def test_a_node_killed_with_all_its_processes_costs_the_steps_since_the_last_round_of_mirrors(place: Path) -> None:
-    """Its copies went with it; the mirror that the other node kept of them is read instead. A round takes about half a second, or two steps."""
+    """Its copies went with it; the mirror that the other node kept of them is read instead."""
     calm = JOB.replace("batch: 8, steps: 60", "batch: 128, steps: 14")
     (place / "job.yaml").write_text(calm.replace("dp4.z1", "dp2.z1"))
     try:
         command = [sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", "runs/calm"]
         subprocess.run(command, cwd=place, env={**os.environ, "MESHWRIGHT_CACHE": str(place / "cache")}, check=True, capture_output=True)
         (place / "job.yaml").write_text(calm)
-        nodes = Nodes(place, "mirrored")
+        nodes = Nodes(place, "mirrored", until=9)
         nodes.wait_for(8)
+        while not (mirrored := nodes.mirrored((2, 3))) and nodes.processes[0].poll() is None:
+            time.sleep(0.02)
         ranks = nodes.ranks(1)
         for process in (*ranks, nodes.processes[1]):
             process.kill()
+        let_go(place, "mirrored")
         code, err, _ = nodes.end()
     finally:
         (place / "job.yaml").write_text(JOB)
     assert code == 0, err
     (recovery,) = [event for event in nodes.events() if event["kind"] == "recovery"]
-    lines = (nodes.folder / "records.jsonl").read_text().splitlines()
-    step = median(record["seconds"] for record in map(json.loads, lines) if 0 < record["step"] <= 8)
-    assert recovery["source"] == "memory" and recovery.get("lost", 0) <= 2 + 1.0 / step and "goes on with 2 instead of 4 ranks" in err
+    assert recovery["source"] == "memory" and recovery["step"] >= mirrored > 0 and "goes on with 2 instead of 4 ranks" in err
     losses = nodes.losses()
     nodes.run = "calm"
     expected = nodes.losses()
@@ -218,8 +245,8 @@ def test_when_the_first_node_is_gone_the_next_one_leads_and_the_first_joins_it_w
     nodes.wait_for(30)
     ranks, warm = nodes.ranks(1), nodes.named(1, "mesh-zygote")
     nodes.processes[0].kill()
-    nodes.processes[0].communicate()
-    _, alive = psutil.wait_procs(ranks, 60)
+    nodes.processes[0].wait()
+    _, alive = psutil.wait_procs(ranks, 300)
     assert ranks and not alive
     nodes.wait_for_next(nodes.step(), 1)
     assert nodes.named(1, "mesh-zygote") == warm, "the process that forks ranks serves on"
@@ -271,7 +298,7 @@ def test_the_script_for_slurm_trains_on_two_nodes(place: Path, whole: Nodes) -> 
     with reserved(range(20001, 30000)) as port:  # which the script makes of the number of the job
         there = {**there, "SLURM_JOB_ID": str(port - 20000), "SLURM_JOB_NODELIST": "here[0-1]"}
         done = subprocess.run(
-            ["bash", "slurm/slurm.sbatch"], cwd=place, env=there, check=False, capture_output=True, text=True, timeout=240
+            ["bash", "slurm/slurm.sbatch"], cwd=place, env=there, check=False, capture_output=True, text=True, timeout=900
         )
     assert done.returncode == 0, done.stderr
     assert "node 1 of 2 at 127.0.0.1" in done.stderr

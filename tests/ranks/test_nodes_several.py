@@ -42,7 +42,7 @@ def lose(nodes: Nodes, number: int) -> None:
     """With all of its processes, as when its machine is."""
     for process in (*nodes.ranks(number), psutil.Process(nodes.processes[number].pid)):
         process.kill()
-    nodes.processes[number].communicate()
+    nodes.processes[number].wait()
 
 
 def kinds(nodes: Nodes) -> list[tuple[str, str]]:
@@ -57,15 +57,18 @@ def test_the_third_node_leads_when_two_are_lost_and_one_that_comes_back_trains_a
     lose(three, 1)
     three.wait_for_next(three.step() + 4, 2)
     three.processes[0] = three.start(0)
-    while not any(event["kind"] == "recovery" for event in three.events()) and three.processes[2].poll() is None:
+    three.wait_for_event(2, "'came'", "'0 (")
+    came = next(number for number, event in enumerate(three.events()) if event["kind"] == "came" and event["node"].startswith("0 "))
+    while not any(event["kind"] == "recovery" for event in three.events()[came:]) and three.processes[2].poll() is None:
         time.sleep(0.05)
     three.wait_for_next(three.step() + 4, 2)
     three.processes[2].send_signal(signal.SIGTERM)
     code, err, _ = three.end()
     assert (code, three.processes[2].returncode) == (75, 75), err
     assert "node 0 of 3 at 127.0.0.1, led by 127.0.0.1" in err
-    assert kinds(three)[:3] == [("lost", "0"), ("lost", "1"), ("came", "0")]
-    assert [event["cause"] for event in three.events() if event["kind"] == "resize"] == ["1 to 2 ranks"]
+    others = [each for each in kinds(three) if each != ("came", "2")]  # on a busy machine it may come later than it is waited for
+    assert others[:3] == [("lost", "0"), ("lost", "1"), ("came", "0")]
+    assert {event["cause"] for event in three.events() if event["kind"] == "resize"} == {"1 to 2 ranks"}
     losses = three.losses()
     assert sorted(losses) == list(range(max(losses) + 1))
     assert not {"token", "leader"} & set(os.listdir(three.folder))

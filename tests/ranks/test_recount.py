@@ -27,7 +27,7 @@ def test_a_bit_that_flips_in_a_gradient_is_found_where_it_is_computed_twice_and_
     nursery: Nursery, tmp_path: Path, text: Path, plan: str
 ) -> None:
     """Every other step is computed twice, so that bits of any place are found there; step 13 is suspected; the sign in step 15 is not seen."""
-    whole, hurt, missed = (launch(text, tmp_path / name, plan, recount_every=2) for name in ("whole", "hurt", "missed"))
+    whole, hurt, missed = (launch(text, tmp_path / name, plan, recount_every=2, patience=0.0) for name in ("whole", "hurt", "missed"))
     world = whole.plan.world
     train(nursery, whole, [])
     train(nursery, hurt, flips({4: 16, 8: 31, 10: 23, 13: TOP}, world))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from paced import PACED
 from ports import reserved
 from safetensors import safe_open
 from test_train_supervisor import gone
@@ -46,9 +47,21 @@ def environment(place: Path) -> dict[str, str]:
     return {**os.environ, "MESHWRIGHT_CACHE": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def start(place: Path, run: str, *more: str, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen:
-    command = [*launcher, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{run}", *more]
-    return subprocess.Popen(command, cwd=place, env=environment(place), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def held(place: Path, run: str, step: int) -> dict[str, str]:
+    """What a run is to know (paced.py) whose steps from `step` on come slowly, so that it does not end before a test has done with it, until it is let go."""
+    (place / f"{run}.held").write_text(str(step))
+    return {PACED: str(place / f"{run}.held"), "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def let_go(place: Path, run: str) -> None:
+    (place / f"{run}.held").unlink()
+
+
+def start(place: Path, run: str, *more: str, launcher: tuple[str, ...] = (sys.executable,), until: int = 0) -> subprocess.Popen:
+    """`until`: the step from which on it is held."""
+    command = [*launcher, "-m", "paced" if until else "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{run}", *more]
+    there = {**environment(place), **(held(place, run, until) if until else {})}
+    return subprocess.Popen(command, cwd=place, env=there, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def train(place: Path, run: str, *more: str) -> tuple[int, str, str]:
@@ -103,7 +116,7 @@ def test_a_run_learns_records_every_step_and_says_what_comes_next(place: Path, w
 
 
 def test_a_run_killed_at_once_with_all_its_processes_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
-    process = start(place, "killed")
+    process = start(place, "killed", until=20)
     wait_for_step(place, "killed", 13, process)
     process.kill()
     process.communicate()
@@ -120,7 +133,7 @@ def test_a_run_killed_at_once_with_all_its_processes_ends_in_the_same_bytes(plac
 
 def test_an_interrupted_run_saves_the_step_it_is_at_and_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
     run = "stopped"
-    process = start(place, run)
+    process = start(place, run, until=20)
     wait_for_step(place, run, 6, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=900)
@@ -172,7 +185,7 @@ def test_a_run_folder_of_another_version_is_refused_in_one_line(place: Path, who
 
 
 def test_a_second_launch_of_a_run_is_refused_while_the_first_one_lasts(place: Path) -> None:
-    first = start(place, "twice")
+    first = start(place, "twice", until=2)
     while first.poll() is None and not (place / "runs" / "twice" / "launch.json").exists():
         time.sleep(0.01)
     code, _, err = train(place, "twice")
@@ -192,18 +205,19 @@ def kill_rank(place: Path, run: str, process: subprocess.Popen) -> None:
 
 
 def test_a_killed_rank_is_replaced_and_the_run_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
-    process = start(place, "healed")
+    process = start(place, "healed", until=20)
     kill_rank(place, "healed", process)
+    let_go(place, "healed")
     _, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
-    assert re.search(r"rank 1 killed by SIGKILL.*: ranks start again\n(.*\n)?recovered in .* from its copies in memory: no step lost", err)
+    assert re.search(r"rank 1 killed by SIGKILL.*: ranks start again\n(.*\n)*recovered in .* from its copies in memory: no step lost", err)
     assert losses(place, "healed") == losses(place, "whole")
     assert weights(place, "healed", 40) == weights(place, "whole", 40) != {}
     assert gone(place)
 
 
 def test_without_retries_a_killed_rank_ends_the_run_with_few_lines_that_name_it(place: Path) -> None:
-    process = start(place, "rank-killed", "--set", "run.retries=0")
+    process = start(place, "rank-killed", "--set", "run.retries=0", until=20)
     kill_rank(place, "rank-killed", process)
     _, err = process.communicate(timeout=900)
     assert process.returncode == 1

@@ -43,7 +43,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def gone(folder: Path, seconds: float = 60.0) -> bool:
+def gone(folder: Path, seconds: float = 300.0) -> bool:
     end = time.monotonic() + seconds
     while processes_of(folder) and time.monotonic() < end:
         time.sleep(0.02)
@@ -109,7 +109,7 @@ def test_a_request_to_stop_lets_every_rank_end_by_itself(tmp_path: Path) -> None
 
     notes: list[str] = []
     with pytest.raises(Interrupted, match=r"stopped by SIGTERM: everything is saved"):
-        supervise(tmp_path, "until_stopped", 2, {}, hear=hear, note=notes.append)
+        supervise(tmp_path, "until_stopped", 2, {}, hear=hear, note=notes.append, grace=600.0)
     assert len(notes) == 1
     assert gone(tmp_path)
 

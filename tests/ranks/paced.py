@@ -1,0 +1,44 @@
+"""`meshwright` whose runs do not end before a test has done with them: while there is a file where PACED says, each step from the one in it on begins LATER
+seconds late. `python -m paced` stands in the place of the command, and of the process that it forks ranks from."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from meshwright.base.pulse import Phase, Pulse, Word
+
+PACED = "MESHWRIGHT_TEST_PACED"
+LATER = 10.0
+AT = Pulse.at
+
+
+def at(pulse: Pulse, phase: Phase, step: int | None = None) -> None:
+    """With signs of life all the while: a rank that waits here does not hang."""
+    AT(pulse, phase, step)
+    end = time.monotonic() + LATER
+    while phase is Phase.data and time.monotonic() < end and is_held(pulse.read(Word.step)):
+        time.sleep(0.02)
+        AT(pulse, phase)
+
+
+def is_held(step: int) -> bool:
+    with suppress(FileNotFoundError):
+        return step >= int(Path(os.environ[PACED]).read_text())
+    return False
+
+
+if __name__ == "__main__":
+    if sys.argv[1].isdigit():
+        from meshwright.train import zygote
+
+        Pulse.at = at  # type: ignore[method-assign]
+        zygote.main()
+    from meshwright.cli.main import main
+    from meshwright.elastic import nursery
+
+    nursery.ZYGOTE = "paced"
+    sys.exit(main())
