@@ -43,7 +43,7 @@ YIELDS = 20
 SLEEP = 0.1
 """Seconds of sleep after which it looks whether the other rank still lives."""
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Seconds that a rank which is through waits for others to read the last of its memory."""
 
 FILES = 1 << 16
