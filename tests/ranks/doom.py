@@ -1,6 +1,9 @@
 """Ranks that fail as they are told to: `train` is the loop of `meshwright train`, with faults at given places. Each happens once in a folder.
 
 payload = {"launch": ..., "faults": [{"rank": 1, "step": 7, "phase": "backward", "how": "SIGKILL", "delay": 0.01}], "folder": ...}
+
+No test is a race between the run and whoever is to break it: a fault that comes late has come LATEST steps on, and behind a step after which the run is
+asked for something (`asks`) ranks wait until they are.
 """
 
 from __future__ import annotations
@@ -45,6 +48,13 @@ PAUSE: list[float] = []
 PACE: list[Pace] = []
 POISON: list[int] = []
 LEFT_OUT: list[list[int]] = []
+ASKS: list[tuple[int, int]] = []
+"""Behind which steps ranks wait until there are so many of them; 0: until they are asked to stop."""
+CHANNEL: list[Channel] = []
+LATE: list[tuple[int, threading.Timer]] = []
+"""Faults that are to come, each with the step that it was to come in."""
+LATEST, WAIT = 2, 300.0
+"""Steps on that a fault comes at the latest; seconds after which nobody waits any more for what is asked."""
 STEP = [0]
 TAKE = FlatUnit.take
 
@@ -68,6 +78,10 @@ class Doomed(Pulse):
     def at(self, phase: Phase, step: int | None = None) -> None:
         super().at(phase, step)
         STEP[0] = self.read(Word.step)
+        if phase in (Phase.data, Phase.sample):
+            self.await_late(phase is Phase.sample)
+        if phase is Phase.data and step is not None:
+            self.await_asked(step)
         if phase is Phase.backward and PACE:
             PACE[0].sleep()
         if phase is Phase.data and PAUSE:
@@ -75,7 +89,21 @@ class Doomed(Pulse):
         for fault in FAULTS:
             place = (fault["rank"], fault["step"], fault["phase"])
             if place == (self.rank, self.read(Word.step), phase.name) and is_now(fault):
-                begin(fault)
+                begin(fault, self.read(Word.step))
+
+    def await_late(self, is_last: bool) -> None:
+        """Until faults have come that are as late as they may be; all of them where no steps follow."""
+        for step, timer in LATE:
+            if is_last or self.read(Word.step) > step + LATEST:
+                timer.join()
+
+    def await_asked(self, step: int) -> None:
+        """Before `step`, with signs of life."""
+        end = time.monotonic() + WAIT
+        for after, world in ASKS:
+            while step == after + 1 and (world != CHANNEL[0].world if world else not CHANNEL[0].stop) and time.monotonic() < end:
+                super().at(Phase.data)
+                time.sleep(0.01)
 
 
 def is_now(fault: dict[str, Any]) -> bool:
@@ -91,9 +119,10 @@ def is_now(fault: dict[str, Any]) -> bool:
     return False
 
 
-def begin(fault: dict[str, Any]) -> None:
+def begin(fault: dict[str, Any], step: int) -> None:
     if fault.get("delay"):
-        threading.Timer(fault["delay"], happen, (fault["how"],)).start()
+        LATE.append((step, threading.Timer(fault["delay"], happen, (fault["how"],))))
+        LATE[-1][1].start()
     else:
         happen(fault["how"])
 
@@ -226,6 +255,7 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
         if payload["launch"]["plan"]["recompute"] != fault.get("spares")
     ]
     PAUSE[:] = [payload["pause"]] if payload["pause"] else []
+    ASKS[:], CHANNEL[:] = payload.get("asks", []), [channel]
     PACE[:] = [Pace(Path(payload["folder"]), channel.rank, payload["pace"])] if "pace" in payload else []
     if "stale" in payload:
         saving.Item = Stale(channel.rank, payload["stale"])  # type: ignore[misc, assignment]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ STEPS = 16
 SCRIBE = "doom:write"
 FIRST = itertools.count(0, 1000)
 """Generations of one warm process must not meet at the addresses of earlier ones."""
+PATIENT, USUAL = 60.0, 1.8
+"""Seconds of silence after which a rank counts as hung: where none is to hang, so that a machine that stands still for a while blames nobody; and
+where a run has them by itself."""
 ENVIRONMENT = {"PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -53,7 +58,7 @@ def launch(text: Path, folder: Path, plan: str, steps: int = STEPS, workload: di
         },
         data={"source": str(text), "tokenizer": "bytes", "held_out": 0.1},
         plan=parse_plan(plan),
-        run={"folder": str(folder), "checkpoint_every": 0, "evaluate_every": 0, "tensorboard": False, **run},
+        run={"folder": str(folder), "checkpoint_every": 0, "evaluate_every": 0, "tensorboard": False, "patience": PATIENT, **run},
     )
 
 
@@ -71,18 +76,30 @@ def train(
     plans: dict[int, str] | None = None,
     leaner: Job | None = None,
     hear: Callable[[int, dict[str, Any]], None] = lambda rank, message: None,
+    asks: dict[int, int] | None = None,
     **more: Any,
 ) -> None:
-    """`plans`: what is chosen for another number of ranks. `leaner`: the question that a plan for less memory answers."""
-    Path(work.run.folder).mkdir(exist_ok=True)
-    Path(work.run.folder, "launch.json").write_text(work.to_json())
+    """`plans`: what is chosen for another number of ranks. `leaner`: the question that a plan for less memory answers. `asks`: behind which steps
+    how many ranks are asked for, 0 for a request to stop; the ranks wait there until they have heard of it."""
+    folder, asks = Path(work.run.folder), asks or {}
+    folder.mkdir(exist_ok=True)
+    (folder / "launch.json").write_text(work.to_json())
     said = [] if notes is None else notes
-    pause = 0.15 if plans else 0.0
+    pause, more = 0.15 if plans and not asks else 0.0, {**more, "asks": list(asks.items())}
+
+    def ask(rank: int, message: dict[str, Any]) -> None:
+        hear(rank, message)
+        world = asks.get(message["record"]["step"]) if rank == 0 and message["kind"] == "record" else None
+        if world:
+            (folder / "ranks").write_text(str(world))
+        elif world == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     replan_leaner = lambda now: work_of(work.but(plan=replanned(leaner, build(Launch, now.payload["launch"]).plan)), faults, pause, **more)
     replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause, **more)
     instead = lambda now: f"something else than {now.plan}"
     care = Care(work.run.retries, work.run.patience, replan if plans else None, work.run.least, replan_leaner if leaner else None, instead)
-    Supervisor(work_of(work, faults, pause, **more), hear, said.append, generation=next(FIRST), care=care, lent=nursery).run()
+    Supervisor(work_of(work, faults, pause, **more), ask, said.append, generation=next(FIRST), care=care, lent=nursery).run()
 
 
 def state(folder: Path, step: int = STEPS) -> dict[str, bytes]:

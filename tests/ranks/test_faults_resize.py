@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,30 +18,14 @@ def contents(folder: Path) -> dict[int, str]:
     return {record.batch: record.content for record in read_run(folder).steps if record.batch is not None}
 
 
-def asking(folder: Path, asks: dict[int, int]) -> Callable[[int, dict[str, Any]], None]:
-    """What hears the ranks, and asks for another number of them after some steps."""
-
-    def hear(rank: int, message: dict[str, Any]) -> None:
-        if rank == 0 and message["kind"] == "record" and message["record"]["step"] in asks:
-            (folder / "ranks").write_text(f"{asks[message['record']['step']]}")
-
-    return hear
-
-
 def test_ranks_that_are_lost_or_asked_for_change_the_plan_and_not_the_losses(nursery: Nursery, tmp_path: Path, text: Path) -> None:
     """4 ranks, 2 by request, 4 again by request, then 3 because one fails again and again."""
     whole = launch(text, tmp_path / "whole", "dp4.mb2")
     train(nursery, whole, [])
     broken = launch(text, tmp_path / "broken", "dp2x2.z2.mb2", least=2)
     faults = [{"rank": 3, "step": step, "phase": "backward", "how": "SIGKILL"} for step in (12, 13, 14)]
-
-    def hear(rank: int, message: dict[str, Any]) -> None:
-        asks = {2: 2, 6: 4}
-        if rank == 0 and message["kind"] == "record" and message["record"]["step"] in asks:
-            (tmp_path / "broken" / "ranks").write_text(f"{asks[message['record']['step']]}")
-
     plans = {2: "pp2.z1.mb2", 3: "dp1", 4: "tp2.dp2.z1"}
-    train(nursery, broken, faults, plans=plans, hear=hear)
+    train(nursery, broken, faults, plans=plans, asks={2: 2, 6: 4})
     found = events(tmp_path / "broken")
     assert [event.plan for event in found if event.kind == "resize"] == ["pp2.z1.mb2", "dp2.tp2.z1", "dp1"]
     expected = losses(tmp_path / "whole")
@@ -65,7 +47,7 @@ def test_four_ranks_become_three_and_two_and_four_again_without_a_step_lost(nurs
     plans, first = WAYS[way]
     whole, moved = (launch(text, tmp_path / name, first, workload={"batch": 12}) for name in ("whole", "moved"))
     train(nursery, whole, [])
-    train(nursery, moved, [], plans=plans, hear=asking(tmp_path / "moved", {3: 3, 7: 2, 11: 4}))
+    train(nursery, moved, [], plans=plans, asks={3: 3, 7: 2, 11: 4})
     found = events(tmp_path / "moved")
     assert [event.plan for event in found if event.kind == "resize"] == [plans[3], plans[2], plans[4]]
     assert not any(event.lost for event in found)
@@ -81,7 +63,7 @@ def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(nursery: Nurs
     train(nursery, whole, [])
     faults = [{"rank": 1, "step": 5, "phase": "backward", "how": "SIGKILL"}]
     plans = {3: "dp3.z2", 2: "dp2", 4: "dp4.z3"}
-    train(nursery, moved, faults, plans=plans, hear=asking(tmp_path / "moved", {3: 3, 7: 2, 11: 4}))
+    train(nursery, moved, faults, plans=plans, asks={3: 3, 7: 2, 11: 4})
     assert [event.kind for event in events(tmp_path / "moved")].count("resize") == 3
     assert losses(tmp_path / "moved") == losses(tmp_path / "whole")
     whole_contents = contents(tmp_path / "whole")
@@ -100,8 +82,7 @@ def test_a_checkpoint_that_is_written_while_the_number_of_ranks_changes_is_not_w
     """The one of step 4 takes as long as the change; the ranks of the next plan ask for it again, and wait for their turn."""
     work = launch(text, tmp_path / "run", "dp2.z1", steps=8, checkpoint_every=4, keep=9)
     notes: list[str] = []
-    hear = asking(tmp_path / "run", {4: 1})
-    train(nursery, work, [], notes, plans={1: "dp1"}, hear=hear, disk={"4": "slow"})
+    train(nursery, work, [], notes, plans={1: "dp1"}, asks={4: 1}, disk={"4": "slow"})
     found = events(tmp_path / "run")
     assert [event.kind for event in found] == ["resize", "recovery"]
     assert [note for note in notes if "no checkpoint" in note] == []

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from faulty import events, launch, losses, random_faults, state, train
+from faulty import USUAL, events, launch, losses, random_faults, state, train
 
 from meshwright.base.errors import Interrupted
 from meshwright.elastic.nursery import Nursery
@@ -150,7 +150,7 @@ def test_twenty_faults_of_a_kind_under_a_kind_of_plan_lose_nothing(
     nursery: Nursery, tmp_path: Path, text: Path, undisturbed: Callable[[str], Path], plan: str, kind: str
 ) -> None:
     world, row = parse_plan(plan).world, int(kind.split()[0])
-    whole, hurt = undisturbed(plan), launch(text, tmp_path / "hurt", plan, LONG)
+    whole, hurt = undisturbed(plan), launch(text, tmp_path / "hurt", plan, LONG, patience=USUAL)
     seed = 100 * PLANS.index(plan) + row
     faults = several(world, FAULTS, seed) if row == 29 else random_faults(FAULTS, world, KINDS[kind], seed, LONG)
     train(nursery, hurt, faults)
@@ -173,7 +173,7 @@ LOOP = "import os\nwhile os.getppid() == {0}: pass"
 def test_nobody_is_blamed_in_ten_minutes_at_twenty_times_overload(nursery: Nursery, tmp_path: Path, text: Path) -> None:
     """Row 28: so many processes that compute for each core, with the same claim to it as the ranks."""
     plan = "dp2x2.z2.mb2"
-    work = launch(text, tmp_path / "run", plan, steps=10**6)
+    work = launch(text, tmp_path / "run", plan, steps=10**6, patience=USUAL)
     busy = [subprocess.Popen([sys.executable, "-c", LOOP.format(os.getpid())]) for _ in range(BUSY)]
     end = time.monotonic() + 60 * MINUTES
     loads: list[float] = []
@@ -220,7 +220,9 @@ def held_open() -> tuple[int, int]:
 def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(nursery: Nursery, tmp_path: Path, text: Path) -> None:
     """Row 33: all kinds, in one run."""
     plan = "dp2x2.z2.mb2"
-    whole, hurt = (launch(text, tmp_path / name, plan, LONGEST, retries=9, checkpoint_every=50) for name in ("whole", "hurt"))
+    whole, hurt = (
+        launch(text, tmp_path / name, plan, LONGEST, retries=9, checkpoint_every=50, patience=USUAL) for name in ("whole", "hurt")
+    )
     train(nursery, whole, [])
     how = ["SIGKILL"] * 6 + ["SIGSEGV", "exit", "raise", "SIGSTOP", "livelock"]
     before = held_open()
