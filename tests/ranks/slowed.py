@@ -19,7 +19,7 @@ from meshwright.base.pulse import Phase, Pulse, Word
 from meshwright.train import probing
 from meshwright.train.rank import Channel
 
-TIMES, LEAST, WAIT = 4.0, 0.1, 120.0
+TIMES, LEAST, WAIT = 4.0, 0.1, 600.0
 """How many times its step a slow device sleeps besides, the seconds of that at least, and those after which nobody waits any more."""
 
 PRODUCTS = 30.0

@@ -6,7 +6,7 @@ import time
 
 import torch.distributed as dist
 
-STUCK = "MESHWRIGHT_TEST_STUCK"
+STUCK, FOR_EVER = "MESHWRIGHT_TEST_STUCK", 600
 
 if os.environ.get(STUCK):
-    dist.destroy_process_group = lambda *_: time.sleep(600)
+    dist.destroy_process_group = lambda *_: time.sleep(FOR_EVER)

@@ -81,7 +81,7 @@ def test_a_rank_says_what_failed_before_groups_end(target: str, words: str, tmp_
     began = time.monotonic()
     with pytest.raises(MeshwrightError, match=words):
         Supervisor(Work(target, 2, {}, tmp_path, ("stuck",)), lambda *_: None).run()
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < stuck.FOR_EVER
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])

@@ -182,7 +182,7 @@ def test_rooms_that_come_back_in_another_thread_are_given_to_one_alone(tmp_path:
             rooms = []
             for size in (PAGE * (1 + (turn * 7 + at) % 5) for at in range(6)):
                 start = depot.take(size)
-                assert all(start >= first + length or first >= start + size for first, length in [*held.items()])
+                assert all(start >= first + length or first >= start + size for first, length in held.copy().items())
                 held[start] = size
                 rooms.append((start, size))
             lost.put(rooms)

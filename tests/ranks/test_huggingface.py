@@ -209,7 +209,7 @@ def command(place: Path, *words: str) -> str:
     """A command as a person runs it; its standard output."""
     environment = {**os.environ, "MESHWRIGHT_CACHE": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "meshwright.cli.main", *words], cwd=place, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "meshwright.cli.main", *words], cwd=place, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

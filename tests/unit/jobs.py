@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from meshwright.intake.clusters import read_cluster
 from meshwright.intake.models import read_model
@@ -12,6 +14,18 @@ from meshwright.spec.model import Layer, ModelSpec, Parameter
 from meshwright.spec.workload import Workload
 
 GIB = 2**30
+Found = TypeVar("Found")
+
+
+def quickest(play: Callable[[], Found], limit: float) -> tuple[float, Found]:
+    """The least seconds of this processor that `play` takes, of five times at most until that is under `limit`, and what it finds: a first time
+    imports, what else runs here makes one longer, and nothing makes it shorter."""
+    least, times = float("inf"), 0
+    while least >= limit and times < 5:
+        began = time.process_time()
+        found = play()
+        least, times = min(least, time.process_time() - began), times + 1
+    return least, found
 
 
 def device(memory: float = 16 * GIB, **changes: Any) -> Device:

@@ -61,5 +61,5 @@ def test_the_end_of_a_terminal_is_a_request_to_stop_and_what_is_said_then_no_err
             os.close(handle)
         with os.fdopen(told, "rb") as answer:
             assert answer.read() == heard
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
         os.close(master)

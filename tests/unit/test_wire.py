@@ -137,8 +137,11 @@ def test_a_plan_that_is_named_has_the_bucket_that_the_search_gave_it(tmp_path: P
 
 
 def test_a_node_names_the_network_device_that_has_its_address_to_gloo_and_beside_other_machines_to_nccl() -> None:
-    here = [(name, it.address) for name, found in psutil.net_if_addrs().items() for it in found if it.family == socket.AF_INET]
-    assert here
-    for name, address in here:
+    here = lambda: {(name, it.address) for name, found in psutil.net_if_addrs().items() for it in found if it.family == socket.AF_INET}
+    before = here()
+    said = {address: meeting(address) for _, address in before}
+    stay = before & here()  # devices come and go: other tests make some
+    assert stay
+    for name, address in stay:
         near = address.startswith("127.")
-        assert meeting(address) == {"GLOO_SOCKET_IFNAME": name} | ({} if near else {"NCCL_SOCKET_IFNAME": f"={name}"})
+        assert said[address] == {"GLOO_SOCKET_IFNAME": name} | ({} if near else {"NCCL_SOCKET_IFNAME": f"={name}"})
