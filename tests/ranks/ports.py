@@ -6,6 +6,7 @@ import random
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -21,3 +22,13 @@ def reserved(among: Sequence[int] = (0,)) -> Iterator[int]:
                 continue
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after it was bound, so that two that reserve never have the same
         yield held.getsockname()[1]
+
+
+def connected(pid: int, port: int) -> bool:
+    """Whether the process has a connection to the port where ranks meet; the system lists one to an old address by the new family too."""
+    try:
+        tables = [Path(f"/proc/{pid}/net/{kind}").read_text() for kind in ("tcp", "tcp6")]
+    except OSError:
+        return False
+    rows = [row.split() for table in tables for row in table.splitlines()[1:]]
+    return any(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)

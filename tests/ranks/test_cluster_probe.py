@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
+from ports import connected, reserved
 from test_cluster import need_networks, on_ranks
 from torch import nn
 
@@ -125,15 +124,17 @@ def test_ranks_compute_between_meetings(ranks: Pool) -> None:
 
 
 def updates() -> tuple[float, float]:
-    """Parameters in a second of this processor: as probe measures them, and as a trainer's update does on its own weights."""
+    """Parameters in a second of this processor: as probe measures them, and as a trainer's update does on its own weights; the most of several turns,
+    as nothing makes either faster than it is."""
     trainer = parallelize(nn.Linear(1 << 12, 1 << 11), torch.optim.AdamW, "dp1", loss=lambda output, batch: output.mean())
     trainer.step({"input": torch.ones(1, 1 << 12)})
-    found = []
+    measured, trained = [], []
     for _ in range(5):
+        measured.append(update(torch.device("cpu")))
         began = time.thread_time()
         trainer.engine.zero.update(trainer.optimizer, 1.0)
-        found.append(((1 << 23) + (1 << 11)) / (time.thread_time() - began))
-    return update(torch.device("cpu")), median(found)
+        trained.append(((1 << 23) + (1 << 11)) / (time.thread_time() - began))
+    return max(measured), max(trained)
 
 
 def test_the_processors_of_a_rank_are_measured_at_what_an_update_does(ranks: Pool) -> None:
@@ -145,17 +146,15 @@ def test_the_processors_of_a_rank_are_measured_at_what_an_update_does(ranks: Poo
 def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> None:
     """Two ranks as a launcher starts them, the second one killed while both measure."""
     command = [sys.executable, "-m", "meshwright.cli.main", "probe", "--save", str(tmp_path / "found.json")]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     ranks = []
-    for rank in (0, 1):
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **place, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MESHWRIGHT_SHARED": "0"}
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
-    while not _connected(ranks[1].pid, int(port)):
-        assert ranks[1].poll() is None
-        time.sleep(0.05)
+    with reserved() as port:
+        for rank in (0, 1):
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment = {**os.environ, **place, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MESHWRIGHT_SHARED": "0"}
+            ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
+        while not connected(ranks[1].pid, port):
+            assert ranks[1].poll() is None
+            time.sleep(0.05)
     time.sleep(1.0)
     ranks[1].kill()
     try:
@@ -166,16 +165,6 @@ def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> 
     lines = [line for line in said.splitlines() if line.strip() and "socket.cpp" not in line]
     assert ranks[0].returncode == 1 and not (tmp_path / "found.json").exists()
     assert len(lines) == 2 and lines[0].startswith("measuring 2 ranks") and "lost another rank while all measured" in lines[1]
-
-
-def _connected(pid: int, port: int) -> bool:
-    """Whether the process has a connection to the port where ranks meet; the system lists one to an old address by the new family too."""
-    try:
-        tables = [Path(f"/proc/{pid}/net/{kind}").read_text() for kind in ("tcp", "tcp6")]
-    except OSError:
-        return False
-    rows = [row.split() for table in tables for row in table.splitlines()[1:]]
-    return any(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 
 
 def test_what_the_description_says_and_the_machine_does_not_is_said() -> None:

@@ -27,7 +27,7 @@ class Emulated:
     """A cluster that is there: `environment` and `enter` make a process one of its ranks, `fork` makes all of them."""
 
     def __init__(self, scaled: Scaled, wires: Wires, shares: Shares) -> None:
-        self.scaled, self.wires, self.shares = scaled, wires, shares
+        self.scaled, self.wires, self.shares, self._emulator = scaled, wires, shares, os.getpid()
 
     @property
     def world(self) -> int:
@@ -50,8 +50,10 @@ class Emulated:
         }
 
     def enter(self, rank: int) -> None:
-        """Makes the calling process, one that was just forked, stand where `rank` stands; it dies with its parent."""
+        """Makes the calling process, one that was just forked, stand where `rank` stands; it dies with its parent, now if that is gone already."""
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self._emulator:
+            os._exit(1)
         self.wires.enter(self.scaled.nodes[rank])
         self.shares.enter(rank)
 
