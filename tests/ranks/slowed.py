@@ -1,4 +1,4 @@
-"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it (slow-b2: of the node that SLOWED_NODE calls b). Each rank writes the step, how many ranks there are, its slot and whether it is slow into devices.
+"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it (slow-b2: of the node that SLOWED_NODE calls b), until it was measured. Each rank writes the step, how many ranks there are, its slot and whether it is slow into devices.
 
 Nothing here is a number of seconds that a slow machine could turn around: what sleeps, sleeps several times what this rank needs for a step, or a product,
 and ranks that have left a device out wait before step LATE until it is back."""
@@ -74,5 +74,6 @@ def speed(channel: Channel, payload: dict[str, Any]) -> int:
 
     probing.torch.mm = product  # type: ignore[assignment]
     status = probing.speed(channel, payload)
-    (FOLDER[0] / "measured").touch()
+    for sick in FOLDER[0].glob("slow-*"):
+        sick.unlink()
     return status
