@@ -8,40 +8,60 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_cluster import need_networks
+from ports import connected
+from test_cluster import children, need_networks
 from test_train_run import JOB, environment, furnished, losses, wait_for_step
 from test_train_supervisor import gone
 
 from meshwright.checkpoint.folder import newest
 from meshwright.checkpoint.manifest import step_of
+from meshwright.emulate.run import PORT
 
-SLOW_DISK = """
+HOLDING = """
 import os, time
-fsync = os.fsync
-def later(handle):
-    time.sleep(0.4)
+fsync, dup2 = os.fsync, os.dup2
+def name():
+    with open("/proc/self/comm") as file:
+        return file.read().strip()
+def hold(what):
+    place, end = os.environ["HELD"], time.monotonic() + 600
+    while os.path.exists(f"{place}/hold-{what}") and time.monotonic() < end:
+        open(f"{place}/holds-{what}", "w").close()
+        time.sleep(0.01)
+def flushed(handle):
+    if "/.step-" in os.readlink(f"/proc/self/fd/{handle}"):
+        hold("writer" if name() == "mesh-rank--1" else "save")
     fsync(handle)
-os.fsync = later
+def started(*handles, **more):
+    if name() == "mesh-rank-1":
+        hold("start")
+    return dup2(*handles, **more)
+os.fsync, os.dup2 = flushed, started
 """
+"""Every process of a command stands still where a file says so: the ranks in a save of their own, who writes one beside them, or the second rank when it starts."""
 PAGE = ("plan", "--model", "llama-65b", "--cluster", "8x8:a100-80gb", "--batch", "512", "--seq", "2048", "--page", "page.html")
 EMULATE = ("emulate", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable, "-m", "meshwright.cli.main")
 
 
 @pytest.fixture
 def place(tmp_path: Path, text: Path) -> Path:
-    """A job on a disk whose every flush takes long; what is temporary lies there too."""
-    for name in ("slow", "temporary"):
+    """A job; what is temporary lies there too."""
+    for name in ("holding", "temporary"):
         (tmp_path / name).mkdir()
-    (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DISK)
+    (tmp_path / "holding" / "sitecustomize.py").write_text(HOLDING)
     return furnished(tmp_path, text, JOB)
 
 
-def start(place: Path, *command: str, slow: bool = False) -> subprocess.Popen[str]:
-    paths = [*([str(place / "slow")] if slow else []), os.environ.get("PYTHONPATH", "")]
-    surroundings = {**environment(place), "TMPDIR": str(place / "temporary"), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+def start(place: Path, *command: str, hold: str = "") -> subprocess.Popen[str]:
+    """`hold`: what stands still as soon as it comes to it."""
+    if hold:
+        (place / f"hold-{hold}").touch()
+    paths = os.pathsep.join(filter(None, (str(place / "holding"), os.environ.get("PYTHONPATH", ""))))
+    surroundings = {**environment(place), "TMPDIR": str(place / "temporary"), "PYTHONPATH": paths, "HELD": str(place)}
     surroundings["MESHWRIGHT_MEASURED"] = "0"
     words = [sys.executable, "-m", "meshwright.cli.main", *command]
     return subprocess.Popen(words, cwd=place, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
@@ -53,17 +73,29 @@ def wait_until(true: Callable[[], object], process: subprocess.Popen[str]) -> No
     assert process.poll() is None, process.communicate()
 
 
+def wait_for_hold(place: Path, what: str, process: subprocess.Popen[str]) -> None:
+    wait_until((place / f"holds-{what}").exists, process)
+
+
+def let_go(place: Path, what: str) -> None:
+    (place / f"hold-{what}").unlink()
+
+
+def wait_for_line(begin: str, process: subprocess.Popen[str]) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith(begin):
+            return
+    raise AssertionError(f"it never said {begin!r}")
+
+
 def ended(place: Path, process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     """The exit code and what was said; nothing of the process is left."""
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=900)
     assert "Traceback" not in err and "fault of meshwright" not in err, err
     assert not list((place / "temporary").iterdir())
     assert gone(place)
     return process.returncode, err.splitlines()
-
-
-def saving(place: Path, step: int) -> bool:
-    return bool(list((place / "runs/mine/checkpoints").glob(f".step-{step:08d}.*.tmp")))
 
 
 def hidden(place: Path) -> list[Path]:
@@ -71,9 +103,11 @@ def hidden(place: Path) -> list[Path]:
 
 
 def test_a_ctrl_c_while_a_checkpoint_is_written_beside_training_waits_for_it_and_saves_its_own_step(place: Path) -> None:
-    process = start(place, "train", "job.yaml", "--run", "mine", slow=True)
-    wait_until(lambda: saving(place, 4), process)
+    process = start(place, "train", "job.yaml", "--run", "mine", "--set", "run.grace=600", hold="writer")
+    wait_for_hold(place, "writer", process)
     process.send_signal(signal.SIGINT)
+    wait_for_line("SIGINT: ", process)
+    let_go(place, "writer")
     code, lines = ended(place, process)
     assert (code, lines[-1].partition(";")[0]) == (75, "meshwright: stopped by SIGINT: everything is saved")
     assert step_of(newest(place / "runs/mine/checkpoints") or Path()) == max(losses(place, "mine")) < 40
@@ -81,9 +115,11 @@ def test_a_ctrl_c_while_a_checkpoint_is_written_beside_training_waits_for_it_and
 
 
 def test_a_request_to_stop_during_the_save_of_the_last_step_finds_a_run_that_is_done(place: Path) -> None:
-    process = start(place, "train", "job.yaml", "--run", "mine", "--steps", "6", slow=True)
-    wait_until(lambda: saving(place, 6), process)
+    process = start(place, "train", "job.yaml", "--run", "mine", "--steps", "6", "--set", "run.grace=600", hold="save")
+    wait_for_hold(place, "save", process)
     process.send_signal(signal.SIGTERM)
+    wait_for_line("SIGTERM: ", process)
+    let_go(place, "save")
     code, lines = ended(place, process)
     assert code == 0, lines
     assert lines[-1].startswith("next: meshwright report") and not hidden(place)
@@ -91,17 +127,17 @@ def test_a_request_to_stop_during_the_save_of_the_last_step_finds_a_run_that_is_
 
 
 def test_a_second_ctrl_c_during_a_save_ends_it_at_once_and_leaves_the_checkpoint_before_and_nothing_else(place: Path) -> None:
-    process = start(place, "train", "job.yaml", "--run", "mine", slow=True)
+    """The save would never end."""
+    process = start(place, "train", "job.yaml", "--run", "mine", "--set", "run.grace=600", hold="save")
     wait_for_step(place, "mine", 9, process)
     process.send_signal(signal.SIGINT)
-    wait_until(lambda: saving(place, max(losses(place, "mine"))), process)
+    wait_for_hold(place, "save", process)
     process.send_signal(signal.SIGINT)
-    began = time.monotonic()
     code, lines = ended(place, process)
-    assert time.monotonic() - began < 30
     assert (code, lines[-1].partition(";")[0]) == (75, "meshwright: stopped by SIGINT: the step in progress was given up")
     assert not hidden(place)
     saved = step_of(newest(place / "runs/mine/checkpoints") or Path())
+    let_go(place, "save")
     again = start(place, "train", "job.yaml", "--run", "mine", "--steps", "40")
     code, lines = ended(place, again)
     assert code == 0 and f"goes on from the checkpoint of step {saved}" in lines
@@ -121,8 +157,8 @@ def test_a_request_to_stop_before_there_is_a_step_to_save_is_one_line_that_says_
     }[command]
     if command == "train":
         (place / "job.yaml").write_text(JOB.replace("plan: {name: dp2.z1}\n", ""))
-    process = start(place, *words)
-    wait_until(lambda: list((place / "temporary").glob("meshwright-*/logs/rank-1.log")), process)
+    process = start(place, *words, hold="start")
+    wait_for_hold(place, "start", process)
     process.send_signal(request_)
     code, lines = ended(place, process)
     early = {"probe": "before all was measured", "verify": "before all was compared"}.get(
@@ -131,6 +167,15 @@ def test_a_request_to_stop_before_there_is_a_step_to_save_is_one_line_that_says_
     assert (code, lines[-1]) == (75, f"meshwright: stopped by {request_.name} {early}; the same command starts again")
     assert not (place / "best.json").exists() and not (place / "runs").exists()
     assert not list((place / "cache").glob("clusters/*"))
+
+
+def has_joined(rank: str, emulator: int) -> bool:
+    """Whether this rank of an emulated cluster is connected to where its ranks meet."""
+    for pid in children(emulator):
+        with suppress(OSError):
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return connected(pid, int(PORT))
+    return False
 
 
 @pytest.mark.parametrize(
@@ -143,11 +188,8 @@ def test_a_request_to_stop_before_there_is_a_step_to_save_is_one_line_that_says_
 def test_ranks_of_another_launcher_end_together_and_one_of_them_says_why(place: Path, command: tuple[str, ...]) -> None:
     need_networks()
     process = start(place, *EMULATE, *command)
-    assert process.stderr is not None
-    said = [process.stderr.readline()]
-    while said[-1] and not said[-1].startswith(("measuring", "trial")):
-        said.append(process.stderr.readline())
-    time.sleep(4.0 if command[0] == "probe" else 0.0)  # the other rank says nothing when it comes
+    wait_for_line("measuring" if command[0] == "probe" else "trial", process)
+    wait_until(lambda: has_joined("1", process.pid), process)  # it says nothing when it comes
     process.send_signal(signal.SIGINT)
     code, lines = ended(place, process)
     early = "before all was measured" if command[0] == "probe" else "during trials, of which nothing is kept"
@@ -160,10 +202,8 @@ def test_ranks_of_another_launcher_end_together_and_one_of_them_says_why(place: 
 def test_a_request_to_stop_while_a_page_is_computed_ends_its_processes_too(place: Path, request_: signal.Signals) -> None:
     """A terminal sends it to all of them."""
     process = start(place, *PAGE)
-    assert process.stderr is not None
-    while not process.stderr.readline().startswith("page: a search"):
-        pass
-    time.sleep(1.0)
+    wait_for_line("page: a search", process)
+    wait_until(lambda: len(children(process.pid)) > 1 or os.cpu_count() == 1, process)
     (os.killpg if request_ == signal.SIGINT else os.kill)(process.pid, request_)
     code, lines = ended(place, process)
     assert (code, lines) == (75, ["meshwright: interrupted; the same command goes on"])

@@ -51,8 +51,8 @@ def heed(handler: Callable[[int, Any], None]) -> dict[signal.Signals, Any]:
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """Processes that are started inside do not hear the Ctrl-C of a terminal: it reaches whoever started them, who ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Processes that are started inside do not hear requests: these reach whoever started them, who ends them, once all of them are there."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     try:
         yield
     finally:

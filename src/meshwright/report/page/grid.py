@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product, repeat
+from itertools import product
 from math import inf
 from multiprocessing import active_children, get_context
 from typing import NamedTuple
@@ -92,10 +92,10 @@ def grid(question: Job, axes: Axes, objective: Objective = Objective.fastest, ru
         return Grid(question, axes, objective, tuple(point(job, axes.memories, objective, runnable) for job in jobs))
     others = active_children()
     with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
-        with deaf():
-            found = pool.map(point, jobs, repeat(axes.memories), repeat(objective), repeat(runnable))
         try:
-            return Grid(question, axes, objective, tuple(found))
+            with deaf():  # no map, which cancels what waits when it is left: a pool whose processes are gone stumbles over that
+                found = [pool.submit(point, job, axes.memories, objective, runnable) for job in jobs]
+            return Grid(question, axes, objective, tuple(each.result() for each in found))
         except BaseException:
             for process in set(active_children()).difference(others):  # else each would end what it has begun
                 process.kill()
