@@ -216,7 +216,7 @@ class Slow:
 
 
 def test_an_update_waits_for_the_weights_beside_states_that_stay() -> None:
-    away = Away(None, torch.device("cpu"), Offload.optimizer, share=0.5)
+    away = Away(None, torch.device("cpu"), Offload.optimizer, 50)
     window = Slow(away)
     away.pass_by([window], lambda window: None)
     away.settle()

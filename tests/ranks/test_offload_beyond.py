@@ -60,7 +60,13 @@ def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> t
         moved[kind] = moved.get(kind, 0) + numel
     units = made.engine.zero.trained
     own = sum(unit.own.stop - unit.own.start for unit in units)
-    return losses, made.full_state_dict(), moved, own, any(isinstance(unit.elsewhere, HostShard) for unit in units)
+    return (
+        losses,
+        made.full_state_dict(),
+        moved,
+        own,
+        any(isinstance(each, HostShard) for unit in units if unit.elsewhere is not None for each in unit.elsewhere.shards),
+    )
 
 
 CASES = [

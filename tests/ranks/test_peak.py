@@ -52,6 +52,7 @@ PLANS = (
     "dp2.z3.off-optimizer-files.off-parameters-files",
     "dp2.z3.off-optimizer-files60.off-parameters-files50",
     "dp2.z3.off-optimizer-files30.off-parameters-files70",
+    "dp1.z3.off-optimizer-files60.off-parameters-files50",
     "pp2.z3.mb2.off-optimizer-files60.off-parameters-files50",
     "tp2.z3.off-optimizer-files40.off-parameters-files70",
 )

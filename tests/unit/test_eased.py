@@ -17,8 +17,12 @@ from meshwright.search.eased import SAFE, STEP
 from meshwright.search.pinned import WAITS
 from meshwright.search.rank import search
 from meshwright.spec.job import Job
+from meshwright.spec.layout import ALIGN
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.rules import faults
+
+LINES = 34 * ALIGN
+"""Elements that wait beyond a share at most, of 34 units, of each of which whole lines wait."""
 
 
 def test_the_search_keeps_as_many_states_on_the_device_as_leave_the_same_margin() -> None:
@@ -40,8 +44,8 @@ def test_what_waits_and_what_stays_of_a_share_are_all_of_the_states() -> None:
     here = estimate(job, parse_plan("dp1"))
     for share in (1, 25, 99):
         found = estimate(job, parse_plan(f"dp1.off-optimizer{share}"))
-        assert found.offloaded == pytest.approx(here.memory.optimizer * share / 100)
-        assert found.memory.optimizer == pytest.approx(here.memory.optimizer * (1 - share / 100))
+        assert 0 <= found.offloaded - here.memory.optimizer * share / 100 < LINES * 12
+        assert found.offloaded + found.memory.optimizer == here.memory.optimizer
 
 
 def test_of_a_share_of_the_weights_the_rest_is_on_the_device() -> None:
@@ -49,8 +53,8 @@ def test_of_a_share_of_the_weights_the_rest_is_on_the_device() -> None:
     here, away = (estimate(job, parse_plan(f"dp8.z3{way}")) for way in ("", ".off-parameters"))
     for share in (1, 25, 99):
         found = estimate(job, parse_plan(f"dp8.z3.off-parameters{share}"))
-        assert found.offloaded == pytest.approx(here.memory.parameters * share / 100)
-        assert found.memory.parameters == pytest.approx(here.memory.parameters * (1 - share / 100))
+        assert 0 <= found.offloaded - here.memory.parameters * share / 100 < LINES * 2
+        assert found.offloaded + found.memory.parameters == here.memory.parameters
         assert here.time.step < found.time.step < away.time.step
 
 
@@ -104,9 +108,10 @@ def test_a_share_of_its_own_of_states_and_of_weights_is_of_each_what_waits() -> 
         estimate(job, parse_plan(f"dp8.z3{way}"))
         for way in ("", ".off-optimizer60", ".off-parameters30", ".off-optimizer60.off-parameters30")
     )
-    assert both.offloaded == pytest.approx(states.offloaded + weights.offloaded)
-    assert both.memory.optimizer == states.memory.optimizer == pytest.approx(0.4 * here.memory.optimizer)
-    assert both.memory.parameters == weights.memory.parameters == pytest.approx(0.7 * here.memory.parameters)
+    assert both.offloaded == states.offloaded + weights.offloaded
+    assert both.memory.optimizer == states.memory.optimizer and both.memory.parameters == weights.memory.parameters
+    assert 0 <= 0.4 * here.memory.optimizer - both.memory.optimizer < LINES * 12
+    assert 0 <= 0.7 * here.memory.parameters - both.memory.parameters < LINES * 2
     assert max(states.time.step, weights.time.step) < both.time.step < states.time.step + weights.time.step
 
 
@@ -126,7 +131,7 @@ def test_a_host_without_room_is_told_the_shares_that_have_it() -> None:
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
     plan = parse_plan("dp8.z3.off-optimizer80.off-parameters40")
     wanted = estimate(job, plan).offloaded
-    small = job.but(cluster=job.cluster.but(groups=tuple(group.but(host_memory=4 * wanted * PINNED) for group in job.cluster.groups)))
+    small = job.but(cluster=job.cluster.but(groups=tuple(group.but(host_memory=4.001 * wanted * PINNED) for group in job.cluster.groups)))
     priced = estimate(small, plan)
     assert not priced.fits and priced.notes[-1].endswith("off-optimizer40.off-parameters20 would be the share that has room"), priced.notes
     assert estimate(small, parse_plan("dp8.z3.off-optimizer40.off-parameters20")).crowded == 0

@@ -11,6 +11,7 @@ from meshwright.search.portions import weights
 from meshwright.search.rank import search
 from meshwright.spec.estimate import Fits
 from meshwright.spec.job import Job
+from meshwright.spec.layout import ALIGN
 from meshwright.spec.plan import Plan, parse_plan
 
 
@@ -35,7 +36,10 @@ def test_equal_weights_cost_what_no_weights_cost() -> None:
 def test_every_rank_is_priced_with_its_part_and_the_step_with_the_largest(zero: int) -> None:
     job = tight_job(1e9, 1e9)
     even, large = (estimate(job, parse_plan(f"dp4.z{zero}.shards{parts}")) for parts in ("1-1-1-1", "3-1-1-1"))
-    assert large.memory.optimizer == pytest.approx(2 * even.memory.optimizer, rel=1e-9)
+    line = ALIGN * (job.workload.recipe.master + job.workload.optimizer.states * job.workload.recipe.state_size)
+    assert (
+        0 < 2 * even.memory.optimizer - large.memory.optimizer <= sum(layer.repeat for layer in job.model.layers) * line
+    )  # one a unit at most
     assert large.time.step > even.time.step
 
 

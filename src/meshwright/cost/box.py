@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.spec.choices import least_zero
+from meshwright.spec.layout import Heft
 from meshwright.spec.model import Parameter
 from meshwright.spec.plan import AXES as PLAN_AXES
 from meshwright.spec.plan import Axis, Context, Offload, Plan, Recompute, Schedule, lies_as_v, sends, states_wait, weights_wait
@@ -185,6 +186,8 @@ class Box:
     offload: tuple[tuple[Offload, ...], ...] = ((),)
     weight: float = 1.0
     """How many times an equal shard the shard of the priced rank is."""
+    heft: Heft | None = None
+    """Which of unequal shards it is, where that is known."""
     loss_chunks: int = 1
     compile: bool = False
     offload_share: float | Array = 1.0
@@ -349,6 +352,7 @@ def box_of(plan: Plan, batch: int, blocks: int) -> Box:
         shards=(Shards(plan.zero, plan.dp_replicate, plan.dp_shard * cp) if plan.zero else Shards(0, dp * cp, 1),),
         offload=(plan.offload,),
         weight=plan.shard_weight(),
+        heft=plan.shard_heft(),
         loss_chunks=plan.loss_chunks,
         compile=plan.compile,
         offload_share=plan.offload_share / 100,

@@ -36,7 +36,8 @@ NOWHERE = -1e30
 class States(NamedTuple):
     """Elements of the flat buffers of each kind of rank, over AXES; the fields are those of `Units`, over all stages of a rank.
 
-    Experts that lie on unlike ranks are units of their own, one a layer: their elements, their number, the largest.
+    Experts that lie on unlike ranks are units of their own, one a layer: their elements, their number, the largest. `shard`: what a rank holds of all that
+    its replicas share, and of it, where states or weights wait elsewhere, what does.
     """
 
     numel: Array
@@ -54,6 +55,9 @@ class States(NamedTuple):
     experts: Array
     expert_units: Array
     expert: Array
+    shard: Array
+    states_away: Array
+    weights_away: Array
 
 
 class Alive(NamedTuple):
@@ -86,28 +90,30 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
     """Everything on each kind of rank."""
     where = away(box)
     parameters, gradients, held = lasting(setting, box, states)
+    weights_gone, sums_gone, states_gone = elsewhere_of(setting, box, states)
     moving = moved(setting, box, states, tokens)
     at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere
     fullest = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)
     activations = np.where(at_head > elsewhere, alive.at_head, alive.elsewhere)
-    waiting = where.parameters * parameters + where.gradients * gradients + where.optimizer * held + alive.on_host
-    elsewhere_held = where.optimizer + where.optimizer_files
-    passing_by = windows(setting, box, shard_of(box, states), shard_elements(box, states))
+    held_there = states_gone + copied(setting, box, states)
+    on_host = (where.parameters > 0) * weights_gone + sums_gone + (where.optimizer > 0) * held_there
+    in_files = (where.parameters_files > 0) * weights_gone + (where.optimizer_files > 0) * held_there
+    passing_by = windows(setting, box, shard_of(box, states), states.states_away, states.weights_away)
     return Footprint(
-        parameters * (1 - where.parameters - where.parameters_files),
-        gradients * (1 - where.gradients),
-        held * (1 - elsewhere_held),
+        parameters - weights_gone,
+        gradients - sums_gone,
+        held - states_gone,
         activations,
         fullest - activations + passing_by,
-        waiting,
-        where.optimizer_files * held + where.parameters_files * parameters + alive.in_files,
+        on_host + alive.on_host,
+        in_files + alive.in_files,
     )
 
 
 def lasting(setting: Setting, box: Box, states: States) -> tuple[Array, Array, Array]:
     """Bytes of parameters, gradients and optimizer of each kind of rank, wherever they wait."""
     recipe, zero = setting.recipe, box.zero
-    whole, shard = states.numel + states.experts, shard_elements(box, states)
+    whole, shard = states.numel + states.experts, states.shard
     parameters = np.where(zero == 3, shard, whole) * recipe.size
     gradients = np.where(zero >= 2, shard, whole) * setting.gradient + np.where(zero == 0, states.numel * setting.practice.bucketed, 0)
     trained = setting.job.model.trained(box.tp)
@@ -117,9 +123,26 @@ def lasting(setting: Setting, box: Box, states: States) -> tuple[Array, Array, A
     return parameters, gradients, held
 
 
-def shard_elements(box: Box, states: States) -> Array:
-    """Elements of one shard of what a rank's replicas share."""
-    return states.numel * portion(box) + states.experts / lift(box.expert_holders, "z")
+def elsewhere_of(setting: Setting, box: Box, states: States) -> tuple[Array, Array, Array]:
+    """Bytes of these that wait on the host, or in files."""
+    if not any(box.offload):
+        return (lift(0.0, ""),) * 3
+    weights, sums, optimizer = (gone > 0 for gone in away(box).gone)
+    trained, each = setting.job.model.trained(box.tp), setting.recipe.master + state_bytes(setting)
+    return (
+        weights * states.weights_away * setting.recipe.size,
+        sums * lasting(setting, box, states)[1],
+        optimizer * states.states_away * each * trained,
+    )
+
+
+def copied(setting: Setting, box: Box, states: States) -> Array:
+    """Bytes of weights that a device's host, or a file, has again beside their states: they are updated there, are updated themselves, and stay."""
+    if setting.on_host or setting.recipe.master or not any(box.offload):
+        return lift(0.0, "")
+    weights, _, optimizer = (gone > 0 for gone in away(box).gone)
+    stay = np.maximum(states.states_away - weights * states.weights_away, 0)
+    return optimizer * stay * setting.recipe.size * setting.job.model.trained(box.tp)
 
 
 class Moving(NamedTuple):

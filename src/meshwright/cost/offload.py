@@ -5,8 +5,8 @@ the host has what that leaves of the time to hide in.
     optimizer        master weights and states; gradients go down, the host updates, weights come up, window by window beside each other, behind
                      backward ([Note: after the norm])
     optimizer-files  the same on disk: all of it is read and written in each update, while the host updates what was read before
-    a share of either: the rest stays and is updated where it is, while the disk reads and writes; a share of weights: whole layers of them, whose states
-                     are the first that wait
+    a share of either: the rest stays and is updated where it is, while the disk reads and writes; of weights each layer's alike, whose states are
+                     the first that wait
     gradients        sums of the shards of ZeRO 2 and 3: each micro-batch's go down beside backward, later ones are added there by the host
     parameters       shards of the weights (ZeRO 3); each layer's comes up before it runs, forward and backward, beside what runs
     parameters-files the same out of files, by the host's memory; the update writes them, and reads them first where they are what is updated
@@ -79,18 +79,27 @@ def kept_of_optimizer(setting: Setting) -> float:
     return recipe.master + setting.job.workload.optimizer.states * recipe.state_size
 
 
-def windows(setting: Setting, box: Box, largest: Array, elements: Array) -> Array:
-    """Bytes of the slots that what waits in files passes by, of `elements` on a rank in units of at most `largest`, of the buffer that shards of
-    weights come up in, of what cores write activations by, and of gradients that go down."""
+def windows(setting: Setting, box: Box, largest: Array, states_away: Array, weights_away: Array) -> Array:
+    """Bytes of the slots that what waits in files passes by, of so many elements on a rank in units of at most `largest`, of the buffer that shards of
+    weights come up in, of what cores write activations by, and of gradients that go down.
+
+    What waits of a unit in part, and as a whole, has windows of its own, and slots by turns where it is as short as one."""
     if not any(box.offload):
         return lift(0.0, "")
     where, size = away(box), setting.recipe.size
-    states, weights = (
-        np.minimum(constants.SLOTS * np.minimum(largest, constants.WINDOW), elements * share)
-        for share in (box.offload_share, box.weights_share)
-    )
-    by_windows = (where.optimizer + where.optimizer_files > 0) | (not setting.recipe.master)
-    coming = (where.parameters_files > 0) + (where.parameters > 0) * (1.0 - setting.on_host)
+    of_states, of_weights = where.optimizer + where.optimizer_files, where.parameters + where.parameters_files
+    wholly = np.where(of_states * of_weights > 0, np.minimum(of_states, of_weights), 0.0)
+    partly = np.where((of_states > 0) | (where.parameters_files > 0), np.maximum(of_states, of_weights) - wholly, 0.0)
+    turns = constants.SLOTS / (1.0 + (wholly * partly > 0))
+    full = largest * np.maximum(wholly, partly) > constants.WINDOW
+
+    def slots(share: Array, waiting: Array) -> Array:
+        here = wholly + partly * (share > wholly)
+        return np.minimum(np.where(full, constants.SLOTS * constants.WINDOW, turns * here * largest) * (share > 0), waiting)
+
+    states, weights = slots(of_states, states_away), slots(of_weights, weights_away)
+    by_windows = (of_states > 0) | (not setting.recipe.master)
+    coming = where.parameters_files + where.parameters * (1.0 - setting.on_host)
     pieces = where.activations_files * (constants.PIECES * setting.on_host)
     return (
         states * ((where.optimizer_files > 0) * kept_of_optimizer(setting))

@@ -22,7 +22,7 @@ from meshwright.cost.box import Array, Box, lift, portion
 from meshwright.cost.collectives import PLAIN, Group, Wire, group, stack
 from meshwright.cost.expert import stride
 from meshwright.cost.hiding import beside
-from meshwright.cost.memory import States, lie_once, shard_elements
+from meshwright.cost.memory import States, lie_once
 from meshwright.cost.optimizer import products, state_bytes
 from meshwright.cost.setting import Setting
 
@@ -138,4 +138,4 @@ def update(setting: Setting, box: Box, states: States) -> Array:
     recipe = setting.recipe
     master = recipe.state_size + state_bytes(setting)
     moved = constants.UPDATE_PASSES * (master + recipe.gradient_size) + (recipe.size if recipe.master else 0)
-    return shard_elements(box, states) * (moved / (setting.device.bandwidth * constants.MEMORY_SHARE) + products(setting))
+    return states.shard * (moved / (setting.device.bandwidth * constants.MEMORY_SHARE) + products(setting))

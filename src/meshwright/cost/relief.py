@@ -21,7 +21,7 @@ import numpy as np
 from meshwright.cost import constants, offload
 from meshwright.cost.box import Again, Array, Box, lift
 from meshwright.cost.kept import kept
-from meshwright.cost.memory import activations, lasting, moved, reserved, shard_elements, shard_of
+from meshwright.cost.memory import activations, elsewhere_of, lasting, moved, reserved, shard_of
 from meshwright.cost.price import Pricer, Ranks, held
 from meshwright.cost.reduction import update
 from meshwright.spec.plan import Offload, Recompute
@@ -45,9 +45,9 @@ def least(pricer: Pricer, box: Box, offloads: tuple[tuple[Offload, ...], ...]) -
     tokens = box.tokens(setting.job.workload.sequence)
     alive = activations(setting, box, tokens, ranks.of_order)
     moving = moved(setting, box, states, tokens)
-    on_device = sum(part * (1 - gone) for part, gone in zip(lasting(setting, box, states), offload.away(box).gone, strict=True))
+    on_device = sum(lasting(setting, box, states)) - sum(elsewhere_of(setting, box, states))
     backward = np.maximum(alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere) - _entering(pricer, box)
-    passing_by = offload.windows(setting, box, shard_of(box, states), shard_elements(box, states))
+    passing_by = offload.windows(setting, box, shard_of(box, states), states.states_away, states.weights_away)
     taken, safe = reserved(setting, (on_device + np.maximum(backward, moving.at_end) + passing_by).max(axis=0))
     there, elsewhere = offload.update(setting, box, held(box, states), update(setting, box, states))
     updating = there.max(axis=0) + elsewhere.max(axis=0)

@@ -107,9 +107,8 @@ def _of_hosts(rank: Rank | None) -> tuple[str, ...]:
     said = f"{show_bytes(rank.host)} of each rank are to wait on its host, which has room for {show_bytes(has)} of each device"
     (offload,) = box.offload
     there = {Offload.optimizer: box.offload_share, Offload.parameters: box.weights_share}
-    half = replace(box, offload_share=box.offload_share / 2, weights_share=box.weights_share / 2)
-    least = _priced_ranks(rank.pricer, half)[rank.at].host
-    part = 1.0 - rank.over / 2 / (rank.host - least) if rank.host > least else 0.0
+    least = _priced_ranks(rank.pricer, replace(box, offload_share=0.0, weights_share=0.0))[rank.at].host
+    part = 1.0 - rank.over / (rank.host - least) if rank.host > least else 0.0
     rooms = {what: int(100 * share * part) for what, share in there.items() if what in offload}
     less = ".".join(f"off-{what}{room}" for what, room in rooms.items())
     return (f"{said}: {less} would be the share that has room" if rooms and min(rooms.values()) >= 1 else said,)
@@ -130,7 +129,7 @@ def placed(job: Job, plan: Plan) -> Estimate:
     on = unlike.pricers(job, used, plan.world)
     boxes = [replace(whole, micro_batches=(whole.micro_batches[0]._replace(size=kind.size, number=kind.micro_batches),)) for kind in kinds]
     held = [
-        {group: _priced_ranks(on[group], replace(box, weight=kind.weight)) for group in set(kind.placement)}
+        {group: _priced_ranks(on[group], replace(box, weight=kind.weight, heft=kind.heft)) for group in set(kind.placement)}
         for kind, box in zip(kinds, boxes, strict=True)
     ]
     ranks = [said[group][at] for kind, said in zip(kinds, held, strict=True) for at, group in enumerate(kind.placement)]

@@ -22,6 +22,7 @@ from meshwright.cost.pipeline import idle
 from meshwright.cost.price import PER_MICRO_BATCH, Pricer, Prices, Seconds
 from meshwright.spec.cluster import NodeGroup
 from meshwright.spec.job import Job
+from meshwright.spec.layout import Heft
 from meshwright.spec.plan import Plan
 
 
@@ -34,19 +35,22 @@ def pricers(job: Job, placement: Sequence[int], world: int) -> dict[int, Pricer]
 
 
 class Replica(NamedTuple):
-    """The group of each of its pipeline ranks, its micro-batches, the sequences in one, and its shard of the states as so many equal ones."""
+    """The group of each of its pipeline ranks, its micro-batches, the sequences in one, and its shard of the states as so many equal ones, and which
+    one."""
 
     placement: tuple[int, ...]
     micro_batches: int
     size: int
     weight: float = 1.0
+    heft: Heft | None = None
 
 
 def replicas(job: Job, plan: Plan) -> list[Replica]:
     """The unlike replicas of a plan. A rank that several groups hold, with
     its tensor and context ranks, is as slow as the slowest. Devices are counted group by group."""
     shared = [
-        (plan.micro_batches(job.workload.batch, replica), plan.size_of(replica), plan.shard_weight(replica)) for replica in range(plan.dp)
+        (plan.micro_batches(job.workload.batch, replica), plan.size_of(replica), plan.shard_weight(replica), plan.shard_heft(replica))
+        for replica in range(plan.dp)
     ]
     if plan.placement:
         return [Replica(plan.placement, *each) for each in sorted(set(shared))]

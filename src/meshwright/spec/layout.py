@@ -12,7 +12,8 @@ multiple of ALIGN elements, and the unit ends at a multiple of shards x ALIGN, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 ALIGN = 32
 
@@ -67,9 +68,58 @@ def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[i
     >>> shard_bounds(384, 4), shard_bounds(384, 4, (1, 1, 2, 4)), shard_bounds(384, 4, (2, 2, 2, 2))
     ([0, 96, 192, 288, 384], [0, 64, 128, 224, 384], [0, 96, 192, 288, 384])
     """
-    rest, total = numel // ALIGN - shards, sum(weights) or shards
-    before = [sum(weights[:shard]) if weights else shard for shard in range(shards + 1)]
-    return [ALIGN * (shard + rest * weight // total) for shard, weight in enumerate(before)]
+    sums = [0, *accumulate(tuple(weights) or (1,) * shards)]
+    return [0, *accumulate(shard_of(numel, shards, Heft(before, past, sums[-1])) for before, past in pairwise(sums))]
+
+
+class Heft(NamedTuple):
+    """Of the weights of all shards the sum before one of them, the sum with it, and all."""
+
+    before: int
+    past: int
+    total: int
+
+
+def shard_of(numel: Any, shards: Any, heft: Heft) -> Any:
+    """Elements of one shard of a unit; arrays of units give arrays.
+
+    >>> shard_of(384, 4, Heft(4, 8, 8))
+    160
+    """
+    rest = numel // ALIGN - shards
+    return ALIGN * (1 + rest * heft.past // heft.total - rest * heft.before // heft.total)
+
+
+# --- what waits elsewhere -----------------------------------------------------------------------------------------------------
+
+
+def stays(numel: Any, share: Any) -> Any:
+    """Of a rank's run of a unit, `numel` elements, the first so many stay where `share` hundredths wait: whole lines of ALIGN, at least the share waits.
+    Arrays of runs, or of shares, give arrays.
+
+    >>> [stays(320, share) for share in (0, 1, 50, 99, 100)]
+    [320, 288, 160, 0, 0]
+    """
+    return numel // ALIGN * (100 - share) // 100 * ALIGN
+
+
+class Part(NamedTuple):
+    """Elements `start` to `stop` of a run whose weights wait elsewhere, or not, and whose states do."""
+
+    start: int
+    stop: int
+    weights_wait: bool
+    states_wait: bool
+
+
+def parts(numel: int, weights: int, states: int) -> list[Part]:
+    """A run of which so many hundredths of the weights, and of the states, wait: where both do, the weights that wait are those whose states do first.
+
+    >>> [part.stop for part in parts(320, 0, 0)], [part.stop for part in parts(320, 40, 70)], [part.stop for part in parts(320, 100, 100)]
+    ([320], [96, 192, 320], [320])
+    """
+    cuts = sorted({0, stays(numel, weights), stays(numel, states), numel})
+    return [Part(start, stop, start >= stays(numel, weights), start >= stays(numel, states)) for start, stop in pairwise(cuts)]
 
 
 def units(layers: Sequence[LayerSlots], zero: int, shards: int, bucket: int, size: int) -> list[Unit]:

@@ -44,6 +44,7 @@ from meshwright.spec.choices import (
     weights_wait,
 )
 from meshwright.spec.keeps import Keeps
+from meshwright.spec.layout import Heft
 from meshwright.spec.numbers import listed, unlisted
 
 
@@ -180,6 +181,18 @@ class Plan(Keeps):
         first = 0 if replica is None else replica % self.dp_shard * self.cp
         held = self.shard_weights[first : None if replica is None else first + self.cp]
         return max(held) * self.shards / sum(self.shard_weights)
+
+    def shard_heft(self, replica: int | None = None) -> Heft | None:
+        """Which shard that is, the first of those that weigh as much; None where all are equal.
+
+        >>> parse_plan("dp2.z3.shards3-1").shard_heft(1)
+        Heft(before=3, past=4, total=4)
+        """
+        if not self.shard_weights:
+            return None
+        all_of, first = self.shard_weights, 0 if replica is None else replica % self.dp_shard * self.cp
+        at = all_of.index(max(all_of[first : None if replica is None else first + self.cp]))
+        return Heft(sum(all_of[:at]), sum(all_of[: at + 1]), sum(all_of))
 
     def stage_layers(self, blocks: int) -> tuple[int, ...]:
         """Blocks of each virtual stage; without `layers_per_stage` as even as can be, the first stages taking the rest."""

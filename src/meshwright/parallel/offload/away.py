@@ -2,17 +2,17 @@
 
 [Note: windows] The own run of a flat unit is cut into windows of WINDOW elements, each made of whole runs of the optimizer (master.py), so
 that an update with offload computes bit for bit what one without it does. A window is fetched into its slot, updated there and stored,
-while other threads fetch the next ones and store those before: memory holds SLOTS windows, however large the states are. Of a share the first
-runs of a unit stay: their windows are where training is, nothing is fetched or stored for them.
+while other threads fetch the next ones and store those before: memory holds SLOTS windows, however large the states are.
 
-[Note: two shares] Of weights whole units wait, of states the last runs of each. States of weights that wait are the first that do: they are updated
-where these are, and nothing of that update comes up.
+[Note: two shares] Of each run the last elements wait, of weights their share and of states theirs (spec/layout.py cuts it, which the planner counts
+by too): what waits of one layer is as much as of another, so that it comes up as evenly as layers run. States of weights that wait are the first
+that do: they are updated where these are, and nothing of that update comes up. What stays is updated in windows where training is, of which
+nothing is fetched or stored.
 Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.2 (overlap-centric design), section 6.3 (the infinity offload engine).
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,8 +25,9 @@ import torch
 from meshwright.parallel.exchange.clock import Clock
 from meshwright.parallel.offload.ferry import LANDED, Ferry, Landing
 from meshwright.parallel.offload.scratch import Scratch, aligned, paged
-from meshwright.parallel.zero.master import RUN, WINDOW
-from meshwright.spec.plan import ACTIVATIONS, FILES, OPTIMIZER, Offload, Plan, weights_wait
+from meshwright.parallel.zero.master import WINDOW
+from meshwright.spec.layout import Part, parts
+from meshwright.spec.plan import ACTIVATIONS, FILES, OPTIMIZER, PARAMETERS, Offload, Plan
 
 if TYPE_CHECKING:
     from meshwright.parallel.zero.flat import FlatUnit
@@ -99,29 +100,21 @@ W = TypeVar("W", bound=Window)
 T = TypeVar("T")
 
 
-class Tally:
-    """Of what comes one by one, so much as lets at least `share` of all so far wait, and hardly more."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-        self.seen = self.gone = 0
-
-    def missing(self, numel: int) -> int:
-        """Of the next `numel` elements, how many must wait."""
-        self.seen += numel
-        return min(max(math.ceil(self.share * self.seen - 1e-6) - self.gone, 0), numel)
-
-
 class Away:
     """Of one rank: its scratch file, its slots, the threads between them."""
 
     def __init__(
-        self, folder: Path | None, device: torch.device, optimizer: Offload | None, share: float = 1.0, weights: float = 0.0
+        self,
+        folder: Path | None,
+        device: torch.device,
+        optimizer: Offload | None,
+        states: int = 100,
+        weights: Offload | None = None,
+        share: int = 100,
     ) -> None:
-        """`folder` None: nothing waits in files. `optimizer`: where `share` of its states wait, None where they stay. `weights`: the share of them
-        that waits."""
-        self._weights, self._states, self._theirs = Tally(weights), Tally(share), Tally(share / max(share, weights))
-        """Of units; of states; of the states of units that wait."""
+        """`folder` None: nothing waits in files. `optimizer`: where `states` hundredths of its states wait, None where they stay. `weights`: where
+        `share` hundredths of these do."""
+        self.weights, self._states, self._share = weights, states, share
         self._rotated = 0
         self._apart: list[Slot] = []
         self._fetching: deque[tuple[Window, Future[None]]] = deque()
@@ -142,38 +135,10 @@ class Away:
         self._lent = self._most = 0
         self._pool = ThreadPoolExecutor(SLOTS, "offload")
 
-    def waits(self, numel: int) -> bool:
-        """Whether the next unit's weights do, `numel` of this rank: whole units wait, so that of all units so far at least the share does.
-
-        >>> away = Away(None, torch.device("cpu"), None, weights=0.5)
-        >>> [away.waits(numel) for numel in (4, 3, 3, 3)]
-        [True, False, True, False]
-        """
-        waits = self._weights.missing(numel) > 0
-        self._weights.gone += numel * waits
-        return waits
-
-    def border(self, numel: int, waits: bool = False) -> int:
-        """Of the next unit's elements, whose weights wait or not, of how many the states stay: whole runs, so that of all units so far at least
-        the share waits, and hardly more; [Note: two shares].
-
-        >>> away = Away(None, torch.device("cpu"), Offload.optimizer, share=0.5)
-        >>> [away.border(numel) // RUN for numel in (3 * RUN, 3 * RUN, RUN // 2, RUN // 4)]
-        [1, 2, 0, 0]
-        >>> def borders(states: float, weights: float) -> list[int]:
-        ...     away = Away(None, torch.device("cpu"), Offload.optimizer, states, weights)
-        ...     return [away.border(4 * RUN, away.waits(4 * RUN)) // RUN for _ in range(4)]
-        >>> borders(0.75, 0.5), borders(0.5, 0.5), borders(0.25, 0.5)
-        ([0, 2, 0, 2], [0, 4, 0, 4], [2, 4, 2, 4])
-        """
-        if self.optimizer is None:
-            return numel
-        missing = self._states.missing(numel)
-        missing = self._theirs.missing(numel) if waits else missing
-        stays = numel if not missing else (numel - missing) // RUN * RUN
-        for tally in (self._states, self._theirs)[: 1 + waits]:
-            tally.gone += numel - stays
-        return stays
+    def parts(self, numel: int, frozen: bool = False) -> list[Part]:
+        """How a rank's run of a unit lies; of a `frozen` one there are no states. The weights of ranks on CPUs are in their host's memory anyway."""
+        weights = self._share if self.weights in FILES or (self.weights is not None and self.beyond) else 0
+        return parts(numel, weights, self._states if self.optimizer is not None and not frozen else 0)
 
     def number(self, stays: bool) -> tuple[int, Slot]:
         """The next window's number and slot: neighbours never share a slot, and one that stays has its own."""
@@ -279,5 +244,6 @@ def away_of(plan: Plan, device: torch.device, folder: str | Path | None) -> Away
         return None
     optimizer = next((what for what in kept if what in OPTIMIZER), None)
     files = any(what in FILES for what in kept)
-    weights = plan.weights_share / 100 if weights_wait(kept) else 0.0
-    return Away(Path(folder or tempfile.gettempdir()) if files else None, device, optimizer, plan.offload_share / 100, weights)
+    weights = next((what for what in kept if what in PARAMETERS), None)
+    place = Path(folder or tempfile.gettempdir()) if files else None
+    return Away(place, device, optimizer, plan.offload_share, weights, plan.weights_share)

@@ -10,37 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
 
 from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.ferry import LANDED, Landing
-from meshwright.spec.plan import Offload, Plan
-
-
-class Shard(Protocol):
-    """Weights of one rank and unit, elsewhere."""
-
-    dtype: torch.dtype
-
-    def fetch(self) -> None:
-        """Begin to bring it up; more than once is once."""
-
-    def take(self) -> torch.Tensor:
-        """It, on the device, once it is there; whoever is through with it calls `give_back`."""
-
-    def give_back(self) -> None:
-        """What `take` gave is not read any more."""
-
-    def write(self, parts: Sequence[torch.Tensor]) -> None:
-        """New ones, one part behind the other."""
-
-    def whole(self) -> torch.Tensor:
-        """All of it where it waits: what is written to it is there."""
-
-    def bytes(self) -> int:
-        """That it takes where it waits."""
+from meshwright.spec.layout import Part
 
 
 class FileShard:
@@ -52,11 +27,11 @@ class FileShard:
         self.start = self.scratch.extend(self.bytes())
         self._reading: tuple[torch.Tensor, Future[Landing]] | None = None
         self._coming: torch.Tensor | None = None
-        self.write([values])
+        self.write(values)
 
-    def write(self, parts: Sequence[torch.Tensor]) -> None:
+    def write(self, values: torch.Tensor) -> None:
         pages = self.away.lend(self.bytes())
-        _fill(self._values(pages), parts)
+        self._values(pages).copy_(values)
         self.scratch.write(self.start, pages)
         self.away.give(pages)
 
@@ -128,20 +103,45 @@ class HostShard:
             self._landing.before_computing()
             self._coming = None
 
-    def write(self, parts: Sequence[torch.Tensor]) -> None:
-        _fill(self._held, parts)
+    def write(self, values: torch.Tensor) -> None:
+        self._held.copy_(values)
 
     def whole(self) -> torch.Tensor:
         return self._held
 
 
-def _fill(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    for mine, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
-        mine.copy_(part.to(whole.dtype))
+class Divided:
+    """The weights of a rank's run of a unit, of which some wait: the first part is `near`, of each other one there is a shard."""
+
+    def __init__(self, near: torch.Tensor, shards: Sequence[FileShard | HostShard]) -> None:
+        self.near, self.shards = near, shards
+
+    def fetch(self) -> None:
+        for shard in self.shards:
+            shard.fetch()
+
+    def lies(self, parts: Sequence[Part]) -> list[torch.Tensor | FileShard]:
+        """Each of `parts` where it is."""
+        near = [self.near[part.start : part.stop] for part in parts if not part.weights_wait]
+        return near + [shard.whole() if isinstance(shard, HostShard) else shard for shard in self.shards]
+
+    def take(self) -> list[torch.Tensor]:
+        """All of it on the device, one part behind the other; whoever is through with it calls `give_back`."""
+        return [part for part in (self.near, *(shard.take() for shard in self.shards)) if len(part)]
+
+    def give_back(self) -> None:
+        for shard in self.shards:
+            shard.give_back()
+
+    def bytes(self) -> int:
+        """That wait."""
+        return sum(shard.bytes() for shard in self.shards)
 
 
-def shard_away(away: Away, plan: Plan, values: torch.Tensor) -> Shard | None:
-    """`values`, which wait, where `plan` lets them; None where that is where they are: the memory of ranks on CPUs is their host's."""
-    if Offload.parameters_files in plan.offload:
-        return FileShard(away, values)
-    return HostShard(away, values) if away.beyond else None
+def divided(away: Away, files: bool, values: torch.Tensor, parts: Sequence[Part]) -> Divided | None:
+    """`values`, of which some `parts` wait in files or in the host's memory; None where none does."""
+    near = next((part.start for part in parts if part.weights_wait), len(values))
+    if near == len(values):
+        return None
+    kind = FileShard if files else HostShard
+    return Divided(values[:near].clone(), [kind(away, values[part.start : part.stop]) for part in parts if part.weights_wait])

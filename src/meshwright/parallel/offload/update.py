@@ -23,7 +23,12 @@ def update_away(
     states may still be written."""
     away.ferry.follow()  # gradients come down, and weights go up, behind what reads them
     windows = _windows(units)
-    left = {id(unit.master): [own_run(unit, name) for name in unit.unit.offsets if name in unreached] for unit in units if unreached}
+    left = {
+        id(part): [own_run(unit, name) for name in unit.unit.offsets if name in unreached]
+        for unit in units
+        if unreached and isinstance(unit.master, AwayMaster)
+        for part in unit.master.each
+    }
     with few_of(optimizer) as few:
 
         def update(window: AwayWindow) -> None:
@@ -43,7 +48,7 @@ def update_away(
 
 def _values(window: AwayWindow, left: Sequence[slice]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of the runs of a window those elements of its unit that are `left` alone, and a copy of their values."""
-    found, at = [], window.start
+    found, at = [], window.of_unit.start
     for run in window.runs if left else ():
         for each in left:
             part = run.detach()[max(each.start - at, 0) : max(each.stop - at, 0)]
@@ -65,7 +70,7 @@ def _windows(units: Sequence[FlatUnit], known: bool = True) -> list[AwayWindow]:
         assert isinstance(unit.master, AwayMaster)
         unit.master.let_go()
         for window in unit.master.windows:
-            window.gradients = unit.own_gradients[window.start : window.stop] if known else None
+            window.gradients = unit.own_gradients[window.of_unit] if known else None
             window.is_down = unit.on_host is not None
             windows.append(window)
     return windows

@@ -1,9 +1,9 @@
 """The master of a flat unit whose states, and whose float32 weights where it has any, wait on the host or in files.
 
-The optimizer's runs and states are views of the window's memory: on the host where they stay, of files a slot, which many windows share and
-which holds this window's numbers only while it is updated. What saves and loads (`parts`, `state_parts`) sees the file itself, mapped; the next
-update lets go of the map. Elements before `border` are `near`: their states are on the device, in windows of their own. Nothing is fetched or stored for
-these, unless their weights are in a file: then these alone pass by.
+A run is of up to three parts: where both stay, where one of both waits, where both do (`spec/layout.py`). The optimizer's runs and states are views of the
+window's memory: on the host where they stay, of files a slot, which many windows share and which holds this window's numbers only while it is
+updated. What saves and loads (`parts`, `state_parts`) sees the file itself, mapped; the next update lets go of the map. States of a part that is
+`near` are on the device. Nothing is fetched or stored for these, unless their weights are in a file: then these alone pass by.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.scratch import paged
 from meshwright.parallel.offload.shards import FileShard
 from meshwright.parallel.zero.master import WINDOW, Master, Run, Stretch, is_elementwise, runs_of, scalars_of
+from meshwright.spec.layout import Part
 
 MASTER, GRADIENT, WEIGHTS = "master", "gradient", "weights"
 
 
 class Place(NamedTuple):
-    """Where the elements from `first` on begin in the file."""
+    """Where a kind begins in the file."""
 
     begin: int
-    first: int
     dtype: torch.dtype
 
 
 class AwayWindow:
-    """Elements `start` to `stop` of the own run of a unit. `copies`: the weights that it updates are not those that training reads."""
+    """Elements `start` to `stop` of a part. `copies`: the weights that it updates are not those that training reads."""
 
-    def __init__(self, owner: AwayMaster, start: int, stop: int, copies: bool) -> None:
-        self.owner, self.start, self.stop, self.copies = owner, start, stop, copies
-        self.near = stop <= owner.border
-        self.stays = self.near and owner.file is None
+    def __init__(self, owner: AwayPart, start: int, stop: int) -> None:
+        self.owner, self.start, self.stop, self.copies = owner, start, stop, owner.copies
+        self.stays = owner.near and owner.file is None
         self.number, self.slot = owner.away.number(self.stays)
         self.runs: list[Run] = []
         self.gradients: torch.Tensor | None = None
@@ -47,11 +46,15 @@ class AwayWindow:
         self.made = False
         """Whether the optimizer has made its states."""
 
+    @property
+    def of_unit(self) -> slice:
+        """Its elements of the unit's own run."""
+        return slice(self.owner.start + self.start, self.owner.start + self.stop)
+
     def view(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
         """Its elements of `kind` where the optimizer finds them."""
-        held, first = (self.owner.staying, 0) if self.near else (self.owner.held, self.owner.border)
-        if kind in held:
-            return held[kind][self.start - first : self.stop - first]
+        if kind in self.owner.held:
+            return self.owner.held[kind][self.start : self.stop]
         numel = self.stop - self.start
         return self.slot.bytes(kind, paged(numel * dtype.itemsize)).view(dtype)[:numel]
 
@@ -68,7 +71,7 @@ class AwayWindow:
             self._bring_down(self.gradients)
 
     def _bring_down(self, gradients: torch.Tensor) -> None:
-        if not self.near and self.owner.away.beyond and not self.is_down:
+        if not self.owner.near and self.owner.away.beyond and not self.is_down:
             self._down = self.view(GRADIENT, gradients.dtype)
             self.owner.away.ferry.copy(self._down, gradients).wait()
 
@@ -88,7 +91,7 @@ class AwayWindow:
 
     def _take_up(self, updated: torch.Tensor, weights: torch.Tensor) -> None:
         """Of an accelerator's weights those that the host has updated go by pinned memory in their own type ([Note: one type, pinned])."""
-        if self.near or self.owner.on_host or not self.owner.away.beyond:
+        if self.owner.near or self.owner.on_host or not self.owner.away.beyond:
             weights.copy_(updated)
             return
         if updated.dtype != weights.dtype:
@@ -99,9 +102,9 @@ class AwayWindow:
         """What of it is in the file: where it begins there, and the pages of the slot."""
         found = []
         for kind, place in list(self.owner.places.items()):
-            if place.first <= self.start and (self.made or kind == MASTER):
+            if self.made or kind == MASTER:
                 size = paged((self.stop - self.start) * place.dtype.itemsize)
-                found.append((place.begin + (self.start - place.first) * place.dtype.itemsize, self.slot.bytes(kind, size)[:size]))
+                found.append((place.begin + self.start * place.dtype.itemsize, self.slot.bytes(kind, size)[:size]))
         return found
 
     # --- the optimizer's view -------------------------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ class AwayWindow:
         if self._down is None:  # it was fetched before they were known
             self._bring_down(self.gradients)
         own, self._down = self.gradients if self._down is None else self._down, None
-        own = own.to(self.owner.device) if self.near else own  # sums that wait on the host come back to states that do not
+        own = own.to(self.owner.device) if self.owner.near else own  # sums that wait on the host come back to states that do not
         scaled = own.to(self.owner.dtype, copy=True).mul_(scale) if self.copies else own.mul_(scale) if scale != 1.0 else own
         for run, part in zip(self.runs, self.split(scaled), strict=True):
             run.grad = part
@@ -142,65 +145,50 @@ class AwayWindow:
         self.made = bool(parts)
 
 
-class AwayMaster(Master):
-    """`kinds`: what is away, by name, and its type; from `border` on `held` on the host, or by `places` in the file; before it `staying`."""
+class AwayPart:
+    """A part of a unit's run from `start` on. `near`: its states are on the device. `kinds`: what it has of states and masters, by name, and its type; it is
+    `held`, or by `places` in the file."""
 
     def __init__(
-        self,
-        away: Away,
-        shard: torch.Tensor | FileShard,
-        dtype: torch.dtype,
-        stretches: Sequence[Stretch],
-        waits: bool = False,
-        on_host: bool = False,
+        self, away: Away, lies: torch.Tensor | FileShard, dtype: torch.dtype, stretches: Sequence[Stretch], part: Part, near: bool
     ) -> None:
-        """`shard`: the weights that training reads. They are what is updated, if they have the type `dtype` and the host reaches them (`on_host`, of a
-        device that has memory of its own); in a file they pass by as states do. `waits`: these are weights that the plan lets wait."""
-        self.away, self.shard, self.dtype, self.on_host = away, shard, dtype, on_host
-        away.ferry.follow()  # weights were laid by what computes
-        self.file = None if isinstance(shard, torch.Tensor) else shard
-        values = shard if isinstance(shard, torch.Tensor) else shard.whole()
+        """`lies`: the weights that training reads. They are what is updated, if they have the type `dtype` and whoever updates reaches them; in a
+        file they pass by as states do."""
+        self.away, self.dtype, self.start, self.on_host, self.near = away, dtype, part.start, part.weights_wait, near
+        self.file = None if isinstance(lies, torch.Tensor) else lies
+        self.shard = lies
+        values = lies if isinstance(lies, torch.Tensor) else lies.whole()
         self.numel, self.device = len(values), away.device
-        self.border = away.border(self.numel, waits)
-        copied = dtype != values.dtype
+        self.copies = dtype != values.dtype or (not near and away.beyond and not self.on_host)
         self.kinds: dict[str, torch.dtype] = {}
-        self.staying: dict[str, torch.Tensor] = {}
         self.held: dict[str, torch.Tensor] = {}
         self.places: dict[str, Place] = {}
         self._mapped: dict[str, torch.Tensor] = {}
-        small = self.device.type == "cpu" or self.file is not None
-        self.windows = [AwayWindow(self, start, stop, copied) for start, stop in _cuts(0, self.border, small)]
-        self.windows += [
-            AwayWindow(self, start, stop, copied or (away.beyond and not on_host)) for start, stop in _cuts(self.border, self.numel, True)
-        ]
-        self.copies = any(window.copies for window in self.windows)
         if self.copies:
             self.provide(MASTER, dtype)
         elif self.file is not None:
-            self.places[MASTER] = Place(self.file.start, 0, dtype)
+            self.places[MASTER] = Place(self.file.start, dtype)
+        at_once = near and self.device.type != "cpu" and self.file is None  # an accelerator updates what stays there
+        size = self.numel if at_once else WINDOW
+        self.windows = [AwayWindow(self, first, min(first + size, self.numel)) for first in range(0, self.numel, size)]
         for window in self.windows:
-            inside = [each.of(window.start, window.stop) for each in stretches if each.start < window.stop and each.stop > window.start]
+            last = window.of_unit.stop
+            inside = [each.of(window.of_unit.start, last) for each in stretches if each.start < last and each.stop > window.of_unit.start]
             updated = values[window.start : window.stop]
-            if window.copies:
+            if self.copies:
                 window.slot.settle()
                 updated = window.view(MASTER, dtype).copy_(updated)
                 away.store(window)
             elif self.file is not None:
                 updated = window.view(MASTER, dtype)
             window.runs = runs_of(updated, inside)
-        self.runs = [run for window in self.windows for run in window.runs]
 
     @property
-    def parts(self) -> list[torch.Tensor]:
-        shard = self.shard
-        if not self.copies:
-            return [shard] if isinstance(shard, torch.Tensor) else self._rest(MASTER)
-        near = [] if not self.border else [self.staying[MASTER] if self.windows[0].copies else shard[: self.border]]  # type: ignore[index]
-        return near + self._rest(MASTER)
-
-    @property
-    def flat(self) -> torch.Tensor:
-        (whole,) = self.parts
+    def master(self) -> torch.Tensor:
+        """What is updated, where it is."""
+        if isinstance(self.shard, torch.Tensor) and not self.copies:
+            return self.shard
+        (whole,) = self.whole(MASTER)
         return whole
 
     def provide(self, kind: str, dtype: torch.dtype) -> None:
@@ -208,56 +196,87 @@ class AwayMaster(Master):
         if kind in self.kinds:
             return
         self.kinds[kind] = dtype
-        away, rest = self.away, self.numel - self.border
-        if self.border and (kind != MASTER or self.windows[0].copies):
-            self.staying[kind] = torch.zeros(self.border, dtype=dtype, device=self.device)
-        if rest and away.in_files is not None:
-            self.places[kind] = Place(away.in_files.extend(rest * dtype.itemsize), self.border, dtype)
-        elif rest:
-            self.held[kind] = torch.zeros(rest, dtype=dtype, pin_memory=away.pinned)
+        if self.near:
+            self.held[kind] = torch.zeros(self.numel, dtype=dtype, device=self.device)
+        elif self.away.in_files is not None:
+            self.places[kind] = Place(self.away.in_files.extend(self.numel * dtype.itemsize), dtype)
+        else:
+            self.held[kind] = torch.zeros(self.numel, dtype=dtype, pin_memory=self.away.pinned)
 
-    def _rest(self, kind: str) -> list[torch.Tensor]:
-        """All of `kind` that waits, where it is; what is written to it is there."""
+    def whole(self, kind: str) -> list[torch.Tensor]:
+        """All of `kind`, where it is; what is written to it is there. Nothing where there is none."""
         self.away.settle()
         if kind in self.held:
             return [self.held[kind]]
         if kind in self.places and kind not in self._mapped:
             assert self.away.scratch is not None
             place = self.places[kind]
-            self._mapped[kind] = self.away.scratch.mapped(place.begin, self.numel - place.first, place.dtype)
+            self._mapped[kind] = self.away.scratch.mapped(place.begin, self.numel, place.dtype)
         return [self._mapped[kind]] if kind in self._mapped else []
 
     def let_go(self) -> None:
         """Of what was mapped: the file is written by others now."""
         self._mapped.clear()
 
+    def bytes(self, *kinds: str) -> int:
+        """Of these kinds."""
+        return self.numel * sum(self.kinds[kind].itemsize for kind in kinds if kind in self.kinds)
+
+
+class AwayMaster(Master):
+    """Part by part."""
+
+    def __init__(
+        self, away: Away, lies: Sequence[torch.Tensor | FileShard], dtype: torch.dtype, stretches: Sequence[Stretch], parts: Sequence[Part]
+    ) -> None:
+        """`lies`: the weights of each of `parts`."""
+        away.ferry.follow()  # weights were laid by what computes
+        self.away = away
+        self.each = [AwayPart(away, own, dtype, stretches, part, near=not part.states_wait) for own, part in zip(lies, parts, strict=True)]
+        self.windows = [window for part in self.each for window in part.windows]
+        self.copies = any(part.copies for part in self.each)
+        self.runs = [run for window in self.windows for run in window.runs]
+
+    @property
+    def file(self) -> bool:
+        """Whether weights are in files."""
+        return any(part.file is not None for part in self.each)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [part.master for part in self.each]
+
+    @property
+    def flat(self) -> torch.Tensor:
+        (whole,) = self.parts
+        return whole
+
+    def let_go(self) -> None:
+        for part in self.each:
+            part.let_go()
+
     def bytes(self) -> int:
-        return self.border * self.dtype.itemsize if MASTER in self.staying else 0
+        return sum(part.bytes(MASTER) for part in self.each if part.near)
 
     def state_bytes(self) -> int:
-        staying = self.staying if self.away.optimizer else {}  # else the optimizer's own states are counted
-        return sum(self.border * kept.dtype.itemsize for kind, kept in staying.items() if kind != MASTER)
+        near = [part for part in self.each if part.near and self.away.optimizer]  # else the optimizer's own states are counted
+        return sum(part.bytes(*(kind for kind in part.kinds if kind != MASTER)) for part in near)
 
     def bytes_away(self) -> int:
         """On the host, or in the file, of states."""
-        return sum((self.numel - self.border) * dtype.itemsize for dtype in self.kinds.values()) if self.away.optimizer else 0
+        return sum(part.bytes(*part.kinds) for part in self.each if not part.near) if self.away.optimizer else 0
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Windows see to their own."""
 
     def state_parts(self, optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
-        near = {kind: [kept] for kind, kept in self.staying.items()}
-        return {kind: near.get(kind, []) + self._rest(kind) for kind in sorted(self.kinds) if kind != MASTER}
+        kinds = sorted({kind for part in self.each for kind in part.kinds} - {MASTER})
+        return {kind: [whole for part in self.each for whole in part.whole(kind)] for kind in kinds}
 
     def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float]) -> None:
         self.away.settle()
-        for kind, name in kinds.items():
-            self.provide(kind, getattr(torch, name))
+        for part in self.each:
+            for kind, name in kinds.items():
+                part.provide(kind, getattr(torch, name))
         for window in self.windows:
             window.prepare(optimizer, scalars)
-
-
-def _cuts(start: int, stop: int, small: bool) -> list[tuple[int, int]]:
-    """Windows of what lies between; an accelerator updates what stays there at once."""
-    size = WINDOW if small else max(stop - start, 1)
-    return [(at, min(at + size, stop)) for at in range(start, stop, size)]

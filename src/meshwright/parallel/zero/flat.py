@@ -28,7 +28,7 @@ from meshwright.parallel.exchange.exchange import DONE, Pending, all_gather, all
 from meshwright.parallel.exchange.group import Sharing, alone
 from meshwright.parallel.later import begun
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.offload.shards import FileShard, Shard, shard_away
+from meshwright.parallel.offload.shards import Divided, FileShard, divided
 from meshwright.parallel.offload.sums import HostSum
 from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.parallel.pipeline.backlog import Backlog
@@ -36,10 +36,10 @@ from meshwright.parallel.update.lean import Lean
 from meshwright.parallel.zero.arrivals import Arrivals
 from meshwright.parallel.zero.exact import Sums
 from meshwright.parallel.zero.in_place import add
-from meshwright.parallel.zero.master import Master, Stretch
+from meshwright.parallel.zero.master import Master, Parted, Stretch
 from meshwright.parallel.zero.once import once
 from meshwright.spec.compression import Compression
-from meshwright.spec.layout import Unit, shard_bounds
+from meshwright.spec.layout import Unit, parts, shard_bounds
 from meshwright.spec.plan import Offload
 from meshwright.spec.precision import Recipe
 
@@ -113,29 +113,29 @@ class FlatUnit:
             view = self.view(self.weights, name)
             view.copy_(begun(parameter))
             parameter.data = view
-        self.elsewhere: Shard | None = None
-        """The shard, where weights wait outside of the device's memory."""
-        self.waits = self.zero == 3 and self.mesh.away is not None and self.mesh.away.waits(self.own.stop - self.own.start)
-        """Whether the plan lets these weights wait."""
+        mine = self.weights[self.own]
+        self.cut = self.mesh.away.parts(len(mine), self.frozen) if self.mesh.away is not None else parts(len(mine), 0, 0)
+        self.elsewhere: Divided | None = None
+        """The own run, where some of its weights wait outside of the device's memory."""
         if self.once is not None:
-            self._shard = self.weights[self.own]
+            self._shard = mine
             self.once.hold(self.parameters.values())
             self.once.meet().wait()  # nobody lays over what another one has updated
             self.close()
         elif self.zero == 3:
-            if self.waits and self.mesh.away is not None:
-                self.elsewhere = shard_away(self.mesh.away, self.mesh.plan, self.weights[self.own])
+            if self.mesh.away is not None:
+                self.elsewhere = divided(self.mesh.away, Offload.parameters_files in away, mine, self.cut)
             if self.elsewhere is None:
-                self._shard = _zeros(self, self.own.stop - self.own.start, True, self.dtype)
-                self._shard.copy_(self.weights[self.own])
+                self._shard = _zeros(self, len(mine), True, self.dtype)
+                self._shard.copy_(mine)
             self.close()
         else:
-            self._shard = self.weights[self.own]
+            self._shard = mine
 
     @property
-    def shard(self) -> torch.Tensor:
-        """The own run of the weights, where it is."""
-        return self._shard if self.elsewhere is None else self.elsewhere.whole()
+    def lies(self) -> list[torch.Tensor | FileShard]:
+        """The weights of each part of the own run, where they are."""
+        return [self._shard[part.start : part.stop] for part in self.cut] if self.elsewhere is None else self.elsewhere.lies(self.cut)
 
     def _lay_gradients(self, dtype: torch.dtype, tied: bool) -> None:
         """`dtype`: in which they are held, summed and sent."""
@@ -154,17 +154,18 @@ class FlatUnit:
     def _make_master(self, recipe: Recipe, groups: Mapping[str, int]) -> None:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
         self.has_master = bool(recipe.master) and not self.frozen
-        stretches = _stretches(self, groups)
-        file, away = self.elsewhere if isinstance(self.elsewhere, FileShard) else None, self.mesh.away
+        stretches, lies, away = _stretches(self, groups), self.lies, self.mesh.away
         in_files = Offload.parameters_files in self.mesh.plan.offload
         if away is not None and not self.frozen and (away.optimizer or (in_files and not self.has_master)):
             kind = torch.float32 if self.has_master else self.dtype
-            self.master: Master = AwayMaster(away, file or self.shard, kind, stretches, self.waits, on_host=self.elsewhere is not None)
+            self.master: Master = AwayMaster(away, lies, kind, stretches, self.cut)
             self.has_master = self.master.copies
             return
-        flat = self.shard.to(self.mesh.device, torch.float32) if self.has_master else self.shard  # also where weights wait elsewhere
+        held = [each.whole() if isinstance(each, FileShard) else each for each in lies]
+        if self.has_master:  # also where weights wait elsewhere
+            held = [torch.cat([each.to(self.mesh.device, torch.float32) for each in held])]
         lean = (recipe.rounds or recipe.eight) and not self.frozen
-        self.master = Lean(flat, stretches, recipe.rounds) if lean else Master(flat, stretches)
+        self.master = Parted(held) if len(held) > 1 else Lean(held[0], stretches, recipe.rounds) if lean else Master(held[0], stretches)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside a whole buffer of this unit."""
@@ -280,7 +281,7 @@ class FlatUnit:
         elif self.elsewhere is not None:
             self.elsewhere.fetch()
         else:
-            _gather(self, self.shard)
+            _gather(self, [self._shard])
 
     def open(self) -> None:
         """Whole weights from here on."""
@@ -318,19 +319,18 @@ class FlatUnit:
         if not self.has_master:
             return
         parts = self.master.parts
-        if self.elsewhere is not None:
-            self.elsewhere.write(parts)
-            return
-        for mine, part in zip(self._shard.split([len(part) for part in parts]), parts, strict=True):
-            mine.copy_(part)
+        sizes = [part.stop - part.start for part in self.cut]
+        for lies, part in zip(self.lies, parts[0].split(sizes) if len(parts) == 1 else parts, strict=True):
+            lies.copy_(part) if isinstance(lies, torch.Tensor) else lies.write(part)
 
     def share(self) -> Pending:
         """After the update: everyone's updated run into everyone's weights (ZeRO 1 and 2)."""
-        return all_gather(self.weights, self.shard, self.group, sizes=_sizes(self)) if self.zero in (1, 2) else DONE
+        return all_gather(self.weights, self._shard, self.group, sizes=_sizes(self)) if self.zero in (1, 2) else DONE
 
     def bytes(self) -> tuple[int, int]:
         """Held for weights and for gradients."""
-        weights = self.unit.numel if self.zero < 3 else self.own.stop - self.own.start if self.elsewhere is None else 0
+        shard = self._shard if self.elsewhere is None else self.elsewhere.near
+        weights = self.unit.numel if self.zero < 3 else len(shard)
         return weights * self.weights.element_size(), self.gradients.nbytes if self.on_host is None else 0
 
 
@@ -341,8 +341,14 @@ def _zeros(unit: FlatUnit, numel: int, shared: bool, dtype: torch.dtype, tied: b
     return torch.zeros(numel, dtype=dtype, device=unit.mesh.device)
 
 
-def _gather(unit: FlatUnit, shard: torch.Tensor) -> None:
+def _gather(unit: FlatUnit, parts: list[torch.Tensor]) -> None:
+    """`parts` of the own run, one behind the other."""
     unit.weights.untyped_storage().resize_(unit.unit.numel * unit.weights.element_size())
+    shard = parts[0]
+    if len(parts) > 1:
+        shard = unit.weights[unit.own]
+        for into, part in zip(shard.split([len(part) for part in parts]), parts, strict=True):
+            into.copy_(part)
     unit._gathering = all_gather(unit.weights, shard, unit.group, sizes=_sizes(unit))
 
 

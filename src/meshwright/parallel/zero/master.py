@@ -196,6 +196,18 @@ class Master:
                 optimizer.state[run] = state
 
 
+class Parted(Master):
+    """Of weights that nobody updates, which lie in several places."""
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        super().__init__(parts[0], ())
+        self._parts = parts
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return self._parts
+
+
 def _cuts(stretches: Sequence[Stretch], longest: int) -> Iterator[tuple[int, Stretch]]:
     """Sizes of runs and what they are of. Runs also end at each multiple of `longest`: whoever takes some of them at a time has the same.
 
