@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,3 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["MESHWRIGHT_CACHE"] = folder = tempfile.mkdtemp(prefix="meshwright-cache-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     settings.load_profile("new" if config.getoption("-m") == "soak" else "same")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: nobody looks through it for garbage, neither on the way, a third of the time, nor in any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

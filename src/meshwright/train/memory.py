@@ -124,22 +124,25 @@ def _fill(watch: Watch, roots: Any) -> None:
     watch.seconds = max(ended - began, 1) / 1e9
     made: dict[int, bool] = {}
     now = {True: 0, False: 0}
-    highest: dict[int, Moment] = {}
+    peak, highest = (began, 0, 0), dict[int, tuple[int, int, int]]()
     for change in changes:
         within = made.pop(change.address, False) if change.size < 0 else change.within
         if change.size > 0:
             made[change.address] = within
         now[within] += change.size
         total = now[True] + now[False]
-        moment = Moment(at=(change.at - began) / 1e9, activations=now[True], buffers=max(now[False], 0))  # what was there before may go
+        seen = (change.at, now[True], max(now[False], 0))  # what was there before may go
         if total > watch.peak:
-            watch.peak, watch.highest, watch.place = total, moment, change.place
+            watch.peak, peak, watch.place = total, seen, change.place
         part = int((change.at - began) * MOMENTS / (ended - began + 1))
         before = highest.get(part)
-        if before is None or before.activations + before.buffers < total:
-            highest[part] = moment
+        if before is None or before[1] + before[2] < total:
+            highest[part] = seen
     watch.kept = now[True] + now[False]
-    watch.moments = [highest[part] for part in sorted(highest)]
+    watch.highest, *watch.moments = (
+        Moment(at=(at - began) / 1e9, activations=activations, buffers=buffers)
+        for at, activations, buffers in (peak, *(highest[part] for part in sorted(highest)))
+    )
 
 
 def _changes(roots: Any, device: str) -> Iterator[_Change]:
