@@ -44,7 +44,6 @@ def hugging_face(kind: str, layers: int) -> tuple[nn.Module, Layer]:
 
 
 def compiled_bytes(model: nn.Module, dtype: torch.dtype, lean: bool) -> float:
-    torch._dynamo.reset()
     anatomy = read(model, lend=True)
     for index in range(anatomy.count):
         block: Any = model.get_submodule(anatomy.block(index))
@@ -60,6 +59,7 @@ def compiled_bytes(model: nn.Module, dtype: torch.dtype, lean: bool) -> float:
 def test_a_compiled_block_keeps_what_the_planner_counts(name: str, dtype: torch.dtype, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compiled.SWITCH, CUTTER)
     make = hugging_face if name.startswith("hf-") else reference
+    torch._dynamo.reset()  # once: blocks of both models are compiled as one
     kept = [compiled_bytes(make(name.removeprefix("hf-"), layers)[0], dtype, lean) for layers in (1, 2)]
     layer, size = make(name.removeprefix("hf-"), 2)[1], dtype.itemsize
     fixed = {what: getattr(layer, f"{what}_fixed_split") + getattr(layer, f"{what}_fixed_whole") for what in ("derived", "fused")}
