@@ -78,7 +78,7 @@ def gradients(kind: str, plan: str, times: int = 1) -> dict[str, torch.Tensor] |
 @pytest.mark.parametrize("kind", ["moved", "set", "hidden"])
 def test_what_is_made_again_reads_buffers_as_they_were_in_its_pass(ranks: Any, kind: str, around: str) -> None:
     world = 1 if around.startswith("dp1") else 2
-    plain = ranks.run(world, gradients, kind, around)[0]
+    plain = ranks.once(world, gradients, kind, around)[0]
     for way in ("rc-layer", "rc-operations", "rc-layer1-operations.off-activations"):
         kept = ranks.run(world, gradients, kind, f"{around}.{way}")[0]
         assert plain.keys() == kept.keys() and all(torch.equal(plain[name], kept[name]) for name in plain), way
@@ -86,14 +86,14 @@ def test_what_is_made_again_reads_buffers_as_they_were_in_its_pass(ranks: Any, k
 
 @pytest.mark.parametrize("way", ["rc-layer", "rc-operations"])
 def test_blocks_that_run_twice_in_a_pass_read_what_each_time_moved(ranks: Any, way: str) -> None:
-    plain, kept = (ranks.run(1, gradients, "moved", plan, 2)[0] for plan in ("dp1.mb4", f"dp1.mb4.{way}"))
+    plain, kept = ranks.once(1, gradients, "moved", "dp1.mb4", 2)[0], ranks.run(1, gradients, "moved", f"dp1.mb4.{way}", 2)[0]
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
 
 @pytest.mark.parametrize("kind", ["inside", "inside-old", "around"])
 @pytest.mark.parametrize("way", ["rc-selective", "rc-operations", "rc-layer", "off-activations"])
 def test_models_that_checkpoint_themselves_train_under_every_recompute(ranks: Any, kind: str, way: str) -> None:
-    plain, kept = (ranks.run(1, gradients, kind, plan)[0] for plan in ("dp1.mb4", f"dp1.mb4.{way}"))
+    plain, kept = ranks.once(1, gradients, kind, "dp1.mb4")[0], ranks.run(1, gradients, kind, f"dp1.mb4.{way}")[0]
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
 
@@ -126,7 +126,7 @@ def said_in_training(kind: str, plan: str = "pp2.mb4") -> str:
 
 @pytest.mark.parametrize("kind", ["forces", "slopes"])
 def test_gradients_inside_a_forward_are_taken_for_none_of_its_own_where_those_are_put_off(ranks: Any, kind: str) -> None:
-    plain = ranks.run(1, gradients, kind, "dp1.mb4")[0]
+    plain = ranks.once(1, gradients, kind, "dp1.mb4")[0]
     found = ranks.run(2, gradients, kind, "pp2.mb4")[0]
     assert all(torch.allclose(plain[name], found[name], atol=1e-6) for name in plain if not name.endswith("mean"))
     assert "takes gradients inside of its forward" in ranks.run(2, said_in_training, kind, "pp2.mb4.zb1")[0]
@@ -134,7 +134,7 @@ def test_gradients_inside_a_forward_are_taken_for_none_of_its_own_where_those_ar
 
 @pytest.mark.parametrize("way", ["rc-layer", "rc-operations", "off-activations"])
 def test_gradients_by_torch_func_inside_a_block_are_refused_in_one_line_where_others_keep(ranks: Any, way: str) -> None:
-    assert isinstance(ranks.run(1, gradients, "func", "dp1.mb4")[0], dict)
+    assert isinstance(ranks.once(1, gradients, "func", "dp1.mb4")[0], dict)
     assert ranks.run(1, gradients, "func", f"dp1.mb4.{way}")[0].startswith("this block takes gradients by torch.func")
 
 

@@ -38,7 +38,7 @@ def made(name: str, plan: str, precision: str, folder: str) -> Trainer:
 def bit_for_bit(ranks: Any, folder: Any, name: str, plan: str, precision: str, way: str) -> list[tuple[dict[str, int], dict[str, int]]]:
     """What each rank holds without and with `way`, of runs that are the same to the bit and leave no files."""
     world = parse_plan(plan).world
-    here = ranks.run(world, trained, name, plan, precision, str(folder))
+    here = ranks.once(world, trained, name, plan, precision, "")
     away = ranks.run(world, trained, name, f"{plan}.off-{way}", precision, str(folder))
     for (losses, weights, _), (others, theirs, _) in zip(here, away, strict=True):
         assert losses == others

@@ -93,7 +93,7 @@ def test_beside_a_device_with_memory_of_its_own_a_run_is_bit_for_bit_the_run_wit
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
     world = parse_plan(plan).world
-    here = ranks.run(world, trained, name, plan, precision, str(tmp_path), False)
+    here = ranks.once(world, trained, name, plan, precision, "", False)
     away = ranks.run(world, trained, name, f"{plan}.off-{way}", precision, str(tmp_path), True)
     for (losses, weights, _, _, _), (others, theirs, moved, _, on_host) in zip(here, away, strict=True):
         assert losses == others

@@ -88,7 +88,7 @@ def test_an_element_is_rounded_alike_wherever_it_lies() -> None:
 
 @pytest.mark.parametrize("plan", ["dp2.tp2.z3", "pp2"])
 def test_pure_bfloat16_rounds_as_one_device_does_bit_for_bit(ranks: Any, plan: str) -> None:
-    alone = ranks.run(1, update_with, "dp1", recipe("bf16-pure"), 3)[0]
+    alone = ranks.once(1, update_with, "dp1", recipe("bf16-pure"), 3)[0]
     found = ranks.run(parse_plan(plan).world, update_with, plan, recipe("bf16-pure"), 3)[0]
     assert equal(alone, found)
 
@@ -121,7 +121,7 @@ def test_going_on_from_a_checkpoint_is_never_having_stopped(ranks: Any, tmp_path
     ids=str,
 )
 def test_lossy_recipes_stay_near_float32_and_hold_the_bytes_that_they_say(ranks: Any, chosen: Recipe, far: float) -> None:
-    exact, found = ranks.run(2, train, "dp2.z1", recipe("fp32"), 4)[0], ranks.run(2, train, "dp2.z1", chosen, 4)[0]
+    exact, found = ranks.once(2, train, "dp2.z1", recipe("fp32"), 4)[0], ranks.run(2, train, "dp2.z1", chosen, 4)[0]
     for mine, other in zip(found["losses"], exact["losses"], strict=True):
         assert abs(mine / other - 1) <= far
     weights = exact["bytes"]["parameters"] // 4
