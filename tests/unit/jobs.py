@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, TypeVar
+
+import pytest
 
 from meshwright.intake.clusters import read_cluster
 from meshwright.intake.models import read_model
@@ -112,6 +116,22 @@ def named_job(model: str, on: str, batch: int, sequence: int, precision: str = "
     """A job by names of the catalog."""
     workload = Workload(batch=batch, sequence=sequence, precision=precision)
     return Job(model=read_model(model), cluster=read_cluster(on), workload=workload, pins=pins or {})
+
+
+@contextmanager
+def answering_once(module: ModuleType, name: str) -> Iterator[dict[str, Any]]:
+    """`module.name` answers equal questions about a job once: of several tests that ask the same of a large job, the search takes longest."""
+    asked, answers = getattr(module, name), dict[str, Any]()
+
+    def answer(job: Job, *more: Any, **named: Any) -> Any:
+        key = f"{job.to_json()} {more} {named}"
+        if key not in answers:
+            answers[key] = asked(job, *more, **named)
+        return answers[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, answer)
+        yield answers
 
 
 CANONICAL = {

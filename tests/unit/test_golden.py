@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,40 @@ from typing import Any
 import pytest
 from jobs import CANONICAL, named_job
 
+from meshwright.search.answer import Answer
 from meshwright.search.rank import search
+from meshwright.simulate.run import simulate
 
 FOLDER = Path(__file__).parent / "golden" / "plans"
+
+
+@functools.cache
+def found(name: str) -> Answer:
+    """Of a canonical job, asked once."""
+    return search(named_job(*CANONICAL[name]), top=3)
 
 
 def answer(name: str) -> dict[str, Any]:
     """What is kept of a job's answer: the job, the first three plans by name, the size of the space."""
     model, cluster, batch, sequence, precision = CANONICAL[name]
-    found = search(named_job(model, cluster, batch, sequence, precision), top=3)
     return {
         "job": {"model": model, "cluster": cluster, "batch": batch, "sequence": sequence, "precision": precision},
-        "plans": [entry.name for entry in found.plans],
-        "considered": found.considered,
+        "plans": [entry.name for entry in found(name).plans],
+        "considered": found(name).considered,
     }
 
 
 @pytest.mark.parametrize("name", CANONICAL)
 def test_the_plans_of_a_canonical_job_are_the_golden_ones(name: str) -> None:
     assert answer(name) == json.loads((FOLDER / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", CANONICAL)
+def test_the_best_plans_of_the_canonical_jobs_take_within_two_percent_of_the_estimate(name: str) -> None:
+    """When they are played."""
+    for entry in found(name).plans:
+        seconds = simulate(named_job(*CANONICAL[name]), entry.plan).seconds
+        assert seconds == pytest.approx(entry.estimate.time.step, rel=0.02), entry.plan.name
 
 
 def test_every_golden_file_is_of_a_canonical_job() -> None:

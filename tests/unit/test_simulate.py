@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import CANONICAL, cluster, decoder, named_job, quickest, small_job
+from jobs import cluster, decoder, named_job, quickest, small_job
 
 import meshwright as mw
 from meshwright.base.errors import InputError
@@ -23,7 +23,6 @@ from meshwright.cost.price import Pricer
 from meshwright.report.simulation import simulation_data, simulation_text
 from meshwright.report.trace import trace
 from meshwright.schedules import orders, play
-from meshwright.search.rank import search
 from meshwright.simulate import step
 from meshwright.simulate.durations import Durations, Ending, Piece, Stage, durations
 from meshwright.simulate.events import Clock, Work
@@ -134,13 +133,6 @@ def test_a_pipeline_of_equal_stages_takes_what_the_estimate_says(schedule: str, 
     for rounds in (1, 3):
         played = simulate(even_job(pp, rounds * pp), f"pp{pp}.{schedule}")
         assert played.seconds == pytest.approx(played.estimate.time.step, rel=1e-9)
-
-
-@pytest.mark.parametrize("name", CANONICAL)
-def test_the_best_plans_of_the_canonical_jobs_take_within_two_percent_of_the_estimate(name: str) -> None:
-    job = named_job(*CANONICAL[name])
-    for entry in search(job, 3).plans:
-        assert simulate(job, entry.plan).seconds == pytest.approx(entry.estimate.time.step, rel=0.02), entry.plan.name
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import cluster, named_job, small_job
+from jobs import answering_once, cluster, named_job, small_job
 from test_search import small_jobs
 
 from meshwright.base.errors import InputError, MeshwrightError, NothingFits
@@ -22,7 +22,7 @@ from meshwright.cost.box import Box
 from meshwright.report.text import WIDTH, columns_of
 from meshwright.report.why import against_text
 from meshwright.search import rank
-from meshwright.search.answer import Objective
+from meshwright.search.answer import Entry, Objective
 from meshwright.search.caution import TIGHT_GAIN, ahead_by
 from meshwright.search.explain import explain
 from meshwright.search.near import NoPlanFits
@@ -88,17 +88,25 @@ def test_a_plan_over_a_link_to_the_host_that_was_not_measured_comes_first_only_w
     group = job.cluster.groups[0].but(host_memory=2.0 * job.cluster.groups[0].host_memory)
     job = job.but(cluster=job.cluster.but(groups=(group,)))
     measured = job.but(cluster=job.cluster.but(groups=(group.but(host_update=constants.HOST_UPDATE),)))
-    leaning, certain = search(measured, 1).chosen, search(job, 1).chosen
+    leaning, answer = search(measured, 1).chosen, search(job, 1)
+    certain = answer.chosen
     assert leaning.plan.offload and not certain.plan.offload
     assert 0 < certain.estimate.time.step / leaning.estimate.time.step - 1 < TIGHT_GAIN
     found = why_not(job, certain, leaning.name, leaning.plan)
-    assert found.outcome == Outcome.unmeasured and "nobody has measured" in against_text(search(job, 1), found).replace("\n", " ")
+    assert found.outcome == Outcome.unmeasured and "nobody has measured" in against_text(answer, found).replace("\n", " ")
+
+
+@functools.cache
+def large() -> tuple[Job, Entry]:
+    """A large job, and the plan that is chosen for it."""
+    job = named_job("llama-65b", "8x8:a100-40gb", 512, 2048)
+    return job, search(job, 1).chosen
 
 
 def test_a_plan_that_another_objective_left_behind_is_not_said_to_be_too_uncertain() -> None:
     """Five times as fast is no too little, whether or not anybody has measured the link that it leans on."""
-    job = named_job("llama-65b", "8x8:a100-40gb", 512, 2048)
-    fast, roomy = search(job, 1).chosen, search(job, 1, Objective.headroom)
+    job, fast = large()
+    roomy = search(job, 1, Objective.headroom)
     assert fast.plan.offload and roomy.chosen.estimate.time.step > 4 * fast.estimate.time.step
     assert why_not(job, roomy.chosen, fast.name, fast.plan).outcome == Outcome.faster
 
@@ -106,8 +114,7 @@ def test_a_plan_that_another_objective_left_behind_is_not_said_to_be_too_uncerta
 @pytest.mark.parametrize("gained", [1.03, 1.08, 1.15])
 def test_a_plan_is_said_to_be_passed_over_by_as_much_as_decides(gained: float) -> None:
     """One that is tight and leans on an unmeasured link has to be 10.25 % faster, not 5."""
-    job = named_job("llama-65b", "8x8:a100-40gb", 512, 2048)
-    entry = search(job, 1).chosen
+    job, entry = large()
     certain = entry.but(plan=entry.plan.but(offload=(), offload_share=100), estimate=entry.estimate.but(verdict=Fits.fits))
     leaning = entry.estimate.but(verdict=Fits.tight, time=entry.estimate.time.but(step=entry.estimate.time.step / gained))
     by = ahead_by(job, (certain.plan, certain.estimate), (entry.plan, leaning))
@@ -148,16 +155,8 @@ def test_every_rule_that_a_plan_breaks_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def searched_once() -> Iterator[None]:
-    """The commands below ask the same of one large job, and the search takes longest: it answers once."""
-    answers: dict[str, Any] = {}
-
-    def answer(job: Job, *more: Any) -> Any:
-        key = f"{job.to_json()} {more}"
-        answers[key] = answers.get(key) or search(job, *more)
-        return answers[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank, "search", answer)
+    """The commands below ask the same of one large job."""
+    with answering_once(rank, "search") as answers:
         yield
     assert len(answers) == 1
 
