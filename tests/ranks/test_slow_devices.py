@@ -78,9 +78,12 @@ def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(n
     out, fewer, gained, back, again, _ = decided
     assert (out.ranks, out.slots, fewer.plan, back.slots, again.plan) == ((1,), (1,), PLANS[3], (1,), PLANS[4])
     assert out.predicted > 2.0 and gained.measured > 0.0 and gained.predicted == out.predicted
+    without, within = (
+        event.step for event in found if event.kind == "recovery"
+    )  # the last steps before: ranks may be ahead of what was heard of them
     devices = trained(folder)
-    assert all(set(devices[step]) == {0, 1, 2, 3} for step in (*range(1, out.step), *range(again.step + 1, steps + 1)))
-    assert all(set(devices[step]) == {0, 2, 3} for step in range(fewer.step + 1, again.step + 1))
+    assert all(set(devices[step]) == {0, 1, 2, 3} for step in (*range(1, without + 1), *range(within + 1, steps + 1)))
+    assert all(set(devices[step]) == {0, 2, 3} for step in range(without + 1, within + 1)) and without < within
     slow_steps = [step for step, by_device in devices.items() if any(by_device.values())]
-    assert slow_steps and min(slow_steps) > 8 and max(slow_steps) <= fewer.step, "no step waits for it once it is out"
+    assert slow_steps and min(slow_steps) > 8 and max(slow_steps) <= without, "no step waits for it once it is out"
     assert not any(event.lost for event in found)
