@@ -1,4 +1,4 @@
-"""What is found by structure beside the tensor-parallel plan that transformers' configurations carry: the same layers, or a reason."""
+"""What is found by structure in every family, beside the tensor-parallel plan that transformers' configurations carry: the same layers, or a reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 from families import FAMILIES, build_family
-from test_families import anatomy_of
+from test_families import IN_PART, anatomy_of
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -17,6 +17,14 @@ EXPLAINED = {
     "deepseek-v3": "latent attention, which they leave whole, is shared by heads here",
 }
 """Families that differ, and why."""
+
+
+def test_every_family_is_cut_at_attention_and_feed_forward_or_says_what_stays_whole() -> None:
+    for name in FAMILIES:
+        found = anatomy_of(name)
+        assert len(found.regions) == IN_PART.get(name, 4), (name, found.understood)
+        whole = any("stay whole" in line for line in found.understood)
+        assert whole == (name in IN_PART and name not in ("t5", "albert")), (name, found.understood)
 
 
 def differing(name: str) -> dict[str, tuple[str | None, str | None]] | None:

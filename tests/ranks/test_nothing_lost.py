@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from equality import SIZES, make_optimizer
+from equality import SIZES, make_optimizer, read_once
 
 from meshwright.base.errors import InputError
 from meshwright.models.registry import build
@@ -28,7 +28,7 @@ def build_deep(layers: int = LAYERS) -> Any:
 
 def held(plan: str) -> dict[str, int]:
     """Elements of each parameter that all ranks together would save, each once."""
-    trainer = parallelize(build_deep(), make_optimizer, plan)
+    trainer = parallelize(build_deep(), make_optimizer, plan, anatomy=read_once("ten layers", build_deep))
     mine = [(item.piece.name, item.data.numel()) for item in state.weight_pieces(trainer.engine, saving=True)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
