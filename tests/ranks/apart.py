@@ -16,7 +16,9 @@ def ip(*words: str, command: str = "ip") -> bool:
 
 def joined() -> Iterator[str]:
     """The name of the namespace; the ends of the link are called after it, a here and b there."""
-    name = f"mw{os.getpid() % 10000}"
+    name = f"mw{os.getpid()}"
+    for what, left in (("link", f"{name}a"), ("netns", name)):  # by a process of this number that was killed
+        ip(what, "del", left)
     if not ip("netns", "add", name):
         pytest.skip("this needs the right to make network namespaces")
     try:

@@ -8,22 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from ports import connected
 from test_cluster import children, need_networks
 from test_train_run import JOB, environment, furnished, losses, wait_for_step
 from test_train_supervisor import gone
 
 from meshwright.checkpoint.folder import newest
 from meshwright.checkpoint.manifest import step_of
-from meshwright.emulate.run import PORT
 
 HOLDING = """
 import os, time
-fsync, dup2 = os.fsync, os.dup2
+fsync, dup2, process_time = os.fsync, os.dup2, time.process_time
 def name():
     with open("/proc/self/comm") as file:
         return file.read().strip()
@@ -40,9 +37,14 @@ def started(*handles, **more):
     if name() == "mesh-rank-1":
         hold("start")
     return dup2(*handles, **more)
-os.fsync, os.dup2 = flushed, started
+def timed():
+    if os.environ.get("RANK") == "0":
+        hold("measure")
+    return process_time()
+os.fsync, os.dup2, time.process_time = flushed, started, timed
 """
-"""Every process of a command stands still where a file says so: the ranks in a save of their own, who writes one beside them, or the second rank when it starts."""
+"""A process of a command stands still where a file says so: ranks in a save of their own, who writes one beside them, the second rank when it starts, or
+the first one of another launcher when all are there and it begins to measure."""
 PAGE = ("plan", "--model", "llama-65b", "--cluster", "8x8:a100-80gb", "--batch", "512", "--seq", "2048", "--page", "page.html")
 EMULATE = ("emulate", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable, "-m", "meshwright.cli.main")
 
@@ -169,27 +171,17 @@ def test_a_request_to_stop_before_there_is_a_step_to_save_is_one_line_that_says_
     assert not list((place / "cache").glob("clusters/*"))
 
 
-def has_joined(rank: str, emulator: int) -> bool:
-    """Whether this rank of an emulated cluster is connected to where its ranks meet."""
-    for pid in children(emulator):
-        with suppress(OSError):
-            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                return connected(pid, int(PORT))
-    return False
-
-
 @pytest.mark.parametrize(
     "command",
     [
         pytest.param(("probe", "--save", "best.json"), id="probe"),
-        pytest.param(("plan", "--trials", "3", "--save", "best.json"), id="plan"),
+        pytest.param(("plan", "--cluster", "local:2", "--trials", "3", "--save", "best.json"), id="plan"),
     ],
 )
 def test_ranks_of_another_launcher_end_together_and_one_of_them_says_why(place: Path, command: tuple[str, ...]) -> None:
     need_networks()
-    process = start(place, *EMULATE, *command)
-    wait_for_line("measuring" if command[0] == "probe" else "trial", process)
-    wait_until(lambda: has_joined("1", process.pid), process)  # it says nothing when it comes
+    process = start(place, *EMULATE, *command, hold="measure")
+    wait_for_hold(place, "measure", process)
     process.send_signal(signal.SIGINT)
     code, lines = ended(place, process)
     early = "before all was measured" if command[0] == "probe" else "during trials, of which nothing is kept"

@@ -14,8 +14,8 @@ from typing import Any
 from meshwright.base.errors import Interrupted, MeshwrightError
 from meshwright.base.signals import hearing
 
-SETTLE = 1.0
-"""Seconds in which a launcher's request reaches the ranks one after the other."""
+SETTLE = 5.0
+"""Seconds in which a launcher's request reaches the ranks one after the other, also where the launcher has to wait for a core."""
 
 
 @contextmanager
