@@ -85,6 +85,12 @@ def prices(on: Mapping[int, Pricer], box: Box) -> dict[int, Prices]:
     return {group: pricer.price_ranks(box, pricer.ranks(box, each=True)) for group, pricer in on.items()}
 
 
+def _times(pricer: Pricer, box: Box) -> Seconds:
+    """Of every pipeline rank, without its memory."""
+    ranks = pricer.ranks(box, each=True)
+    return pricer.seconds(box, ranks, pricer.states(box, ranks))
+
+
 def chosen(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
     """Of each rank the part that its group says, over AXES; parts of one row are the same for all ranks."""
     return np.concatenate([part[rank : rank + 1] if len(part := parts[group]) > 1 else part for rank, group in enumerate(placement)])
@@ -92,7 +98,7 @@ def chosen(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
 
 def seconds(on: Mapping[int, Pricer], placement: Sequence[int], box: Box, said: Mapping[int, Prices] | None = None) -> Seconds:
     """Parts of a step of the pipeline."""
-    found = {group: price.seconds for group, price in (said or prices(on, box)).items()}
+    found = {group: said[group].seconds if said else _times(pricer, box) for group, pricer in on.items()}
     shape = np.broadcast_shapes(*(it.each.shape for it in found.values()))
     rows = {
         group: [np.broadcast_to(part, np.broadcast_shapes(part.shape, shape)) for part in it[:PER_MICRO_BATCH]]
