@@ -21,6 +21,8 @@ from meshwright.train.trainer import parallelize
 SMALL = {"layers": 4, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 1024, "seq": 128}
 LEARNED = {"mlp": "gelu", "norm": "ln", "linear_bias": True, "pos": "learned", "tied_embeddings": True}
 MODELS: dict[str, dict[str, Any]] = {"llama": {"kind": "llama", **SMALL}, "gpt2": {"kind": "gpt2", **SMALL, **LEARNED}}
+OTHERS = {"hf-llama": MODELS["llama"], "hf-gpt2": {**MODELS["gpt2"], "ffn": 512, "mlp": "gelu_new"}}
+"""Of transformers, whose GPT-2 writes its gelu out."""
 BATCH = 16
 CONTEXT = ("cp2.mb16", "cp2.mb8.rc-operations", "cp2.rc-layer", "cp2.mb16.ulysses", "cp2.mb16.rc-layer.ulysses", "cp4.mb4")
 PLANS = (
@@ -36,6 +38,7 @@ PLANS = (
     "pp2.interleaved2",
     "pp2.mb4.interleaved2",
     "dp2.tp2.z3.rc-layer",
+    *(KEEPING := ("pp2.mb4.zb1", "pp2.mb8.zb1", "pp4.mb4.zb1", "pp4.mb8.zb1")),
     "pp2.mb4.zb1.rc-layer",
     "pp2.mb4.zb1.rc-operations",
     "pp2.mb4.zb1.rc-layer1-operations",
@@ -63,6 +66,7 @@ OF_GPT2 = (
     "pp2",
     "pp2.interleaved2",
     "pp2.mb4.interleaved2",
+    *KEEPING,
     "pp2.mb4.zb1.rc-layer",
     "pp2.mb4.zb1.rc-operations1",
     *CONTEXT,
@@ -75,16 +79,29 @@ TIED = tuple(f"dp2{size}.z{zero}" for zero in (2, 3) for size in ("", ".mb2", ".
 """Of it all numbers of micro-batches where gradients are reduced in units of unlike lengths: 8, 4, 2 and 1."""
 
 
+def made(model: str) -> torch.nn.Module:
+    if model in MODELS:
+        return build(MODELS[model])
+    import transformers
+
+    sizes = {"vocab_size": SMALL["vocab"], "use_cache": False}
+    if model == "hf-gpt2":
+        shape = {"n_embd": SMALL["hidden"], "n_layer": SMALL["layers"], "n_head": SMALL["heads"], "n_positions": SMALL["seq"]}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    shape = {"hidden_size": SMALL["hidden"], "num_hidden_layers": SMALL["layers"], "num_attention_heads": SMALL["heads"]}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, intermediate_size=SMALL["ffn"], **sizes))
+
+
 def most_and_buffer(model: str, plan: str, precision: str) -> tuple[float, int]:
     """Of the second step, on every rank: what is held after it, and what came and went above that. And the bytes of the largest buffer of whole
     gradients at ZeRO 2 and 3: ranks that keep in step need one less of them than ranks that do not."""
     torch.manual_seed(0)
     trainer = parallelize(
-        build(MODELS[model]),
+        made(model),
         lambda parameters: torch.optim.AdamW(parameters, fused=True),
         plan,
         precision=precision,
-        anatomy=read_once(f"peak of {model}", functools.partial(build, MODELS[model])),
+        anatomy=read_once(f"peak of {model}", functools.partial(made, model)),
     )
     ids = torch.randint(SMALL["vocab"], (BATCH, SMALL["seq"]), generator=torch.Generator().manual_seed(1))
     trainer.step({"input_ids": ids, "labels": ids})  # the third takes what the second does
@@ -111,11 +128,16 @@ def expected(model: str, plan: str, precision: str) -> float:
 
     chosen = parse_plan(plan)
     workload = Workload(batch=BATCH, sequence=SMALL["seq"], precision=precision)
-    job = Job(model=model_spec(model, Sizes(**MODELS[model])), cluster=read_cluster(f"1x{chosen.world}:cpu"), workload=workload)
+    job = Job(
+        model=model_spec(model, Sizes(**{**MODELS, **OTHERS}[model])), cluster=read_cluster(f"1x{chosen.world}:cpu"), workload=workload
+    )
     return estimate(job, chosen).memory.total
 
 
-@pytest.mark.parametrize(("model", "plan"), [*(("llama", plan) for plan in PLANS), *(("gpt2", plan) for plan in OF_GPT2)])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [*(("llama", plan) for plan in PLANS), *(("gpt2", plan) for plan in OF_GPT2), *((model, plan) for model in OTHERS for plan in KEEPING)],
+)
 def test_the_fullest_rank_allocates_what_the_estimate_says(ranks: Any, model: str, plan: str) -> None:
     from meshwright.spec.plan import parse_plan
 

@@ -23,7 +23,8 @@ def fullest(schedule: Schedule, turns: int, pp: int, rank: int, count: int, held
     """Layers kept at the fullest moment, when virtual stage k of the rank has `held[k]` equal layers."""
     order = Order(schedule, turns, (1,) * (pp * turns))
     kind = Kind(rank, 1, np.array(held)[:, None], ())
-    _, layers = moments(order, pp, kind, np.array([count]))
+    _, kept, late = moments(order, pp, kind, np.array([count]))
+    layers = kept + late
     return float(layers[0, :, 0].max())
 
 
@@ -51,7 +52,7 @@ def test_where_w_is_apart_what_is_kept_until_w_is_what_the_order_holds(
         assert fullest(schedule, turns, pp, rank, count, held[:turns]) == exact
         rows = tuple(" ".join(map(str, row)) for row in orders(schedule, pp, turns, count))
         listed = Order(Schedule.actions, turns, (1,) * (pp * turns), True, rows)
-        _, layers = moments(listed, pp, Kind(rank, 1, np.array(held[:turns])[:, None], ()), np.array([count]))
+        _, layers, _ = moments(listed, pp, Kind(rank, 1, np.array(held[:turns])[:, None], ()), np.array([count]))
         assert layers.max() <= exact <= layers.max() + max(held)
 
 

@@ -6,12 +6,13 @@ each needs some room of its own. Micro-batches alive, p ranks, v virtual stages,
     gpipe        m
     1f1b         min(m, p - r)
     interleaved  what min(m v, 2 (p - r - 1) + (v - 1) p + k) forwards made, less what k - 1 backwards freed
-    zb1          min(m, p) of blocks; of vocabulary, head and blocks that recompute, whose weights are not put off, min(m, p - r)
+    zb1          min(m, p - r); of blocks, but for those that recompute, min(m, p) - min(m, p - r) more wait for W
     zbv          down and up stage: min(m, 2p - r - 1) and min(m, r + 1) when the up one runs backward, min(m, 2p - r) and r when the down one does
     dualpipev    2p - r and r + 1
     actions      what the plan's own list holds
 
-Where W is apart, a layer is held until W: its input and the gradient of its output take about what it kept for backward.
+Where W is apart, the inputs of a layer's products and the gradients of their outputs are held until W. On ranks laid as a V they are taken as what
+the layer kept: there W follows B at once wherever a rank is fullest.
 
 [Note: moments] Interleaved backwards go through the stages of a rank p at a time, last stage first. Alive numbers change evenly within such
 a phase, and only the stage whose backwards come next has gained since the phase began: it is enough to look where a phase begins. With
@@ -30,8 +31,8 @@ from meshwright.schedules.action import Kind as Action
 from meshwright.schedules.action import parse_action
 from meshwright.spec.plan import Schedule
 
-Moments = tuple[Array, Array]
-"""Entries whose layer runs backward (..., moments), layers of each entry that keep a share then (..., moments, entries)."""
+Moments = tuple[Array, Array, Array]
+"""Entries whose layer runs backward (..., moments), layers of each entry that keep a share then, and that wait for W (..., moments, entries)."""
 
 
 def moments(order: Order, pp: int, kind: Kind, micro_batches: Array, blocks: Sequence[bool] = ()) -> Moments:
@@ -86,25 +87,24 @@ def _fuller(one: tuple[int, tuple[int, ...]], other: tuple[int, tuple[int, ...]]
 
 
 def _until_w(alive: Alive, kind: Kind, waits: Array, until_b: Array | None) -> Moments:
-    """What `waits` is freed by W, what does not by B, layer by layer as it walks back; on ranks laid as a V, W follows B at once where any such layer of
-    weight lies."""
-    running, rows = [], []
+    """What does not wait is freed by B, layer by layer as it walks back, and of what `waits` all but the inputs of products, for which gradients of their
+    outputs come; on ranks laid as a V, W follows B at once where any such layer of weight lies."""
+    running, rows, late = [], [], []
     for turn, counts in alive:
-        load = sum(
-            np.where(waits, count[:, None], count[:, None] if until_b is None else until_b[:, None]) * kind.layers[at]
-            for at, count in enumerate(counts)
-        )
+        load = sum((count if until_b is None else until_b)[:, None] * kind.layers[at] for at, count in enumerate(counts))
+        behind = 0 if until_b is None else (counts[0] - until_b)[:, None] * kind.layers[turn]
         for entry in np.flatnonzero(kind.layers[turn]).tolist():
-            freed = np.where(~waits & (np.arange(len(waits)) > entry), kind.layers[turn], 0)
+            through = np.where(np.arange(len(waits)) > entry, kind.layers[turn], 0)
             running.append(np.full(len(counts[0]), entry))
-            rows.append(load - freed)
-    return np.stack(running, axis=1), np.stack(rows, axis=1)
+            rows.append(load - np.where(waits & (until_b is None), 0, through))
+            late.append(np.where(waits & (until_b is not None), behind + through, 0 * rows[-1]))
+    return np.stack(running, axis=1), np.stack(rows, axis=1), np.stack(late, axis=1)
 
 
 def in_rounds(found: Moments, pp: int, micro_batches: Array) -> Moments:
     """Those of interleaving, which are the same from two rounds of pp micro-batches on."""
     rounds = np.minimum(np.maximum(micro_batches // pp, 1), 2) - 1
-    return found[0][rounds], found[1][rounds]
+    return found[0][rounds], found[1][rounds], found[2][rounds]
 
 
 def _plain(order: Order, pp: int, kind: Kind, micro_batches: Array) -> Moments:
@@ -113,7 +113,8 @@ def _plain(order: Order, pp: int, kind: Kind, micro_batches: Array) -> Moments:
     present = np.flatnonzero(content)
     freed = np.where(np.arange(len(content)) > present[:, None], content, 0)
     count = micro_batches if order.schedule == Schedule.gpipe else np.minimum(micro_batches, pp - kind.rank)
-    return np.broadcast_to(present, (len(count), len(present))), count[:, None, None] * content - freed
+    rows = count[:, None, None] * content - freed
+    return np.broadcast_to(present, (len(count), len(present))), rows, 0 * rows
 
 
 def interleaved_alive(pp: int, virtual_stages: int, rank: int) -> Array:
@@ -134,7 +135,8 @@ def turns(order: Order, pp: int, kind: Kind) -> Moments:
     fullest = {0, *loads[1:].argmax(axis=0).tolist()}
     more = [walked for at in sorted(fullest) for walked in _walk(loads[1 + at], kind.layers[-1 - at])]
     cases = ((one * len(more))[: len(more)], more)
-    return np.array([[entry for entry, _ in case] for case in cases]), np.array([[row for _, row in case] for case in cases])
+    rows = np.array([[row for _, row in case] for case in cases])
+    return np.array([[entry for entry, _ in case] for case in cases]), rows, 0 * rows
 
 
 def _walk(load: Array, content: Array) -> list[tuple[int, Array]]:

@@ -22,8 +22,8 @@ Waits = tuple[bool, bool]
 
 
 class Fullest(NamedTuple):
-    """Moments at which a rank can be fullest: layers that keep a share then and, one of as many columns more, the layer that runs backward
-    (b, r, moments, 2 x columns); whether that is the one that ends in the loss (b, r, moments)."""
+    """Moments at which a rank can be fullest: layers that keep a share then; one of as many columns more, the layer that runs backward; and where W is apart,
+    in as many more, layers that wait for it (b, r, moments, 2 or 3 x columns); whether the one that runs ends in the loss (b, r, moments)."""
 
     layers: Array
     at_head: Array
@@ -76,13 +76,16 @@ class Held:
         heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in self.entries for _ in range(2 if again else 1)])
         waiting = [block and wait for block in blocks for wait in (waits if again else waits[1:])]
         found = [moments(self.order, self.pp, apart(kind, blocks, again) if again else kind, micro_batches, waiting) for kind in self.kinds]
-        fill, columns = np.arange(max(running.shape[1] for running, _ in found)), len(heads)
-        layers = np.zeros((len(micro_batches), len(found), len(fill), 2 * columns))
+        fill, columns = np.arange(max(running.shape[1] for running, _, _ in found)), len(heads)
+        groups = 2 + (self.order.schedule == Schedule.zb1)
+        layers = np.zeros((len(micro_batches), len(found), len(fill), groups * columns))
         at_head = np.zeros(layers.shape[:3], dtype=bool)
-        for r, (running, kept) in enumerate(found):
+        for r, (running, kept, late) in enumerate(found):
             pick = fill % running.shape[1]
             layers[:, r, :, :columns] = kept[:, pick]
-            layers[:, r, :, columns:] = running[:, pick, None] == np.arange(columns)
+            layers[:, r, :, columns : 2 * columns] = running[:, pick, None] == np.arange(columns)
+            if groups == 3:
+                layers[:, r, :, 2 * columns :] = late[:, pick]
             at_head[:, r] = heads[running[:, pick]]
         return Fullest(layers, at_head)
 

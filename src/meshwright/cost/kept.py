@@ -18,13 +18,13 @@ from meshwright.cost.context import on_the_way
 from meshwright.cost.pipeline import separate
 from meshwright.cost.setting import BLOCK, HEAD, Entry, Setting
 from meshwright.spec.model import Layer
-from meshwright.spec.plan import Recompute
+from meshwright.spec.plan import IN_BLOCKS, Recompute
 
 
 class Kept(NamedTuple):
     """Bytes that a layer keeps of one micro-batch until its backward, over (b, s): all of it, when it recomputes only what entered, of all of it
     the attention core, and what follows from the rest by cheap operations, with the most of it that is there at once when it is made again; what
-    it needs besides while it runs backward; and what it keeps, and needs then, more where its weights are put off."""
+    it needs besides while it runs backward; what it keeps, and needs then, more where its weights are put off; and what stays of it from there until W."""
 
     whole: Array
     entering: Array
@@ -33,6 +33,11 @@ class Kept(NamedTuple):
     at_once: Array
     passing: Array
     gates: Array
+    put_off: Array
+
+    def until_w(self, kinds: Sequence[Recompute]) -> Array:
+        """What is held between B and W where the layer does each of `kinds` (c), over (b, s, c): inputs of products and gradients of their outputs."""
+        return np.stack([0.0 * self.put_off if kind in IN_BLOCKS else self.put_off for kind in kinds], axis=-1)
 
     def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
         """What is kept, and needed besides, where the layer does each of `kinds` (c): over (b, s, c)."""
@@ -91,7 +96,13 @@ def kept(setting: Setting, entry: Entry, box: Box, tokens: Array) -> Kept:
         np.broadcast_to(at_once, shape),
         passing + gradient,
         np.broadcast_to(tokens[:, None] * (layer.fused_gates * size * (box.compile and not pieces)), shape),
+        tokens[:, None] * (split + whole) + copied - (fused if layer.routed else tokens[:, None] * _unread(layer, size, box.tp, divided)),
     )
+
+
+def _unread(layer: Layer, size: int, tp: int, divided: Array) -> Array:
+    """Bytes a token that no product reads, and that are gone by W; what else a product does not read (its output) has a gradient of its size in its place."""
+    return (layer.fused_split * size + layer.fused_fixed_split) / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
 
 
 def _fused(layer: Layer, size: int, tp: int, divided: Array) -> Array:
@@ -102,14 +113,14 @@ def _fused(layer: Layer, size: int, tp: int, divided: Array) -> Array:
 
 
 def set_apart(box: Box, layers: Sequence[Kept], table: Array, put_off: Array, each: int) -> Array | float:
-    """Bytes more at each moment of `table` (b, o, r, moments, columns twice) where the order puts the gradients of weights off, of the columns that `put_off`
+    """Bytes more at each moment of `table` (b, o, r, moments, columns as often as there are groups) where the order puts the gradients of weights off, of the columns that `put_off`
     says; over (b, o, r, moments, s x c), `each` of c."""
     apart = np.array([separate([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
     if not (box.compile and apart.any() and put_off.any()):
         return 0.0
     columns = len(put_off) // len(layers)
     more = np.stack([layer.gates for layer in layers for _ in range(columns)], axis=1) * put_off[:, None]
-    weights = np.concatenate([more, more], axis=1).repeat(each, axis=2)
+    weights = np.concatenate([more, more, 0.0 * more], axis=1)[:, : table.shape[4]].repeat(each, axis=2)
     return apart * (table.reshape(len(table), -1, table.shape[4]) @ weights).reshape(*table.shape[:4], -1)
 
 
@@ -128,7 +139,7 @@ def _chunked(setting: Setting, entry: Entry, box: Box, tokens: Array, whole: flo
     held = tokens[:, None] * whole + entry.largest(box.cut) * size
     shape = (len(tokens), len(box.sequence_parallel))
     none = np.zeros(shape)
-    return Kept(np.broadcast_to(held, shape), none, none, none, none, np.broadcast_to(passing, shape), none)
+    return Kept(np.broadcast_to(held, shape), none, none, none, none, np.broadcast_to(passing, shape), none, none)
 
 
 def host_copy(setting: Setting, layer: Layer, tp: int, tokens: Array) -> Array:

@@ -265,18 +265,19 @@ def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[
     length = max(each.at_head.shape[2] for each in at_once)
     fill = np.arange(length)
     wide = [each if each.at_head.shape[2] == length else Fullest(*(part[:, :, fill % part.shape[2]] for part in each)) for each in at_once]
-    table = stack([each.layers for each in wide], kinds=1)
+    most = max(each.layers.shape[3] for each in wide)
+    table = stack([_wider(each.layers, most) for each in wide], kinds=1)
     at_head = stack([each.at_head for each in wide], kinds=1)[..., None]
     kinds, rest = [choice.kind for choice in chosen], [choice.rest if choice.some else choice.kind for choice in chosen]
     never = [Recompute.none] * len(chosen)
-    pairs = [
-        each.when(which)
+    columns = len(layers) * (1 + some)
+    late = most > 2 * columns
+    groups = [
+        (*each.when(which), each.until_w(which)) if late else each.when(which)
         for each, entry in zip(layers, setting.entries, strict=True)
         for which in ((kinds, rest) if entry.is_block else (never, never))[: 1 + some]
     ]
-    keeps = np.stack([pair[0] for pair in pairs], axis=1)
-    live = np.stack([pair[1] for pair in pairs], axis=1)
-    weights = np.concatenate([keeps, live], axis=1).reshape(len(count), 2 * len(pairs), -1)
+    weights = np.concatenate([np.stack(group, axis=1) for group in zip(*groups, strict=True)], axis=1).reshape(len(count), most, -1)
     shape = (*table.shape[:4], weights.shape[2])
     plain = (table.reshape(len(count), -1, table.shape[4]) @ weights).reshape(shape)
     parts = len(box.sequence_parallel), len(chosen)
@@ -285,19 +286,27 @@ def _alive(setting: Setting, box: Box, layers: Sequence[Kept], chosen: Sequence[
     if not any(box.offload):
         return Alive(_fullest(moment, at_head, parts), _fullest(moment, ~at_head, parts), lift(0.0, ""), lift(0.0, ""))
     blocks = np.array([entry.is_block and not (part and behind) for entry in setting.entries for behind in range(1 + some)])
-    stays = 1.0 + (table[..., len(pairs) :] * blocks).sum(axis=-1, keepdims=True)
-    held = table[..., : len(pairs)] * blocks
+    stays = 1.0 + (table[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
+    held = table[..., :columns] * blocks
     goes = np.maximum(held - stays, 0.0)
-    resting, every = ((part.reshape(len(count), -1, len(pairs)) @ weights[:, : len(pairs)]).reshape(shape) for part in (goes, held))
+    resting, every = ((part.reshape(len(count), -1, columns) @ weights[:, :columns]).reshape(shape) for part in (goes, held))
     where = away(box)
     sent = where.activations + where.activations_files
     left = plain + set_apart(box, layers, table, waiting & ~blocks, len(chosen)) - resting  # what was fetched does not wait for W
+    if late:
+        behind = (table[..., 2 * columns :] * blocks).reshape(len(count), -1, columns)
+        left = left - (behind @ weights[:, 2 * columns :]).reshape(shape)
     head, others = (np.where(sent > 0, _fullest(left, which, parts), _fullest(moment, which, parts)) for which in (at_head, ~at_head))
     copied, passing, gone = (_fullest(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting))
     gone = gone if box.pp == 1 else copied  # the last block of a pass goes where another pass comes before its backward
     by_host = not setting.on_host and setting.host_memory > 0  # what goes to a file goes by the host's memory, where it is known
     pinned = where.activations_files * passing * by_host
     return Alive(head, others, where.activations * gone + pinned, where.activations_files * gone)
+
+
+def _wider(layers: Array, columns: int) -> Array:
+    """So many columns, the last of them zeros."""
+    return layers if layers.shape[3] == columns else np.pad(layers, ((0, 0),) * 3 + ((0, columns - layers.shape[3]),))
 
 
 def _fullest(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:
