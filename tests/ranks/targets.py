@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,21 @@ def until_stopped(channel: Channel, payload: dict) -> int:
     while not channel.stop or payload.get("deaf"):
         time.sleep(0.01)
     return 75
+
+
+def lose_then_tell(channel: Channel, payload: dict) -> int:
+    """Rank 0 loses a connection, at once; rank 2 says so a moment later, and rank 1, whose fault it is, tells when the supervisor has heard of it."""
+    heard = Path(payload["heard"])
+    if channel.rank == 0:
+        raise RuntimeError("Connection reset by peer")
+    while channel.rank == 1 and not heard.exists():
+        time.sleep(0.01)
+    if channel.rank == 1:
+        raise ValueError("hidden 100 is not divisible by 3 heads")
+    time.sleep(0.3)
+    channel.say("begin", pid=os.getpid())
+    time.sleep(600)
+    return 0
 
 
 def speak_and_go(channel: Channel, payload: dict) -> int:

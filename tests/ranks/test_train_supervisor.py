@@ -85,6 +85,20 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_signal_or_status(tmp_
     assert gone(tmp_path)
 
 
+def test_a_supervisor_that_was_not_let_run_hears_all_that_was_said_meanwhile_before_it_names_a_rank(tmp_path: Path) -> None:
+    """It named who had lost a connection, and not whose fault that was."""
+
+    def stand_still(rank: int, message: dict) -> None:
+        (tmp_path / "heard").touch()
+        while len(processes_of(tmp_path / "logs" / "rank-1.log")) > 0:
+            time.sleep(0.02)
+        time.sleep(2.0)
+
+    with pytest.raises(RankFailed, match=r"rank 1 of 3 on .*ValueError: hidden"):
+        supervise(tmp_path, "lose_then_tell", 3, {"heard": str(tmp_path / "heard")}, hear=stand_still)
+    assert gone(tmp_path)
+
+
 def test_a_crash_in_native_code_is_told_with_the_line_of_the_model_that_it_came_from(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of 3 on .*killed by SIGSEGV: .*under z3 such are weights read outside") as caught:
         supervise(tmp_path, "fail", 3, {"victim": 1, "how": "read"})

@@ -171,6 +171,9 @@ class Supervisor:
         if self._deadline is not None:  # a fault came between the request and its end
             now.tell(self._nursery, {"stop": self._asked[0]})
         while now.living and not self._killed:
+            heard = (
+                time.monotonic()
+            )  # whatever was said before this is known when the round judges, however long this process was not let run
             for event in self._nursery.events(TICK):
                 self._heed_others(event)
                 now.heed(event)
@@ -183,7 +186,7 @@ class Supervisor:
             if hung is not None:
                 self._silent = hung.silent
                 now.failures[hung.rank] = Failure(hung.rank, time.monotonic(), -signal.SIGKILL, words=hung.words)
-            if hung is not None or self._is_failed(now) or self._is_resized(now):
+            if hung is not None or self._is_failed(now, heard) or self._is_resized(now):
                 break
             slot = self._slots.due()
             if slot is not None and self.care.leaving is not None:
@@ -222,13 +225,13 @@ class Supervisor:
         if event.get("rank") == SCRIBE:
             self._writer.heed(event, self.generation, self._holdings)
 
-    def _is_failed(self, now: Generation) -> bool:
-        """Once it is known who failed; innocents, and whoever cannot be healed, get a moment to tell what they know."""
+    def _is_failed(self, now: Generation, heard: float) -> bool:
+        """Once it is known who failed; innocents, and whoever cannot be healed, get a moment to tell what they know, until `heard` at least."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._killed = True
         if not now.failures:
             return False
-        waited = time.monotonic() - min(failure.at for failure in now.failures.values())
+        waited = heard - min(failure.at for failure in now.failures.values())
         return waited > SETTLE or (now.guilty and self.care.retries > 0 and self._begun)
 
     def _is_resized(self, now: Generation) -> bool:
