@@ -20,8 +20,8 @@ BIN    := .venv/bin
 READY  := .venv/ready-$(shell { echo $(TORCH) "$(PYTHON)" "$(CURDIR)"; cat $(LOCK); } | cksum | cut -d' ' -f1)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Whole files of tests at the same time: half of the tests wait for ranks that compute, or for a fault to be noticed.
-SIDES  := -n logical --maxprocesses 4 --dist loadfile
+# Whole files of tests at the same time; how many, tests/conftest.py says.
+SIDES  := -n auto --dist loadfile
 
 .PHONY: train test check soak bench bench-cluster docs gpu-check lock setup clean
 .SILENT:

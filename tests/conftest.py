@@ -26,6 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("new" if config.getoption("-m") == "soak" else "same")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, four at most: half of the tests wait for ranks that compute, or for a fault to be noticed."""
+    return min((os.cpu_count() or 1) + 1, 4)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported and collected stays: nobody looks through it for garbage, neither on the way, a third of the time, nor in any test."""
