@@ -124,6 +124,10 @@ class Generation:
                 if event["event"] == "ended" and event["generation"] == self.number:
                     self.living.pop(event["rank"], None)  # we killed it: no failure of its own
 
+    def waited(self, until: float) -> float:
+        """Seconds from the first failure that was heard of, 0 where there is none."""
+        return max((until - failure.at for failure in self.failures.values()), default=0.0)
+
     @property
     def guilty(self) -> bool:
         """Whether a failure is there that no other one explains."""

@@ -229,10 +229,7 @@ class Supervisor:
         """Once it is known who failed; innocents, and whoever cannot be healed, get a moment to tell what they know, until `heard` at least."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._killed = True
-        if not now.failures:
-            return False
-        waited = heard - min(failure.at for failure in now.failures.values())
-        return waited > SETTLE or (now.guilty and self.care.retries > 0 and self._begun)
+        return now.waited(heard) > SETTLE or (now.guilty and self.care.retries > 0 and self._begun)
 
     def _is_resized(self, now: Generation) -> bool:
         """Whether someone asks for another number of ranks; and old copies go once the new ones are whole."""
