@@ -65,7 +65,7 @@ def _collect(pipes: list[Any], processes: list[Any], end: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
+        ready: list[Any] = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
         if not ready:
             raise RuntimeError(f"ranks {sorted(waiting.values())} did not answer in time")
         for pipe in ready:

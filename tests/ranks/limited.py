@@ -26,7 +26,8 @@ ids = torch.arange(16).view(1, 16) % {sizes}["vocab"]
 records = [trainer.step({{"input_ids": ids + step, "labels": ids + step}}) for step in range(3)]
 digest = hashlib.sha256()
 for unit in trainer.engine.zero.units:
-    digest.update(unit.shard.view(torch.int16).numpy().data)
+    for part in unit.lies:
+        digest.update((part if isinstance(part, torch.Tensor) else part.whole()).view(torch.int16).numpy().data)
 print(json.dumps({{"losses": [record.loss for record in records], "weights": digest.hexdigest(), "parameters": count, "bytes": trainer.bytes(),
     "resident": resident(), "seconds": records[-1].seconds, "waited": records[-1].exposed.get("offload", 0.0)}}))
 """

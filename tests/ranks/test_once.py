@@ -41,7 +41,7 @@ def others_write() -> list[list[float]]:
     """Of every unit the first element of each rank's shard, as this rank reads it, when each has written its number there."""
     trainer, found = trainer_of("dp2.z3"), []
     for unit in trainer.engine.zero.units:
-        unit.shard.fill_(trainer.mesh.rank + 1.0)
+        unit.lies[0].fill_(trainer.mesh.rank + 1.0)
         unit.open()
         found.append([float(unit.weights[0]), float(unit.weights[-1])])
         unit.close()
