@@ -6,7 +6,10 @@ import pytest
 from jobs import GIB, cluster, decoder, named_job, small_job
 
 from meshwright.base.errors import InputError
+from meshwright.cost import constants
 from meshwright.cost.step import estimate
+from meshwright.parallel.offload import away, depot
+from meshwright.parallel.zero import in_place, master
 from meshwright.spec.estimate import Fits
 from meshwright.spec.model import Layer, ModelSpec, Parameter
 from meshwright.spec.plan import parse_plan
@@ -154,3 +157,9 @@ def test_above_key_value_heads_every_tensor_rank_holds_keys_and_values_whole_and
 def _apart(layer: Layer) -> Layer:
     """As if keys and values could be cut into any number of shares."""
     return layer.but(parameters=tuple(parameter.but(ways=()) for parameter in layer.parameters))
+
+
+def test_what_is_priced_of_the_runtime_is_what_the_runtime_has() -> None:
+    """The planner imports nothing of it: each number stands twice."""
+    priced = (constants.WINDOW, constants.SLOTS, constants.PIECES, constants.IN_PLACE)
+    assert priced == (master.WINDOW, away.SLOTS, depot.THREADS * depot.PIECE, in_place.SMALL)

@@ -113,8 +113,8 @@ def _fused(layer: Layer, size: int, tp: int, divided: Array) -> Array:
 
 
 def set_apart(box: Box, layers: Sequence[Kept], table: Array, put_off: Array, each: int) -> Array | float:
-    """Bytes more at each moment of `table` (b, o, r, moments, columns as often as there are groups) where the order puts the gradients of weights off, of the columns that `put_off`
-    says; over (b, o, r, moments, s x c), `each` of c."""
+    """Bytes more at each moment of `table` (b, o, r, moments, columns of each group) where the order puts the gradients of weights off, of the
+    columns that `put_off` says; over (b, o, r, moments, s x c), `each` of c."""
     apart = np.array([separate([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
     if not (box.compile and apart.any() and put_off.any()):
         return 0.0

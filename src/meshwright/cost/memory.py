@@ -90,7 +90,7 @@ def footprint(setting: Setting, box: Box, states: States, alive: Alive, tokens: 
     """Everything on each kind of rank."""
     where = away(box)
     parameters, gradients, held = lasting(setting, box, states)
-    weights_gone, sums_gone, states_gone = elsewhere_of(setting, box, states)
+    weights_gone, sums_gone, states_gone = elsewhere_of(setting, box, states, gradients)
     moving = moved(setting, box, states, tokens)
     at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere
     fullest = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)
@@ -123,15 +123,15 @@ def lasting(setting: Setting, box: Box, states: States) -> tuple[Array, Array, A
     return parameters, gradients, held
 
 
-def elsewhere_of(setting: Setting, box: Box, states: States) -> tuple[Array, Array, Array]:
-    """Bytes of these that wait on the host, or in files."""
+def elsewhere_of(setting: Setting, box: Box, states: States, gradients: Array) -> tuple[Array, Array, Array]:
+    """Bytes of these that wait on the host, or in files, of so many of `gradients`."""
     if not any(box.offload):
         return (lift(0.0, ""),) * 3
     weights, sums, optimizer = (gone > 0 for gone in away(box).gone)
     trained, each = setting.job.model.trained(box.tp), setting.recipe.master + state_bytes(setting)
     return (
         weights * states.weights_away * setting.recipe.size,
-        sums * lasting(setting, box, states)[1],
+        sums * gradients,
         optimizer * states.states_away * each * trained,
     )
 

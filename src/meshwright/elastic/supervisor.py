@@ -171,9 +171,7 @@ class Supervisor:
         if self._deadline is not None:  # a fault came between the request and its end
             now.tell(self._nursery, {"stop": self._asked[0]})
         while now.living and not self._killed:
-            heard = (
-                time.monotonic()
-            )  # whatever was said before this is known when the round judges, however long this process was not let run
+            heard = time.monotonic()  # what was said before is known when the round judges, however long this process was not let run
             for event in self._nursery.events(TICK):
                 self._heed_others(event)
                 now.heed(event)

@@ -16,6 +16,7 @@ from meshwright.cost.box import Array, Box, lift
 from meshwright.cost.memory import ample, reserved, usable
 from meshwright.cost.price import Pricer
 from meshwright.cost.step import estimate_of
+from meshwright.search.pinned import WAITS
 from meshwright.search.ranking import rounded
 from meshwright.spec.estimate import Estimate, Fits
 from meshwright.spec.keeps import with_shares
@@ -45,8 +46,7 @@ def _quickest(pricer: Pricer, box: Box, safety: int) -> Box | None:
     job, (offload,) = pricer.setting.job, box.offload
     pins, both = with_shares(job.pins), states_wait(offload) and weights_wait(offload)
     of_states, of_weights = (
-        SHARES if waits(offload) and name not in pins else np.array([float(getattr(box, name))])
-        for name, waits in (("offload_share", states_wait), ("weights_share", weights_wait))
+        SHARES if waits(offload) and name not in pins else np.array([float(getattr(box, name))]) for name, waits in WAITS.items()
     )
     states, weights = (part.reshape(-1) for part in np.meshgrid(of_states, of_weights))
     if len(states) == 1:
