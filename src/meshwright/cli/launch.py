@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +71,7 @@ def launch(
     """
     from meshwright.base.errors import InputError
     from meshwright.launch import kubernetes, slurm, torchrun
+    from meshwright.launch.quoting import line, shell_word, yaml_of
     from meshwright.launch.start import JOB
     from meshwright.words.say import language_of
 
@@ -80,8 +82,9 @@ def launch(
         )
     file = shared.job_file(job)
     start = start_of(file, nodes, language)
-    said = file.model_dump_json(indent=1, exclude_defaults=True)
+    said = json.dumps(file.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
     where = f"{save}/{JOB}" if save else JOB
+    line("--save", where)
     if on == "slurm":
         text = slurm.script(start, where, queue.partition, queue.hours)
     elif on == "torchrun":
@@ -90,20 +93,20 @@ def launch(
         text = (
             "\n".join((*start.comments(), *start.reasons()))
             + "\n"
-            + _documents(kubernetes.objects(start, said, pods.image, pods.claim, pods.mount))
+            + "---\n".join(map(yaml_of, kubernetes.objects(start, said, pods.image, pods.claim, pods.mount)))
         )
     if save is None:
         say(text.rstrip("\n"))
         remark(f"not saved: with --save FOLDER it is written there, and the job file beside it as {JOB}")
         return 0
-    for line in start.about[1:]:
-        remark(line)
+    for why in start.about[1:]:
+        remark(why)
     save.mkdir(parents=True, exist_ok=True)
-    for name, content in (*(((JOB, said + "\n"),) if on != "kubernetes" else ()), (NAMES[on], text)):
+    for name, content in (*(((JOB, said),) if on != "kubernetes" else ()), (NAMES[on], text)):
         write_whole(save / name, content, private=True)  # it may hold the token
         remark(f"wrote {save / name}")
     first = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": "MESHWRIGHT_TOKEN=SECRET bash"}[on]
-    words = f"{first} {save / NAMES[on]}"
+    words = f"{first} {shell_word(str(save / NAMES[on]))}"
     remark(f"next: {words} NUMBER FIRST" if on == "torchrun" else f"next: {words}")
     return 0
 
@@ -143,17 +146,3 @@ def start_of(file: JobFile, asked: Nodes, language: str = "en") -> Start:
         settings=settings_of(cluster, asked.interface),
         about=("Written by `meshwright launch`.", *(said(line, language).strip() for line in choice.why)),
     )
-
-
-def _documents(objects: list[dict[str, object]]) -> str:
-    """YAML in which texts of several lines stand as they are."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        pass
-
-    def text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
-
-    Dumper.add_representer(str, text)
-    return yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=120)

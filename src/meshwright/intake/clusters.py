@@ -118,7 +118,7 @@ def parse_cluster(text: str) -> Cluster:
         groups.append(_node(row, nodes, devices))
         networks.append(build(Link, row["network"], f"device {row['name']}.network"))
     network = read_link(link, min(group.devices for group in groups)) if link else min(networks, key=lambda network: network.bandwidth)
-    return Cluster(name=text, groups=tuple(groups), network=network)
+    return build(Cluster, {"name": text, "groups": tuple(groups), "network": network}, f"cluster {text!r}")
 
 
 def _network_text(text: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from meshwright.base.codec import Noun, build, parse, read_text
 from meshwright.base.errors import InputError
+from meshwright.base.oneline import OneLine
 from meshwright.base.units import Bytes
 from meshwright.catalog import read as catalog
 from meshwright.intake.adapters import with_adapters
@@ -41,9 +42,9 @@ class ModelChoice(Noun):
     """Which model: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some of its sizes, `rules` say what
     tensor ranks share of blocks that are not understood."""
 
-    name: str = ""
-    path: str = ""
-    module: str = ""
+    name: OneLine = ""
+    path: OneLine = ""
+    module: OneLine = ""
     sizes: dict[str, int | float | str | bool] = Field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
 
@@ -63,8 +64,8 @@ class ModelChoice(Noun):
 class ClusterChoice(Noun):
     """Which cluster: a `name` as `--cluster` takes it, a file at `path`, or the whole of it written out."""
 
-    name: str = "local"
-    path: str = ""
+    name: OneLine = "local"
+    path: OneLine = ""
     groups: tuple[dict[str, Any], ...] = ()
     network: dict[str, Any] | None = None
     memory: Bytes | None = Field(default=None, description="of every device, instead of what it has")

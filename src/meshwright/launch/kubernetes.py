@@ -8,10 +8,12 @@ Source: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and https://k
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from typing import Any
 
-from meshwright.base.errors import Interrupted
+from meshwright.base.errors import InputError, Interrupted
+from meshwright.launch.quoting import line
 from meshwright.launch.start import JOB, PORT, Start
 
 NODES, MOUNT, CONFIG = "nodes", "/run/meshwright", "/etc/meshwright"
@@ -20,9 +22,19 @@ RETRIES = 100
 
 MARGIN = 30
 
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
+CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+"""A DNS subdomain name, which the name of a volume claim has to be."""
+
 
 def objects(start: Start, job: str, image: str, claim: str, mount: str) -> list[dict[str, Any]]:
     """`job`: the job file as text. `claim`: the volume that all nodes share, for runs, data and models; it lies at `mount`."""
+    if not IMAGE.fullmatch(image):
+        raise InputError(f"--image {image!r}: is not the name of a container image; write it like registry.example/meshwright:1.0")
+    if not CLAIM.fullmatch(claim):
+        raise InputError(f"--claim {claim!r}: is not the name of a volume claim; it has small letters, digits, '-' and '.' alone")
+    if not line("--mount", mount).startswith("/") or ":" in mount:
+        raise InputError(f"--mount {mount!r}: is not an absolute path without ':'; write it like /data")
     name = start.label
     return [
         {

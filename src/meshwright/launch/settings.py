@@ -12,14 +12,14 @@ page on torch.distributed (choosing the network interface).
 from __future__ import annotations
 
 import re
-import shlex
 from typing import NamedTuple
 
 from meshwright.base.errors import InputError
 from meshwright.base.units import parse_quantity
+from meshwright.launch.quoting import comment, shell_word
 from meshwright.spec.cluster import Cluster
 
-_DEVICE = re.compile(r"[^\s/,^=:]{1,15}")
+_DEVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}")
 WIDE_ETHERNET = 10e9
 """Bytes/s of a node's Ethernet from which one socket does not fill it."""
 
@@ -34,7 +34,9 @@ class Setting(NamedTuple):
     @property
     def line(self) -> str:
         """Of a shell script."""
-        return f"export {self.name}={shlex.quote(self.value)}  # {self.reason}" if self.value else f"# {self.name}: {self.reason}"
+        if not self.value:
+            return comment(f"{self.name}: {self.reason}")
+        return f"export {self.name}={shell_word(self.value)}  {comment(self.reason)}"
 
 
 def settings_of(cluster: Cluster, interface: str = "") -> tuple[Setting, ...]:

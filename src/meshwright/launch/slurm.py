@@ -8,9 +8,9 @@ Source: https://slurm.schedmd.com/sbatch.html
 from __future__ import annotations
 
 import math
-import shlex
 
 from meshwright.base.errors import InputError
+from meshwright.launch.quoting import sbatch_option, shell_command, token
 from meshwright.launch.start import Start
 
 MOST = 365 * 24
@@ -30,7 +30,7 @@ def script(start: Start, job: str, partition: str = "", hours: float = 0.0) -> s
         "--ntasks-per-node=1",
         "--exclusive",
         *([f"--gpus-per-node={start.devices}"] if start.accelerator else []),
-        *([f"--partition={partition}"] if partition else []),
+        *([f"--partition={token('--partition', partition, 'gpu')}"] if partition else []),
         *([f"--time={minutes // 60}:{minutes % 60:02}:00"] if minutes else []),
         f"--signal=TERM@{math.ceil(start.grace) + MARGIN}",
         "--requeue",
@@ -41,7 +41,7 @@ def script(start: Start, job: str, partition: str = "", hours: float = 0.0) -> s
     lines = [
         "#!/bin/bash",
         *start.comments(),
-        *(f"#SBATCH {option}" for option in options),
+        *(sbatch_option(option) for option in options),
         "set -uo pipefail",
         "export MESHWRIGHT_NODE=1",
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -49,7 +49,7 @@ def script(start: Start, job: str, partition: str = "", hours: float = 0.0) -> s
         "MESHWRIGHT_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')  # who may join: known to this job alone",
         "export MESHWRIGHT_TOKEN",
         *start.exports(),
-        "srun --kill-on-bad-exit=0 --label " + " ".join(map(shlex.quote, start.command(job))),
+        f"srun --kill-on-bad-exit=0 --label {shell_command(start.command(job))}",
         "code=$?",
         'if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi  # preempted: it goes on where it stopped',
         'exit "$code"',

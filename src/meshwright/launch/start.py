@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from meshwright.base.errors import InputError
+from meshwright.launch.quoting import comment, line, path_argument
 from meshwright.launch.settings import Setting
 
 JOB = "job.json"
@@ -30,6 +31,7 @@ class Start:
     about: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        line("run.folder", self.folder)
         if not 1 <= self.least <= self.nodes:
             raise InputError(f"--least {self.least}: the job has {self.nodes} nodes; it may go on with 1 to {self.nodes}")
 
@@ -43,7 +45,7 @@ class Start:
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-") or "run"
 
     def command(self, job: str) -> list[str]:
-        return ["meshwright", "train", job, "--folder", self.folder, *self.ranks]
+        return ["meshwright", "train", path_argument(job), "--folder", path_argument(self.folder), *self.ranks]
 
     @property
     def ranks(self) -> list[str]:
@@ -51,11 +53,11 @@ class Start:
         return ["--set", f"run.least={self.least * self.devices}"] if self.least < self.nodes else []
 
     def comments(self) -> list[str]:
-        return [f"# {line}" for line in self.about]
+        return [comment(each) for each in self.about]
 
     def reasons(self) -> list[str]:
         """Of every setting, for what has no room for them beside it."""
-        return [f"# {it.name}{it.value and '=' + it.value}: {it.reason}" for it in self.settings]
+        return [comment(f"{it.name}{it.value and '=' + it.value}: {it.reason}") for it in self.settings]
 
     def exports(self) -> list[str]:
         """Lines of a shell script."""

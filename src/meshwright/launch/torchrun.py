@@ -6,13 +6,11 @@ one rank. Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 
 from __future__ import annotations
 
-import shlex
-
+from meshwright.launch.quoting import shell_command
 from meshwright.launch.start import PORT, Start
 
 
 def script(start: Start, job: str) -> str:
-    command = " ".join(map(shlex.quote, start.command(job)))
     lines = [
         "#!/bin/bash",
         *start.comments(),
@@ -24,6 +22,6 @@ def script(start: Start, job: str) -> str:
         "export MESHWRIGHT_NODE=1 MESHWRIGHT_TOKEN",
         *start.exports(),
         f'exec torchrun --nnodes={start.nodes} --nproc-per-node=1 --node-rank="$NUMBER" --master-addr="$FIRST" --master-port={PORT} \\',
-        f"    --max-restarts=0 --no-python {command}",
+        f"    --max-restarts=0 --no-python {shell_command(start.command(job))}",
     ]
     return "\n".join(lines) + "\n"

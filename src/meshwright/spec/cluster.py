@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from meshwright.base.codec import Noun
+from meshwright.base.oneline import OneLine
 from meshwright.base.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
 MANY = 2**20
@@ -14,7 +15,7 @@ MANY = 2**20
 class Device(Noun):
     """One accelerator, or one share of a host's processor."""
 
-    name: str
+    name: OneLine
     memory: Bytes = Field(gt=0)
     bandwidth: BytesPerSecond = Field(description="of its memory")
     peak: dict[str, FlopsPerSecond] = Field(description="dense matrix products by precision: fp32, tf32, fp16, bf16, fp8, fp64")
@@ -33,7 +34,7 @@ class Device(Noun):
 class Link(Noun):
     """A tier of the network. `span` consecutive devices reach each other over it; 0 means all."""
 
-    name: str
+    name: OneLine
     span: int = Field(default=0, ge=0)
     bandwidth: BytesPerSecond = Field(ge=1, description="of one device, one direction")
     latency: Seconds = Field(default=5e-6)
@@ -66,7 +67,7 @@ class NodeGroup(Noun):
 class Cluster(Noun):
     """Groups of nodes and the network between nodes."""
 
-    name: str
+    name: OneLine
     groups: tuple[NodeGroup, ...] = Field(min_length=1)
     network: Link = Field(description="between nodes")
     failures_per_device_hour: float = Field(default=0.0, ge=0)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshwright.base.codec import Noun
+from meshwright.base.oneline import OneLine
 
 Every = Annotated[int, Field(ge=0)] | Literal["auto"]
 
@@ -14,8 +15,8 @@ Every = Annotated[int, Field(ge=0)] | Literal["auto"]
 class Run(Noun):
     """The `run` section of a job."""
 
-    folder: str = Field(default="", description="where records, checkpoints and the plan go; empty: runs/ and the name of the model")
-    offload_to: str = Field(
+    folder: OneLine = Field(default="", description="where records, checkpoints and the plan go; empty: runs/ and the name of the model")
+    offload_to: OneLine = Field(
         default="",
         description="where the plan's off-optimizer-files and off-parameters-files lie, on a local disk; empty: in the run's folder",
     )

@@ -91,6 +91,12 @@ MACHINES = {
     "node {} found no node that leads at {}:{} within {} s: {}": "节点 {0} 在 {3} 秒内没有在 {1}:{2} 找到领头节点：{4}",
     # --- what starts nodes
     "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all nodes share)": "launch --on kubernetes 需要 --image（带 meshwright 的容器镜像）和 --claim（所有节点共享的卷）",
+    "--image {}: is not the name of a container image; write it like registry.example/meshwright:1.0": "--image {0}：不是容器镜像的名字；请写成 registry.example/meshwright:1.0 这样",
+    "--claim {}: is not the name of a volume claim; it has small letters, digits, '-' and '.' alone": "--claim {0}：不是卷声明的名字；其中只有小写字母、数字、'-' 和 '.'",
+    "--mount {}: is not an absolute path without ':'; write it like /data": "--mount {0}：不是不含 ':' 的绝对路径；请写成 /data 这样",
+    "{} {}: holds a character that is none of letters, digits and _.,:@+-; write it like {}": "{0} {1}：含有字母、数字和 _.,:@+- 以外的字符；请写成 {2} 这样",
+    "holds the character {} at place {}; write one line without control characters": "在第 {1} 位含有字符 {0}；请写成不含控制字符的一行",
+    "has {} characters; write at most {}": "有 {0} 个字符；最多写 {1} 个",
     "not saved: with --save FOLDER it is written there, and the job file beside it as {}": "没有保存：加上 --save FOLDER 就写在那里，作业文件写在旁边，名为 {0}",
     "wrote {}": "写了 {0}",
     "next: {}": "下一步：{0}",

@@ -1,0 +1,169 @@
+"""Whatever a name holds, files for launchers run nothing of it and add nothing: it stays one value."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.base.errors import InputError
+from meshwright.base.oneline import FORBIDDEN, check_line, visible
+from meshwright.cli.launch import Nodes, Pods, Queue, launch
+from meshwright.cli.options import Shared
+from meshwright.intake.clusters import read_cluster
+from meshwright.launch import kubernetes, slurm, torchrun
+from meshwright.launch.quoting import comment, yaml_of
+from meshwright.launch.settings import settings_of
+from meshwright.launch.start import Start
+
+PIECES = [
+    "\n", "\r", "\r\n", "\x0b", "\x0c", "\x85", "\u2028", "\u2029", "\x00", "\x1b[2J", "\t", " ", "  #", "'", '"', "\\", "`", "$", "$(", ")", "${",
+    "}", ";", "&&", "||", "|", "&", ">", "<", "(", "{", "[", "]", "*", "?", "~", "!", "%", "@", ":", ": ", "- ", "---", "---\n", "...\n", "\n---\n",
+    "kind: Pod", "\nkind: Pod\n", "!!python/object:x ", "&a ", "*a", "<<: ", "#SBATCH --wrap=foreign", "\n#SBATCH --wrap=foreign\n", "\nforeign\n",
+    "$(foreign)", "`foreign`", "; foreign #", "\nsrun foreign\n", "'$(foreign)'", "EOF\n", "yes", "null", "1e3", "0x10", "é", "集群", "🙂", "\u202e",
+    "\ufeff", "\ud800", "a", "runs/x", "--", "-rf", "=", ",", "x", "GLOO", "^",
+]  # fmt: skip
+
+
+def names(seed: int, count: int) -> list[str]:
+    chance = random.Random(seed)
+    return ["".join(chance.choice(PIECES) for _ in range(chance.randint(1, 6))) for _ in range(count)]
+
+
+def is_refused(text: str) -> bool:
+    try:
+        check_line(text)
+    except ValueError:
+        return True
+    return False
+
+
+def start_with(name: str) -> Start:
+    """A start in which `name` stands wherever text of a person can stand. What would be refused stands in comments alone."""
+    cluster = read_cluster("2x8:h100@ethernet-100")
+    cluster = cluster.model_copy(update={"name": name, "network": cluster.network.model_copy(update={"name": f"Ethernet {name}"})})
+    return Start(
+        name=name,
+        nodes=2,
+        least=1,
+        devices=8,
+        accelerator=True,
+        folder="runs/plain" if is_refused(name) else name,
+        grace=30.0,
+        settings=settings_of(cluster, "eth1"),
+        about=("Written by `meshwright launch`.", name),
+    )
+
+
+NAMES = names(20, 2000)
+HARNESS = """
+command_not_found_handle() { said FOREIGN "$@"; }
+said() { printf '%s\\0' "$@" END >> "$LOG"; }
+srun() { said "$@"; }
+exec() { said "$@"; }
+scontrol() { printf 'first\\nsecond\\n'; }
+head() { while read -r row; do printf '%s\\n' "$row"; break; done; }
+od() { :; }
+tr() { printf secret; }
+SLURM_JOB_ID=7 SLURM_JOB_NODELIST=first,second MESHWRIGHT_TOKEN=secret
+for script in *.sh; do ( source "./$script" 0 first ); done
+"""
+"""Runs every script of a folder with the commands that they may run replaced; any other command is written down as foreign."""
+
+
+@pytest.mark.parametrize("target", ["torchrun", "slurm"])
+def test_a_script_runs_its_one_command_whatever_names_hold(target: str, tmp_path: Path) -> None:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    expected = []
+    for number, name in enumerate(NAMES):
+        start, job = start_with(name), "job.json" if is_refused(name) else f"{name}/job.json"
+        text = torchrun.script(start, job) if target == "torchrun" else slurm.script(start, job, "gpu")
+        (folder / f"{number:04}.sh").write_text(text.replace("/dev/urandom", "/dev/null"), encoding="utf-8")
+        expected.append(start.command(job))
+        assert not any(row.startswith("#SBATCH --wrap") for row in text.splitlines())
+    environment = {"PATH": "/nonexistent", "LOG": str(tmp_path / "log")}
+    done = subprocess.run(["/bin/bash", "-c", HARNESS], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    calls = [call.split("\0")[:-1] for call in (tmp_path / "log").read_text(encoding="utf-8").split("END\0")[:-1]]
+    assert [call[-len(words) :] for call, words in zip(calls, expected, strict=True)] == expected
+    assert len(list(folder.iterdir())) == len(NAMES) and len(list(tmp_path.iterdir())) == 2  # nothing was written but the log
+    for number in range(0, len(NAMES), 100):
+        assert subprocess.run(["bash", "-n", folder / f"{number:04}.sh"], check=False).returncode == 0
+
+
+def test_kubernetes_objects_hold_names_as_plain_data() -> None:
+    for name in NAMES[::10]:
+        start = start_with(name)
+        mount = "/data" if is_refused(name) or ":" in name else f"/{name}"
+        objects = kubernetes.objects(start, '{"a": 1}\n', "mesh:1", "1e3", mount)
+        head = "\n".join((*start.comments(), *start.reasons()))
+        found = list(yaml.safe_load_all(head + "\n" + "---\n".join(map(yaml_of, objects))))
+        assert found == objects and [each["kind"] for each in found] == ["Secret", "ConfigMap", "JobSet"]
+
+
+def test_yaml_reads_back_as_the_same_data() -> None:
+    for name in NAMES:
+        text = name.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        data = {"kind": text, text: [text, {"name": text}, [text, []], 1, True, {}], "data": {"text": f"{text}\n"}}
+        assert yaml.safe_load(yaml_of(data)) == data
+        assert list(yaml.safe_load_all(f"{comment(text)}\nkind: x\n")) == [{"kind": "x"}]
+
+
+def test_every_control_character_is_refused_in_a_name_and_shown_in_a_comment() -> None:
+    for number in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, 0x202E, 0xD800):
+        with pytest.raises(ValueError, match=f"U\\+{number:04X}"):
+            check_line(f"a{chr(number)}b")
+        assert visible(f"a{chr(number)}b").isprintable()
+    assert "Cf" not in FORBIDDEN and check_line("\u0646\u200c\u0627")  # a joiner of Persian words
+
+
+BIG = Shared(model="llama-7b", cluster="4x8:h100")
+CLUSTER = """groups: [{nodes: 2, devices: 8, device: h100}]
+network: {name: %s, bandwidth: 25 GB/s}
+name: %s
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"on": "slurm", "queue": Queue(partition="gpu\nforeign")}, "--partition"),
+        ({"on": "slurm", "queue": Queue(partition="gpu --wrap=foreign")}, "--partition"),
+        ({"on": "kubernetes", "pods": Pods(image="a\n---\nkind: Pod", claim="c")}, "--image"),
+        ({"on": "kubernetes", "pods": Pods(image="a", claim="c\n---")}, "--claim"),
+        ({"on": "kubernetes", "pods": Pods(image="a", claim="c", mount="/x\ny")}, "--mount"),
+        ({"on": "kubernetes", "pods": Pods(image="a", claim="c", mount="data")}, "--mount"),
+        ({"nodes": Nodes(interface="$(foreign)")}, "--interface"),
+        (
+            {"shared": Shared(model="llama-7b", cluster="4x8:h100", set=('run.folder="a\\nb"',))},
+            r"\$.run.folder: holds the character U\+000A",
+        ),
+        ({"shared": Shared(model="llama-7b", cluster="4x8:h100\n")}, "holds the character"),
+    ],
+)
+def test_names_that_are_not_one_plain_line_are_refused(more: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words) as error:
+        launch(**{"shared": BIG, "save": tmp_path / "out", **more})
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_cluster_file_with_a_line_break_in_a_name_is_refused(place: int, tmp_path: Path) -> None:
+    given = ["plain", "plain"]
+    given[place] = '"a\\nforeign"'
+    (tmp_path / "cluster.yaml").write_text(CLUSTER % tuple(given))
+    with pytest.raises(InputError, match=r"name: holds the character U\+000A"):
+        launch(shared=Shared(model="llama-7b", cluster=str(tmp_path / "cluster.yaml")), save=tmp_path / "out")
+
+
+def test_a_folder_with_every_sign_of_the_shell_is_one_argument(tmp_path: Path) -> None:
+    save = tmp_path / 'it\'s $(foreign) `foreign` \\ & ; "x"'
+    assert launch(shared=BIG, on="slurm", save=save) == 0
+    text = (save / "slurm.sbatch").read_text()
+    assert f"train {shlex.quote(str(save / 'job.json'))} --folder" in text
