@@ -6,10 +6,14 @@ from torch import nn
 
 
 def over_batch(model: nn.Module) -> str:
-    """Path of the first module with statistics over the batch; '' where there is none."""
-    return next((path for path, module in model.named_modules() if _keeps(module)), "")
+    """Path of the first module that takes statistics over the batch in the mode that it is in; '' where there is none.
+
+    A norm in eval mode reads its running statistics, which are the same for every row.
+    """
+    return next((path for path, module in model.named_modules() if _couples_rows(module)), "")
 
 
-def _keeps(module: nn.Module) -> bool:
-    kept = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
-    return kept or isinstance(module, nn.modules.batchnorm._BatchNorm)
+def _couples_rows(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        return module.track_running_stats and module.training
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)

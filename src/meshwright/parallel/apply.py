@@ -86,8 +86,8 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
     anatomy = anatomy if loss is None else with_whole_logits(model, anatomy)
     _check(anatomy, mesh)
     _check_recipe(model, mesh, recipe)
-    statistics = over_batch(model)
-    check_passes(statistics, plan, 1)
+    coupled = over_batch(model)
+    check_passes(coupled, plan, 1)
     with later:
         _prepare(model, mesh.device, recipe)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -130,7 +130,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
         mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage), recipe.exact, own
     )
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, stage_bounds(cut, mesh), pipeline)
-    engine.statistics, engine.balance = statistics, balance_of(model, loss, mesh, context.cut_labels if context else None)
+    engine.coupled_at_start, engine.balance = coupled, balance_of(model, loss, mesh, context.cut_labels if context else None)
     engine.beside, engine.unfilled, engine.context, engine.experts = beside, unfilled, context, experts
     engine.mixtures = still_in(model, mixtures)
     return _finished(engine, needs), groups

@@ -72,8 +72,17 @@ def check_divided(engine: Parallel, batches: Sequence[Batch]) -> None:
             )
             raise PlanRefused(
                 f"plan {plan.name}: rows of a batch see each other in this model or its loss ({why}): together their loss is {found[0]:.6g}, apart "
-                f"{found[1]:.6g}, and this plan divides the batch into {pieces} parts: use dp1 with the batch as one micro-batch"
+                f"{found[1]:.6g} (they differ by {difference(*found):.1e} of it), and this plan divides the batch into {pieces} parts: use dp1 with the batch as one micro-batch"
             )
+
+
+def difference(one: float, other: float) -> float:
+    """Relative to the larger of both, for messages: the digits of two losses may look the same where they are not.
+
+    >>> f"{difference(0.693147, 0.693148):.1e}"
+    '1.4e-06'
+    """
+    return abs(one - other) / max(abs(one), abs(other), 1e-300)
 
 
 def together(batches: Sequence[Batch]) -> Batch:
@@ -129,7 +138,7 @@ def _check_kept(engine: Parallel, batches: Sequence[Batch]) -> None:
     if len(batches) > 1 or plan.recompute == Recompute.layer or by_rows:
         raise PlanRefused(
             f"plan {plan.name}: this model keeps something of each forward that changes the next (a count, a running mean, spectral norm): "
-            f"the same rows give {first:.6g} and then {after:.6g}, and micro-batches, recompute or data ranks would move it otherwise than one device "
+            f"the same rows give {first:.6g} and then {after:.6g} (they differ by {difference(first, after):.1e} of it), and micro-batches, recompute or data ranks would move it otherwise than one device "
             "does: use one micro-batch without recompute, on dp1 where it keeps something of the rows"
         )
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.anatomy import Anatomy
 from meshwright.anatomy.keeper import recording
+from meshwright.anatomy.rows import over_batch
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import Context
 from meshwright.parallel.divided import check_divided
@@ -63,8 +64,8 @@ class Parallel:
     unfilled: frozenset[str] = frozenset()
     """Parameters that were built without memory and have no values yet."""
     balance: Balance | None = None
-    statistics: str = ""
-    """A module with statistics over the batch."""
+    coupled_at_start: str = ""
+    """A module of the whole model that took statistics over the batch when it was given."""
     looked: set[str] = field(default_factory=set)
     """'stages': every one has been seen to run (pipeline/rehearsal.py); 'rows': those of a batch do not see each other (divided.py)."""
 
@@ -97,6 +98,12 @@ class Parallel:
         self.zero.close_all()
         self.looked |= {"stages", "rows"} if rows else {"stages"}
         self.forget()
+
+    @property
+    def statistics(self) -> str:
+        """Path of a module that takes statistics over the batch in the mode that it is in; '' where there is none. Of a pipeline, whose ranks hold some of
+        the modules each, in the mode that it was given in."""
+        return (self.coupled_at_start if self.mesh.plan.stages > 1 else "") or over_batch(self.model)
 
     def forget(self) -> None:
         """What came since `measured` was last asked: an evaluation between two steps, say, is no part of either."""

@@ -26,6 +26,10 @@ DECODER = {"decoder_input_ids", "decoder_inputs_embeds"}
 """What a decoder beside an encoder reads."""
 
 
+class Weightless(dict[str, Any]):
+    """A micro-batch that counts in no loss: it passes so that all ranks do the same."""
+
+
 class Objective:
     """Loss and count of a micro-batch.
 
@@ -71,12 +75,12 @@ class Objective:
         """Valid labels, or rows when the loss is the user's."""
         if self.loss is None and "labels" in batch:
             return count_labels(batch["labels"], self.shift)
-        return rows_of(batch)
+        return weight_of(batch)
 
     def sum(self, output: Any, batch: Batch) -> torch.Tensor:
         """The sum over valid labels (or rows) of the micro-batch."""
         if self.loss is not None:
-            return self.loss(output, batch) * rows_of(batch)
+            return self.loss(output, batch) * weight_of(batch)
         logits = logits_of(output)
         if logits is None or "labels" not in batch:
             raise InputError(
@@ -133,6 +137,11 @@ def rows_of(batch: Batch) -> int:
     if len(set(sizes.values())) > 1:
         raise InputError(f"the tensors of the batch differ in rows: {sizes}")
     return next(iter(sizes.values()))
+
+
+def weight_of(batch: Batch) -> int:
+    """Rows that count in a mean over rows."""
+    return 0 if isinstance(batch, Weightless) else rows_of(batch)
 
 
 def logits_of(output: Any) -> torch.Tensor | None:

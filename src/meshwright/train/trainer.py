@@ -43,7 +43,7 @@ from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.record import Mixtures, RunState, StepRecord
 from meshwright.train.agreement import agree_on_batch, agree_on_model
 from meshwright.train.scaler import LossScale
-from meshwright.train.uneven import filled
+from meshwright.train.uneven import divided, filled, whole_rows
 from meshwright.train.want import Holder, in_words
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Trainer:
         """Forward, backward, reduce, clip, update.
 
         `batch`: a dict of tensors with the whole batch on every rank, sequences first, or a `Share`. A last batch of an epoch
-        may have any number of rows where the loss is one over labels (uneven.py).
+        may have any number of rows (uneven.py).
         A step with a non-finite gradient is skipped by all ranks alike.
         """
         with self._in_words(f"in step {self.steps + 1}"):
@@ -249,13 +249,17 @@ class Trainer:
         else:
             tokens = objective.count(batch)
             self._rows = rows = rows_of(batch)
-            if objective.loss is None and "labels" in batch and not self.engine.statistics and self.engine.balance is None:
+            alone = not self.engine.statistics and self.engine.balance is None
+            if objective.loss is None and "labels" in batch and alone:
                 batch = filled(batch, self.plan)
                 rows = rows_of(batch)
-            batches = [
-                {name: value[first : first + size] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-                for first, size in self.plan.ranges(rows, self.mesh.replica)
-            ]
+            if objective.loss is not None and alone and whole_rows(self.plan, rows) > rows:
+                batches = divided(batch, self.plan, self.mesh.replica)
+            else:
+                batches = [
+                    {name: value[first : first + size] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+                    for first, size in self.plan.ranges(rows, self.mesh.replica)
+                ]
         self.engine.pipeline.labels = tokens
         return [self._on_device(part) for part in batches], tokens
 
@@ -267,7 +271,7 @@ class Trainer:
                 return value
             return value.to(self.mesh.device, dtype if value.is_floating_point() else None, non_blocking=True)
 
-        return {name: move(value) for name, value in batch.items()}
+        return type(batch)({name: move(value) for name, value in batch.items()})
 
     def evaluate(self, batch: Batch | Share) -> float:
         """Mean loss over the valid labels of the whole batch, without gradients, dropout off."""

@@ -1,7 +1,9 @@
 """The last batch of an epoch, which may have any number of rows: filled up to whole micro-batches of all replicas by rows without a valid label.
 
-Promise: loss and gradients are those of one device on the rows that were given: what is added counts in no sum and no number of labels. Where rows
-act on each other (statistics over a batch, a balance loss) or the loss is the user's own, nothing is added and the batch is refused as before.
+Promise: loss and gradients are those of one device on the rows that were given: what is added counts in no sum and no number of labels. A loss of
+the user's own is a mean over rows and knows no invalid ones: its micro-batches have as many rows as there are, each counts by its rows, and one
+that is left without rows passes the first row with weight zero. Where rows act on each other (statistics over a batch, a balance loss) nothing is
+added and the batch is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.models.output import IGNORED
-from meshwright.parallel.objective import Batch, rows_of
+from meshwright.parallel.objective import Batch, Weightless, rows_of
 from meshwright.spec.plan import Plan, Schedule
 
 
@@ -45,3 +47,16 @@ def filled(batch: Batch, plan: Plan) -> Batch:
         return torch.cat([value, torch.full_like(more, IGNORED) if name == "labels" else more])
 
     return {name: longer(name, value) for name, value in batch.items()}
+
+
+def divided(batch: Batch, plan: Plan, replica: int) -> list[Batch]:
+    """The micro-batches of `replica`, of as many rows as `batch` has for them; a `Weightless` one where it has none."""
+    rows = rows_of(batch)
+
+    def part(first: int, size: int) -> Batch:
+        return {
+            name: value[first : first + size] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+        }
+
+    ranges = plan.ranges(whole_rows(plan, rows), replica)
+    return [part(first, min(size, rows - first)) if first < rows else Weightless(part(0, 1)) for first, size in ranges]

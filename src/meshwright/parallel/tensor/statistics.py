@@ -16,5 +16,5 @@ def check_passes(path: str, plan: Plan, passes: int) -> None:
     if path and plan.dp * passes > 1:
         raise InputError(
             f"plan {plan.name}: {path} is a norm with statistics of the batch, and {plan.dp} x {passes} parts of the batch have other statistics than the whole: "
-            f"use dp1 with the batch as one micro-batch (tp stays exact), or a norm without them (GroupNorm)"
+            f"use dp1 with the batch as one micro-batch (tp stays exact), a norm without them (GroupNorm), or put it in eval mode, where its statistics are fixed"
         )
