@@ -1,0 +1,134 @@
+"""What odd models are trained on and by: batches, losses, optimizers, and what a user's own loop does between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from odd_models import WORDS, Job
+from torch import nn
+from torch.nn import functional as F
+
+ROWS, LENGTH, STEPS = 8, 8, 3
+
+
+def batches(job: Job, steps: int = STEPS) -> list[dict[str, Any]]:
+    """One batch a step, rows first; the same on every rank."""
+    found, kind = [], job.one("batch")
+    for step in range(steps):
+        dice = torch.Generator().manual_seed(1000 * job.seed + step)
+        rows = ROWS - 3 if kind == "odd-last" and step == steps - 1 else ROWS
+        length = LENGTH + {"lengths": (0, 2, -2)[step % 3], "longer": 4 * (step > 0)}.get(kind, 0)
+        given, length = data(job, dice, rows, length)
+        labels = torch.randint(0, WORDS, (rows, length), generator=dice)
+        if kind in ("labels-uneven", "odd-last") and job.one("loss") != "inside":
+            for row in range(rows):
+                labels[row, : (row * 2 + step) % (length - 1)] = -100
+        batch: dict[str, Any] = {"given": given, "labels": labels}
+        if kind == "mask" or (kind == "mask-later" and step):
+            batch["mask"] = torch.randint(0, 2, (rows, length), generator=dice)
+        if kind == "boolean":
+            batch["mask"] = torch.randint(0, 2, (rows, length), generator=dice).bool()
+        if kind == "number":
+            batch["factor"] = 1.0 + 0.25 * step
+        if kind == "scalar":
+            batch["factor"] = torch.tensor(1.0 + 0.25 * step)
+        if kind == "text":
+            batch["kind"] = "train"
+        found.append(batch)
+    return found
+
+
+def data(job: Job, dice: torch.Generator, rows: int, length: int) -> tuple[torch.Tensor, int]:
+    """What the model reads, and how many places it makes of it."""
+    kind = job.one("input")
+    if kind == "floats":
+        return torch.randn(rows, length, 5, generator=dice).double(), length
+    if kind == "image":
+        return torch.randn(rows, 3, 8, 8, generator=dice).double(), 4
+    ids = torch.randint(0, WORDS, (rows, length), generator=dice)
+    return ids.int() if kind == "int32" else ids, length
+
+
+class OwnLoss:
+    """A loss of the user's own over what the model returns."""
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        self.kind, self.model, self.calls = job.one("loss"), model, 0
+
+    def __call__(self, output: Any, batch: dict[str, Any]) -> torch.Tensor:
+        if self.kind == "inside":
+            return output["loss"]
+        output = output[0] if isinstance(output, tuple) else output["logits"] if isinstance(output, dict) else output
+        logits, labels = getattr(output, "logits", output), batch["labels"]
+        if logits.ndim == 2:
+            logits, labels = logits.unsqueeze(1), labels[:, -1:].clamp(min=0)
+        smoothing = 0.1 if self.kind == "smooth" else 0.0
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing, ignore_index=-100)
+        loss = each.view_as(labels).mean(1).mean()
+        if self.kind == "tokens":
+            loss = each.sum() / (labels != -100).sum()
+        if self.kind == "l2":
+            loss = loss + 0.01 * sum(one.square().sum() for one in self.model.parameters() if not one.is_complex())
+        if self.kind == "penalty":
+            loss = loss + 0.1 * logits.mean(0).square().sum()
+        if self.kind == "contrast":
+            ends = logits[:, -1]
+            loss = loss + 0.1 * F.cross_entropy(ends @ ends.t(), torch.arange(len(ends)))
+        if self.kind == "grows":
+            loss = loss + 0.02 * self.calls * logits.mean(0).square().sum()
+            self.calls += self.model.training
+        return loss
+
+
+def loss_of(job: Job, model: nn.Module) -> Callable[[Any, dict[str, Any]], torch.Tensor] | None:
+    """What `parallelize` is given as loss; None where labels and logits say it."""
+    return OwnLoss(job, model) if job.own_loss else None
+
+
+def plain_loss(job: Job, output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over valid labels of the whole batch, by torch's own loss."""
+    output = output[0] if isinstance(output, tuple) else output["logits"] if isinstance(output, dict) else output
+    logits = getattr(output, "logits", output)
+    if job.one("loss") == "shift":
+        labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100)
+
+
+def optimizer_of(job: Job) -> Callable[[Any], torch.optim.Optimizer]:
+    """AdamW with an epsilon that leaves rounding small, or SGD with momentum; both decay weights."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        given: Any = list(parameters)
+        if job.has("train:groups"):
+            given = [
+                {"params": [one for one in given if one.ndim < 2], "weight_decay": 0.0},
+                {"params": [one for one in given if one.ndim > 1]},
+            ]
+        if job.has("train:sgd"):
+            return torch.optim.SGD(given, lr=0.05, momentum=0.9, weight_decay=0.1)
+        return torch.optim.AdamW(given, lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+    return make
+
+
+def between_steps(job: Job, model: nn.Module, step: int, start: dict[str, torch.Tensor]) -> None:
+    """What the user's own loop does after a step: `start` is the model's first state dict."""
+    kind = job.one("train")
+    if kind == "clamp":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.3, 0.3)
+    elif kind == "read":
+        assert all(float(parameter.detach().sum()) == float(parameter.detach().sum()) for _, parameter in model.named_parameters())
+    elif kind == "put-back" and step == 0:
+        model.load_state_dict(start)
+
+
+def before_steps(job: Job, model: nn.Module) -> None:
+    """What the user does to the model behind `parallelize`."""
+    if job.one("train") in ("freeze", "thaw"):
+        for name, parameter in model.named_parameters():
+            if name.startswith("words"):
+                parameter.requires_grad_(job.one("train") == "thaw")

@@ -1,0 +1,301 @@
+"""Odd models by number: `sample(seed)` draws the features of a job and `Odd(job)` is its model; odd_data.py has the rest.
+
+A feature is `slot:choice`, such as `between:cumsum` or `head:tied`. A job without features is the plainest model, so a job
+that fails stays a job when a feature is dropped. Slots of places (`front`, `block`, `between`, `once`, `back`) may hold
+several tricks of odd_grammar.py: before the blocks, inside each block, between all blocks, behind the second block only,
+and before the head. The other slots hold one choice.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from odd_bodies import BODIES
+from odd_grammar import BLOCKS, TRICKS, WIDTH, zeroed
+from torch import nn
+from torch.nn import functional as F
+
+WORDS, INNER_HEAD = 24, 12
+PLACES = ("front", "block", "between", "once", "back")
+SLOTS: dict[str, dict[str, str]] = {
+    "input": {"floats": "", "image": "stages sequence", "frequency": "any", "max-norm": "writes", "int32": ""},
+    "body": {name: against for name, (_, against) in BODIES.items() if name != "mlp"},
+    "stack": {
+        "sequential": "",
+        "two": "",
+        "mixed": "",
+        "reversed": "stages",
+        "reused": "stages",
+        "twice": "stages",
+        "skip": "stages",
+        "shared-module": "any",
+        "shared-weight": "stages",
+        "left-out": "any",
+        "called-by-name": "",
+        "dict": "stages tensor",
+    },
+    "style": {"modules": ""},
+    "head": {
+        "tied": "",
+        "functional": "",
+        "product": "",
+        "zero": "",
+        "deep": "",
+        "bias-free": "",
+        "mean": "sequence",
+        "last": "sequence",
+        "first": "sequence",
+    },
+    "output": {"dict": "", "tuple": "", "object": "", "with-hidden": ""},
+    "loss": {
+        "rows": "sequence",
+        "smooth": "sequence",
+        "l2": "any",
+        "penalty": "rows sequence",
+        "contrast": "rows sequence",
+        "grows": "any",
+        "inside": "rows sequence",
+        "tokens": "rows sequence",
+        "shift": "",
+    },
+    "batch": {
+        "mask": "sequence",
+        "mask-later": "sequence",
+        "odd-last": "",
+        "labels-uneven": "",
+        "lengths": "",
+        "number": "",
+        "scalar": "",
+        "text": "",
+        "longer": "",
+        "boolean": "sequence",
+    },
+    "train": {
+        "frozen": "",
+        "frozen-block": "",
+        "thaw": "any",
+        "freeze": "any",
+        "clamp": "any",
+        "read": "any",
+        "put-back": "any",
+        "groups": "",
+        "sgd": "",
+        "clip": "",
+        "no-example": "",
+    },
+}
+"""The other slots; each choice with what the documentation does not promise for it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model with what it is trained on and by. `seed` draws its numbers."""
+
+    seed: int
+    features: tuple[str, ...] = ()
+
+    def has(self, feature: str) -> bool:
+        return feature in self.features
+
+    def one(self, slot: str) -> str:
+        return next((each.partition(":")[2] for each in self.features if each.startswith(slot + ":")), "")
+
+    def tricks(self, place: str) -> list[str]:
+        return [each.partition(":")[2] for each in self.features if each.startswith(place + ":")]
+
+    @property
+    def against(self) -> set[str]:
+        """What the documentation does not promise for it, as words of odd_grammar.AGAINST."""
+        parts = [each.partition(":") for each in self.features]
+        return {word for slot, _, name in parts for word in (TRICKS[name].against if slot in PLACES else SLOTS[slot][name]).split()}
+
+    @property
+    def own_loss(self) -> bool:
+        return self.one("loss") not in ("", "shift") or self.one("head") in ("mean", "last", "first")
+
+
+def sample(seed: int) -> Job:
+    """The job of a number: two to six features, at most one of a slot that is no place."""
+    dice = random.Random(seed)
+    features: list[str] = []
+    for _ in range(dice.choice((2, 3, 3, 4, 4, 5, 6))):
+        if dice.random() < 0.5:
+            feature = f"{dice.choice(PLACES)}:{dice.choice(list(TRICKS))}"
+        else:
+            slot = dice.choice(list(SLOTS))
+            if any(each.startswith(slot + ":") for each in features):
+                continue
+            feature = f"{slot}:{dice.choice(list(SLOTS[slot]))}"
+        features += [feature] if feature not in features else []
+    return Job(seed, tuple(sorted(features)))
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """A trick as a module of its own."""
+
+    def __init__(self, trick: str) -> None:
+        super().__init__()
+        self.trick = trick
+        TRICKS[trick].setup(self)
+
+    def forward(self, x: torch.Tensor, index: int = 0) -> torch.Tensor:
+        return TRICKS[self.trick].apply(self, x, index)
+
+
+class Block(nn.Module):
+    def __init__(self, body: str, tricks: list[str]) -> None:
+        super().__init__()
+        self.norm, self.body, self.tricks = nn.LayerNorm(WIDTH), BODIES[body][0](), tricks
+        for trick in tricks:
+            TRICKS[trick].setup(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.body(self.norm(x))
+        for trick in self.tricks:
+            x = TRICKS[trick].apply(self, x, 0)
+        return x
+
+
+class Odd(nn.Module):
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        torch.manual_seed(job.seed)
+        self.job, self.shift_labels = job, job.one("loss") == "shift"
+        given = job.one("input")
+        if given == "floats":
+            self.words = nn.Linear(5, WIDTH)
+        elif given == "image":
+            self.words = nn.Conv2d(3, WIDTH, 4, 4)
+        else:
+            self.words = nn.Embedding(WORDS, WIDTH, scale_grad_by_freq=given == "frequency", max_norm=1.0 if given == "max-norm" else None)
+        self.make_blocks()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.make_head(job.one("head"))
+        if job.one("batch") in ("mask", "mask-later", "boolean"):
+            self.masked = nn.Parameter(torch.randn(WIDTH))
+        for place in PLACES:
+            for trick in job.tricks(place) if place != "block" else ():
+                if job.has("style:modules"):
+                    setattr(self, f"{place}_{trick.replace('-', '_')}", Wrapped(trick))
+                else:
+                    TRICKS[trick].setup(self)
+        if job.has("train:frozen") or job.has("train:thaw"):
+            self.words.requires_grad_(False)
+        if job.has("train:frozen-block"):
+            next(iter(self.blocks())).requires_grad_(False)
+
+    def make_blocks(self) -> None:
+        job, stack = self.job, self.job.one("stack")
+        bodies = [job.one("body") or "mlp"] * BLOCKS
+        if stack == "mixed":
+            bodies = [body if index % 2 else "mlp" for index, body in enumerate(bodies)]
+        blocks = [Block(body, job.tricks("block")) for body in bodies]
+        if stack == "shared-module":
+            for block in blocks[1:]:
+                block.norm = blocks[0].norm
+        if stack == "shared-weight" and isinstance(next(blocks[0].body.parameters()), nn.Parameter):
+            inner = next(name for name, _ in blocks[0].body.named_parameters() if name.endswith("weight"))
+            path, _, name = inner.rpartition(".")
+            setattr(blocks[3].body.get_submodule(path), name, blocks[0].body.get_parameter(inner))
+        if stack == "two":
+            self.layers, self.later = nn.ModuleList(blocks[:2]), nn.ModuleList(blocks[2:])
+        elif stack == "sequential":
+            self.layers = nn.Sequential(*blocks)
+        elif stack == "dict":
+            self.layers = nn.ModuleDict(OrderedDict((f"b{index}", block) for index, block in enumerate(blocks)))
+        elif stack == "called-by-name":
+            for index, block in enumerate(blocks):
+                setattr(self, f"block{index}", block)
+        else:
+            self.layers = nn.ModuleList(blocks)
+
+    def blocks(self) -> list[nn.Module]:
+        """In the order in which they run."""
+        stack = self.job.one("stack")
+        if stack == "called-by-name":
+            return [getattr(self, f"block{index}") for index in range(BLOCKS)]
+        if stack == "two":
+            return [*self.layers, *self.later]
+        found = list(self.layers.values()) if stack == "dict" else list(self.layers)
+        orders = {
+            "reversed": (3, 2, 1, 0),
+            "reused": (0, 1, 0, 1, 2, 3),
+            "twice": (0, 0, 1, 2, 3, 3),
+            "left-out": (0, 1, 3),
+            "skip": (1, 0, 2, 3),
+        }
+        return [found[index] for index in orders.get(stack, range(BLOCKS))]
+
+    def make_head(self, kind: str) -> None:
+        if kind in ("functional", "product") and isinstance(self.words, nn.Embedding):
+            return
+        head = nn.Linear(WIDTH, WORDS, bias=kind not in ("tied", "bias-free"))
+        if kind == "tied" and isinstance(self.words, nn.Embedding):
+            head.weight = self.words.weight
+        self.head = (
+            nn.Sequential(nn.Linear(WIDTH, INNER_HEAD), nn.Tanh(), nn.Linear(INNER_HEAD, WORDS))
+            if kind == "deep"
+            else zeroed(head)
+            if kind == "zero"
+            else head
+        )
+
+    def change(self, place: str, x: torch.Tensor, index: int) -> torch.Tensor:
+        for trick in self.job.tricks(place):
+            if self.job.has("style:modules"):
+                x = getattr(self, f"{place}_{trick.replace('-', '_')}")(x, index)
+            else:
+                x = TRICKS[trick].apply(self, x, index)
+        return x
+
+    def forward(
+        self,
+        given: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        factor: float = 1.0,
+        kind: str = "",
+    ) -> Any:
+        x = self.words(given)
+        x = x.flatten(2).transpose(1, 2) if x.ndim == 4 else x
+        if mask is not None:
+            x = torch.where(mask.bool().unsqueeze(-1), self.masked, x)
+        if weight is not None:
+            x = x * weight.view(-1, 1, 1)
+        x = self.change("front", x * factor, 0)
+        if self.job.one("stack") == "sequential" and not (self.job.tricks("between") or self.job.tricks("once")):
+            x = self.layers(x)
+        else:
+            for index, block in enumerate(self.blocks()):
+                x = block(x)
+                x = self.change("between", x, index % BLOCKS)
+                x = self.change("once", x, index % BLOCKS) if index == 1 else x
+        return self.finish(self.change("back", x, BLOCKS), labels)
+
+    def finish(self, x: torch.Tensor, labels: torch.Tensor | None) -> Any:
+        kind, x = self.job.one("head"), self.norm(x)
+        x = x.mean(1) if kind == "mean" else x[:, -1] if kind == "last" else x[:, 0] if kind == "first" else x
+        if kind == "functional" and isinstance(self.words, nn.Embedding):
+            logits = F.linear(x, self.words.weight)
+        elif kind == "product" and isinstance(self.words, nn.Embedding):
+            logits = x @ self.words.weight.t()
+        else:
+            logits = self.head(x)
+        if self.job.one("loss") == "inside" and labels is not None:
+            return {
+                "loss": F.cross_entropy(logits.flatten(0, -2), labels.flatten() if logits.ndim == 3 else labels[:, 0], ignore_index=-100),
+                "logits": logits,
+            }
+        output = self.job.one("output")
+        return {
+            "dict": {"logits": logits}, "tuple": (logits,), "with-hidden": (logits, x), "object": SimpleNamespace(logits=logits),
+        }.get(output, logits)  # fmt: skip
