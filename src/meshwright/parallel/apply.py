@@ -102,7 +102,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
     groups, needs = _groups(model, make, table, mesh, recipe)
     beside = beside_parameters(model, cut, table)
     reads = _reads(model, cut, table, plan, example)
-    experts, context = expert_ranks(mesh, anatomy), context_of(model, anatomy, mesh)
+    experts, context = expert_ranks(mesh, anatomy), context_of(model, anatomy, mesh, example)
     objective = Objective(model, loss, mesh.tp if anatomy.divides(anatomy.head) else None, context.cut_labels if context else None)
     with later:
         shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)

@@ -27,6 +27,11 @@ class Call:
     causal: bool
     scale: float
 
+    @property
+    def sources(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys, values."""
+        return self.query, self.key, self.value
+
     def objection(self, length: int) -> str:
         """Why this is no attention of a sequence of `length` over itself that a piece of it can share in; empty when it is one."""
         here, seen = self.query.shape[-2], self.key.shape[-2]

@@ -1,19 +1,21 @@
 """Proves with numbers that a model can work on a piece of the sequence, and learns what its blocks are given along the sequence.
 
-Rule: the model runs once on a whole short text, every attention noted with its queries, keys, values and result. Then it runs on one piece of
-the same text, attention answering with that piece of the noted result, if it is asked with that piece of the noted queries, keys and values.
-When logits too are a piece of the whole ones, everything beside attention works on each position alone, or with what the whole model gave
-it; attention over all pieces is exact by its own formulas, so the whole is. A convolution or a cumulative sum along the sequence, positions
-counted inside a block, attention by other means than torch's: all of them show, and the plan is refused instead of being silently wrong.
+Rule: the model runs once on a whole short text, every attention noted with its queries, keys, values and result. Then it runs on the piece of
+each of two ranks, attention answering with that piece of the noted result, if it is asked with that piece of the noted queries, keys and
+values. Logits must be a piece of the whole ones. Backward begins at the logits, queries, keys and values with random gradients and ends at
+the noted results and the parameters: of the results each rank must find its piece of the whole gradient, of the parameters both ranks
+together the whole. So everything around attention works on each position alone, or with what the whole model gave it; attention over all
+pieces is exact by its own formulas, so the whole is. A convolution or a cumulative sum along the sequence, the first token, the length,
+positions counted inside a block, attention by other means than torch's: all of them show, and the plan is refused.
 
-The piece is that of rank 0, whose two chunks are not neighbours. Constant parameters (zeros, ones) get noise for the while, lest what
-multiplies by zero today is not seen. What changes with the length of the text lies along the sequence: two lengths are looked at. Of blocks
-that are built alike the first one runs, the others hand their input on. Parameters without memory are lent numbers as far as these need them.
+The proof runs in training conditions (anatomy/conditions.py), at two lengths and with two texts, with every other input that the example
+has and without. What changes with the length of the text lies along the sequence. Of blocks that are built alike the first one runs, the
+others hand their input on; of a small model all run. Parameters without memory are lent numbers as far as these need them.
 """
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +24,18 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
-from meshwright.anatomy.lent import lent
-from meshwright.anatomy.observed import observed
+from meshwright.anatomy.conditions import (
+    CHEAP,
+    EXACT,
+    cotangent,
+    differs,
+    kinds_of_blocks,
+    leaf_of,
+    proof_parameters,
+    training_conditions,
+)
+from meshwright.anatomy.inputs import Example
+from meshwright.anatomy.lent import READ
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import SEQUENCE, Context, Path, Places, Way, is_mask, tensors_of
 from meshwright.parallel.context.call import Attending, Call, attend_plainly
@@ -33,11 +45,12 @@ from meshwright.parallel.pipeline.absent import hidden_of
 from meshwright.parallel.pipeline.gates import map_first, with_hidden
 
 ROWS = 3
+RANKS = 2
+"""Context ranks that the proof plays: the chunks of two hold every position, so more say nothing new."""
 CHUNKS = ((3, 2), (2, 1))
-"""Positions in a chunk, of the text that is compared and of a second one; shorter ones where a model has few positions."""
-
-TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Relative. Rounding stays far below, another position is of the order of 1."""
+"""Positions in a chunk, of a first text and of a second one; shorter ones where a model has few positions."""
+STRIDES = (31, 17)
+"""Of the token ids of both texts."""
 
 Forward = Callable[..., Any]
 
@@ -46,36 +59,61 @@ class Objection(Exception):
     """Why the model cannot work on pieces. Caught where the plan is refused."""
 
 
-def prove(model: nn.Module, anatomy: Anatomy, ranks: int) -> Way:
+def prove(model: nn.Module, anatomy: Anatomy, example: Example | None = None) -> Way:
     """How the model works on pieces. Raises Objection. Leaves it as it was."""
     blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
-    first = set(first_of_kind(blocks))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    kinds = kinds_of_blocks(blocks) if sum(sizes.values()) > CHEAP else range(len(blocks))
+    first = set(kinds)
     prefix = f"{anatomy.blocks}."
 
     def needed(name: str) -> bool:
         return not name.startswith(prefix) or int(name.removeprefix(prefix).partition(".")[0]) in first
 
-    with torch.no_grad(), observed(model), lent(model, needed), unsettled(model), passing(blocks, first):
-        noted, other = _noted(model, anatomy, ranks)
-        places = _places(noted, other)
-        return _compared(model, anatomy, ranks, noted, places)
+    exact = sum(size for name, size in sizes.items() if needed(name)) <= EXACT
+    with training_conditions(model, exact), proof_parameters(model, needed, READ, exact), passing(blocks, first):
+        ways: list[Way] = []
+        for others in _inputs_besides(model, example):
+            noted, other = _noted(model, anatomy, others)
+            places = _places(noted, other)
+            before = ways[-1] if ways else None
+            ways.append(_compared(model, anatomy, (noted, other), places, before))
+    return Way({key: place for way in ways for key, place in way.places.items()}, ways[-1].placed)
+
+
+def _inputs_besides(model: nn.Module, example: Example | None) -> list[dict[str, torch.Tensor]]:
+    """Tensors of the example other than the text: none of them, each alone, and all."""
+    asked = inspect.signature(model.forward).parameters
+    first = next(iter(asked), "")
+    found = {
+        name: value
+        for name, value in (example or {}).items()
+        if name not in ("", first, "input_ids", "labels") and isinstance(value, torch.Tensor) and not value.is_meta
+    }
+    needed = {name: value for name, value in found.items() if name in asked and asked[name].default is inspect.Parameter.empty}
+    each = [{**needed, name: value} for name, value in found.items() if name not in needed] if len(found) - len(needed) > 1 else []
+    return [needed, *each, *([found] if found != needed else [])]
 
 
 class Noted:
-    """What one run on the whole text showed."""
+    """What one run on the whole text showed, and the gradients that it leads to."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, length: int) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, length: int, stride: int, others: dict[str, torch.Tensor]) -> None:
         self.length = length
         self.calls: list[tuple[Call, torch.Tensor]] = []
+        """Of every attention: the call, and its result as a leaf."""
         self.given: dict[tuple[int, Path], torch.Size] = {}
         self.hidden: dict[int, torch.Size] = {}
-        device = next(tensor.device for tensor in model.parameters() if not tensor.is_meta)
-        self.ids = torch.arange(ROWS * length, device=device).mul(31).remainder(anatomy.vocabulary).view(ROWS, length)
+        tables = (tensor for tensor in model.parameters() if not tensor.is_meta)
+        device = next(tables).device
+        self.ids = torch.arange(ROWS * length, device=device).mul(stride).remainder(min(anatomy.vocabulary, READ)).view(ROWS, length)
+        self.others = {name: _sized(value, length).to(device) for name, value in others.items()}
         blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
         handles = [block.register_forward_pre_hook(self._note(index), with_kwargs=True) for index, block in enumerate(blocks)]
+        torch.manual_seed(0)
         try:
             with Attending(self._attend):
-                self.logits = logits_of(model(self.ids))
+                self.logits = logits_of(model(self.ids, **self.others))
         finally:
             for handle in handles:
                 handle.remove()
@@ -89,20 +127,50 @@ class Noted:
         return note
 
     def _attend(self, call: Call) -> torch.Tensor:
-        result = attend_plainly(call)
+        result = leaf_of(attend_plainly(call))
         self.calls.append((call, result))
         return result
 
+    def gradients(self, model: nn.Module) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
+        """Of the results of attention, and of the parameters."""
+        assert self.logits is not None
+        terms = [(self.logits, cotangent(self.logits.shape, self.logits, 0))]
+        for number, (call, _) in enumerate(self.calls):
+            terms += [(each, cotangent(each.shape, each, 3 * number + place + 1)) for place, each in enumerate(call.sources)]
+        return backward(model, terms, [result for _, result in self.calls])
 
-def _noted(model: nn.Module, anatomy: Anatomy, ranks: int) -> tuple[Noted, Noted]:
+
+def backward(
+    model: nn.Module, terms: list[tuple[torch.Tensor, torch.Tensor]], leaves: list[torch.Tensor]
+) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
+    """Gradients of the sum of all results, weighed: of `leaves`, and of the model's parameters by name."""
+    total = sum((value * weight).sum() for value, weight in terms if value.requires_grad)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and not parameter.is_meta}
+    if not isinstance(total, torch.Tensor):
+        return [None for _ in leaves], {}
+    found = torch.autograd.grad(total, [*leaves, *named.values()], allow_unused=True)
+    of_parameters = zip(named, found[len(leaves) :], strict=True)
+    return list(found[: len(leaves)]), {name: gradient for name, gradient in of_parameters if gradient is not None}
+
+
+def _sized(value: torch.Tensor, length: int) -> torch.Tensor:
+    """ROWS rows of an input; of (rows, sequence, ...) the first positions, again from the first where there are too few."""
+    value = value[torch.arange(ROWS) % len(value)] if value.ndim else value
+    return value[:, torch.arange(length) % value.shape[1]] if value.ndim > 1 else value
+
+
+def _noted(model: nn.Module, anatomy: Anatomy, others: dict[str, torch.Tensor]) -> tuple[Noted, Noted]:
     reason = ""
     for chunks in CHUNKS:
         try:
-            first, second = (Noted(model, anatomy, 2 * ranks * chunk) for chunk in chunks)
+            first, second = (
+                Noted(model, anatomy, 2 * RANKS * chunk, stride, others) for chunk, stride in zip(chunks, STRIDES, strict=True)
+            )
             return first, second
         except Exception as error:
             reason = said(error)
-    raise Objection(f"it does not run on {2 * ranks * CHUNKS[-1][0]} token ids alone ({reason})")
+    inputs = f"{2 * RANKS * CHUNKS[-1][0]} token ids {f'and {sorted(others)}' if others else 'alone'}"
+    raise Objection(f"it does not run on {inputs} ({reason})")
 
 
 def said(error: Exception) -> str:
@@ -126,19 +194,27 @@ def _places(noted: Noted, other: Noted) -> Places:
     return places
 
 
-def _compared(model: nn.Module, anatomy: Anatomy, ranks: int, noted: Noted, places: Places) -> Way:
-    """The first of both ways on which a piece gives a piece of the whole."""
+def _compared(model: nn.Module, anatomy: Anatomy, texts: tuple[Noted, Noted], places: Places, before: Way | None) -> Way:
+    """The first of both ways on which a piece gives a piece of the whole; `before`: the way on which other inputs do."""
+    noted = texts[0]
     if not noted.calls:
         raise Objection("its blocks do not attend by torch's scaled_dot_product_attention")
     if noted.logits is None:
         raise Objection("it returns no logits")
     if noted.logits.ndim < 3 or noted.logits.shape[SEQUENCE] != noted.length:
         raise Objection(f"its logits {list(noted.logits.shape)} are not (rows, sequence, ...)")
+    wholes = [(text, *text.gradients(model)) for text in texts]
     reason: Objection | None = None
-    for placed in (False, True) if anatomy.head is not None else (False,):
+    ways = (before.placed,) if before is not None else (False, True) if anatomy.head is not None else (False,)
+    for placed in ways:
         way = Way(places, placed)
         try:
-            _compare(model, anatomy, Pieces(ranks, 0), noted, way)
+            for text, of_results, of_parameters in wholes:
+                total: dict[str, torch.Tensor] = {}
+                for rank in range(RANKS):
+                    for name, gradient in _compare(model, anatomy, Pieces(RANKS, rank), text, of_results, way).items():
+                        total[name] = total[name] + gradient if name in total else gradient
+                _check_parameters(total, of_parameters)
             return way
         except Objection as objection:
             reason = reason or objection
@@ -146,8 +222,20 @@ def _compared(model: nn.Module, anatomy: Anatomy, ranks: int, noted: Noted, plac
     raise reason
 
 
-def _compare(model: nn.Module, anatomy: Anatomy, pieces: Pieces, noted: Noted, way: Way) -> None:
+def _check_parameters(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    scale = max((float(gradient.norm()) for gradient in whole.values()), default=0.0)
+    for name in whole.keys() | found.keys():
+        known = whole[name] if name in whole else torch.zeros_like(found[name])
+        _equal(f"gradients of {name}", found.get(name, torch.zeros_like(known)), known, scale)
+
+
+def _compare(
+    model: nn.Module, anatomy: Anatomy, pieces: Pieces, noted: Noted, of_results: list[torch.Tensor | None], way: Way
+) -> dict[str, torch.Tensor]:
+    """The gradients of the parameters that one rank finds. Raises Objection where its piece differs from the whole."""
     calls = iter(enumerate(noted.calls))
+    terms: list[tuple[torch.Tensor, torch.Tensor]] = []
+    leaves: list[torch.Tensor] = []
 
     def attend(call: Call) -> torch.Tensor:
         following = next(calls, None)
@@ -156,17 +244,21 @@ def _compare(model: nn.Module, anatomy: Anatomy, pieces: Pieces, noted: Noted, w
         number, (whole, result) = following
         if why := call.objection(noted.length):
             raise Objection(why)
-        for what, here, there in (("queries", call.query, whole.query), ("keys", call.key, whole.key), ("values", call.value, whole.value)):
+        for place, what in enumerate(("queries", "keys", "values")):
+            here, there = call.sources[place], whole.sources[place]
             _equal(f"the {what} of attention {number}", here, pieces.cut(there, -2))
+            terms.append((here, pieces.cut(cotangent(there.shape, there, 3 * number + place + 1), -2)))
         if (call.causal, call.scale, call.mask is None) != (whole.causal, whole.scale, whole.mask is None):
             raise Objection(f"attention {number} is another one")
         if call.mask is not None and whole.mask is not None and not torch.equal(call.mask, whole.mask):
             raise Objection(f"the mask of attention {number} is another one")
-        return pieces.cut(result, -2)
+        leaves.append(leaf_of(pieces.cut(result, -2)))
+        return leaves[-1]
 
+    torch.manual_seed(0)
     with on_pieces(model, anatomy, Context(pieces, attend, way)):
         try:
-            logits = logits_of(model(noted.ids))
+            logits = logits_of(model(noted.ids, **noted.others))
         except InputError as error:
             raise Objection(str(error)) from None
         except Objection:
@@ -177,13 +269,19 @@ def _compare(model: nn.Module, anatomy: Anatomy, pieces: Pieces, noted: Noted, w
         raise Objection("it attends less often than on the whole")
     assert logits is not None and noted.logits is not None
     _equal("its logits", logits, pieces.cut(noted.logits, SEQUENCE))
+    terms.append((logits, pieces.cut(cotangent(noted.logits.shape, noted.logits, 0), SEQUENCE)))
+    gradients, of_parameters = backward(model, terms, leaves)
+    scale = max((float(known.norm()) for known in of_results if known is not None), default=0.0)
+    for number, (gradient, known) in enumerate(zip(gradients, of_results, strict=True)):
+        there = torch.zeros_like(leaves[number]) if known is None else pieces.cut(known, -2)
+        _equal(f"gradients of attention {number}", torch.zeros_like(there) if gradient is None else gradient, there, scale)
+    return of_parameters
 
 
-def _equal(what: str, here: torch.Tensor, there: torch.Tensor) -> None:
+def _equal(what: str, here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> None:
     if here.shape != there.shape:
         raise Objection(f"on a piece of the sequence {what} are {list(here.shape)} instead of {list(there.shape)}")
-    difference = float((here - there).double().norm() / there.double().norm().clamp_min(1e-30))
-    if not difference <= TOLERANCE.get(there.dtype, 1e-3):
+    if (difference := differs(here.detach(), there.detach(), scale)) is not None:
         raise Objection(f"on a piece of the sequence {what} differ from those on the whole by {difference:.1e}")
 
 
@@ -247,43 +345,3 @@ def passing(blocks: list[nn.Module], run: set[int]) -> Iterator[None]:
 
     with forwards(blocks, change):
         yield
-
-
-def first_of_kind(blocks: list[nn.Module]) -> list[int]:
-    """The first of each kind: blocks are alike that have the same modules and parameters of the same shapes."""
-    kinds: dict[Any, int] = {}
-    for index, block in enumerate(blocks):
-        modules = tuple((path, type(module)) for path, module in block.named_modules())
-        shapes = tuple((name, tensor.shape) for name, tensor in block.named_parameters())
-        kinds.setdefault((modules, shapes), index)
-    return list(kinds.values())
-
-
-@contextmanager
-def unsettled(model: nn.Module) -> Iterator[None]:
-    """Constant parameters with noise on them, and matrices so large that what they give is of the size of what they are given: as initialized,
-    a convolution over the sequence may add less to the hidden state than a comparison sees."""
-    generator = torch.Generator().manual_seed(0)
-    there = [tensor for tensor in model.parameters() if tensor.numel() > 1 and not tensor.is_meta]
-    constant = [tensor for tensor in there if bool((tensor == tensor.flatten()[0]).all())]
-    before = [tensor.detach().clone() for tensor in constant]
-    raised = [(tensor, _raise(tensor)) for tensor in there if tensor.ndim > 1 and tensor.is_floating_point()]
-    try:
-        for tensor, factor in raised:
-            tensor.data *= factor
-        for tensor in constant:
-            tensor.data += 0.1 * torch.randn(tensor.shape, generator=generator).to(tensor)
-        yield
-    finally:
-        for tensor, value in zip(constant, before, strict=True):
-            tensor.data.copy_(value)
-        for tensor, factor in raised:
-            if all(tensor is not one for one in constant):
-                tensor.data /= factor
-
-
-def _raise(tensor: torch.Tensor) -> float:
-    """A power of two, so that dividing by it gives the same bits again."""
-    size = float(tensor.detach().float().square().mean().sqrt())
-    wanted = (tensor.numel() / len(tensor)) ** -0.5
-    return 2.0 ** math.ceil(math.log2(wanted / size)) if 0 < size < wanted else 1.0

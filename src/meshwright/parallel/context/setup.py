@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.anatomy import Anatomy
+from meshwright.anatomy.inputs import Example
 from meshwright.base.errors import InputError
 from meshwright.parallel.context import ring, ulysses
 from meshwright.parallel.context.blocks import Context
@@ -25,7 +26,7 @@ from meshwright.parallel.pipeline.gates import Gate
 from meshwright.spec import plan as plans
 
 
-def context_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> Context | None:
+def context_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh, example: Example | None = None) -> Context | None:
     """How this rank works on its piece; None without context parallelism. Raises InputError for a model that cannot."""
     plan, group = mesh.plan, mesh.group("cp")
     if group is None:
@@ -34,7 +35,7 @@ def context_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> Context | None
         if anatomy.blocks is None or not anatomy.vocabulary:
             raise Objection("it has no blocks behind a vocabulary embedding, so no sequence to cut")
         by_torch(model)
-        way = prove(model, anatomy, plan.cp)
+        way = prove(model, anatomy, example)
     except Objection as error:
         raise InputError(f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1") from None
     attend = attending(mesh)

@@ -1,0 +1,207 @@
+"""Training conditions in which a proof runs a model: gradients, the modes that it is trained in, float64, and draws that repeat.
+
+A proof compares a run on the whole with runs on parts. Three things would hide a difference or feign one, and are taken away here on both
+sides. Rounding: the model computes in float64, also where it asks for float32. Chance: dropout becomes a factor of 1 + p, so that a dropout
+that one side leaves out shows, and every run begins with the same random state. Constants: parameters that are all equal (zero-initialised
+outputs, unit gains) get noise, and small matrices are scaled up, because what multiplies by zero today trains tomorrow.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from meshwright.anatomy.observed import observed
+
+CHEAP = 1 << 25
+"""Parameters of a model of which every block is proven, and with real tensors although the model has none."""
+EXACT = 1 << 27
+"""Parameters up to which a proof computes in float64; a gigabyte."""
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Largest relative difference. Rounding stays far below it."""
+ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+"""Of the largest norm compared: a gradient as small as that is rounding alone."""
+NOISE = 0.1
+NARROW = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
+CASTS = frozenset({"float", "half", "bfloat16"})
+
+
+class Repeatable(TorchFunctionMode):
+    """Replaces dropout by a factor of 1 + p and, where `exact`, every narrower floating type by float64."""
+
+    def __init__(self, exact: bool) -> None:
+        super().__init__()
+        self.exact = exact
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if "dropout" in name and args and isinstance(args[0], torch.Tensor):
+            return _scaled(name, args, kwargs)
+        if name == "scaled_dot_product_attention":
+            rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            result = function(*args, **{key: value for key, value in kwargs.items() if key != "dropout_p"})
+            return result * (1 + rate) if rate else result
+        if self.exact:
+            if name in CASTS and len(args) == 1:
+                return args[0].double()
+            args = tuple(_widened(value) for value in args)
+            kwargs = {key: _widened(value) for key, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return NARROW.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _scaled(name: str, args: Any, kwargs: Any) -> torch.Tensor:
+    """What a function of dropout becomes: torch.nn.functional and torch give rate and mode the same places."""
+    rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    if not training or not rate:
+        return args[0]  # type: ignore[no-any-return]
+    in_place = kwargs.get("inplace", args[3] if len(args) > 3 else False) or name.endswith("_")
+    return args[0].mul_(1 + rate) if in_place else args[0] * (1 + rate)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def training_conditions(model: nn.Module, exact: bool) -> Iterator[None]:
+    """`model` in the modes in which it is trained (in training mode where it stands in eval mode), as it was when the proof ends."""
+    modes = [(module, module.training or not model.training) for module in model.modules()]
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(observed(model))
+        stack.enter_context(torch.random.fork_rng(devices=()))
+        stack.enter_context(torch.enable_grad())
+        for module, training in modes:
+            module.training = training
+        stack.enter_context(Repeatable(exact))
+        if exact:
+            torch.set_default_dtype(torch.float64)
+            stack.callback(torch.set_default_dtype, before)
+        yield
+
+
+@contextmanager
+def proof_parameters(model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool) -> Iterator[None]:
+    """`model` with copies of the `needed` parameters and floating buffers, in float64 where `exact`, with noise on constant ones.
+
+    Parameters without memory are lent numbers, the same on every rank. Of tables only the first `read` rows have numbers. The copies are
+    not the model's: whatever a run writes to them is gone when the proof ends.
+    """
+    random = torch.Generator().manual_seed(0)
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    twins: dict[int, torch.Tensor] = {}
+    try:
+        for path, module in model.named_modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is None or not needed(f"{path}.{name}".lstrip(".")):
+                    continue
+                held: Any = module._parameters if name in module._parameters else module._buffers
+                if id(tensor) not in twins:
+                    rows = read if isinstance(module, nn.Embedding) else None
+                    twins[id(tensor)] = _twin(tensor, rows, random, exact)
+                before.append((held, name, tensor))
+                held[name] = twins[id(tensor)]
+        yield
+    finally:
+        for held, name, tensor in before:
+            held[name] = tensor
+
+
+def _twin(tensor: torch.Tensor, read: int | None, random: torch.Generator, exact: bool) -> torch.Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    if not tensor.is_floating_point() or (tensor.is_meta and not is_parameter):
+        found = tensor.detach().clone()
+        return nn.Parameter(found, tensor.requires_grad) if is_parameter else found
+    kind = torch.float64 if exact else tensor.dtype
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    found = torch.zeros(tensor.shape, dtype=kind, device=device)  # of a large table only the rows that are read ever take memory
+    part = found[:read] if found.ndim else found
+    if tensor.is_meta:
+        width = tensor.shape[-1] if tensor.ndim else 1
+        part.normal_(0, max(width, 1) ** -0.5, generator=random)
+    else:
+        part.copy_(tensor.detach()[:read] if tensor.ndim else tensor.detach())
+    if is_parameter and part.numel():
+        if bool((part == part.flatten()[0]).all()):
+            part.add_(NOISE * torch.randn(part.shape, generator=random, dtype=torch.float32).to(part))
+        if part.ndim > 1:
+            part.mul_(_raise(part))
+    return nn.Parameter(found, tensor.requires_grad) if is_parameter else found
+
+
+def _raise(tensor: torch.Tensor) -> float:
+    """A power of two by which a matrix gives what is of the size of what it is given: as initialised, a convolution over the sequence
+    may add less to the hidden state than a comparison sees."""
+    size = float(tensor.square().mean().sqrt())
+    wanted = (tensor.numel() / len(tensor)) ** -0.5
+    return 2.0 ** math.ceil(math.log2(wanted / size)) if 0 < size < wanted else 1.0
+
+
+def fresh(value: Any) -> Any:
+    """`value` with a leaf of its own for each tensor, the same one for the same tensor; other objects are copied."""
+    made: dict[int, torch.Tensor] = {}
+
+    def leaf(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one if callable(one) or isinstance(one, nn.Module) else copy.deepcopy(one)
+        if id(one) not in made:
+            made[id(one)] = leaf_of(one)
+        return made[id(one)]
+
+    return tree_map(leaf, value)
+
+
+def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` that autograd begins at."""
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def cotangent(shape: torch.Size, like: torch.Tensor, number: int) -> torch.Tensor:
+    """Weights of a sum over a result: a gradient that no error passes unseen."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(like)
+
+
+def differs(here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> float | None:
+    """The relative difference where it is beyond rounding. `scale`: the largest norm that is compared."""
+    if here.shape != there.shape:
+        return math.inf
+    if not there.is_floating_point() and not there.is_complex():
+        return None if torch.equal(here, there) else math.inf
+    off, size = float((here - there).norm()), float(there.norm())
+    allowed = TOLERANCES.get(there.dtype, 1e-10) * size + ROUNDING.get(there.dtype, 1e-13) * scale
+    if off <= max(allowed, 1e-300):
+        return None
+    both = bool((here.isnan() == there.isnan()).all()) and bool(there.isnan().any())
+    if both:
+        return differs(here.nan_to_num(), there.nan_to_num(), scale)
+    return off / max(size, 1e-300)
+
+
+def kinds_of_blocks(blocks: list[nn.Module]) -> list[int]:
+    """For each block the number of the first one like it: the same modules, shapes, and plain attributes, but for those that number it."""
+    kinds: dict[Any, int] = {}
+    return [kinds.setdefault(_kind(block, index), index) for index, block in enumerate(blocks)]
+
+
+def _kind(block: nn.Module, index: int) -> Any:
+    modules = []
+    for path, module in block.named_modules():
+        plain = tuple(
+            (name, repr(value))
+            for name, value in sorted(vars(module).items())
+            if isinstance(value, bool | float | str | tuple | torch.dtype) or value is None or (type(value) is int and value != index)
+        )
+        modules.append((path, type(module), plain))
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    return tuple(modules), tuple((name, tensor.shape, tensor.requires_grad) for name, tensor in tensors)
