@@ -24,6 +24,7 @@ from meshwright.parallel.experts.dispatch import check as check_experts
 from meshwright.parallel.experts.dispatch import lay_experts, shard_experts, still_in
 from meshwright.parallel.experts.ranks import expert_ranks
 from meshwright.parallel.followed import check_followed
+from meshwright.parallel.full import watch_loads
 from meshwright.parallel.later import later_of
 from meshwright.parallel.lay import lay_flat
 from meshwright.parallel.mesh import Mesh, tie_group
@@ -157,6 +158,7 @@ def _finished(engine: Parallel, needs: Needs) -> Parallel:
     set_context(model, anatomy, engine.gates, engine.context)
     use_products(model, anatomy, engine.recipe)
     engine.outer = outer_of(engine.recipe, engine.zero)
+    watch_loads(model, engine.mesh.plan.name)
     return engine
 
 

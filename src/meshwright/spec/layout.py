@@ -11,7 +11,7 @@ multiple of ALIGN elements, and the unit ends at a multiple of shards x ALIGN, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -60,6 +60,19 @@ def unit_of(layers: Sequence[LayerSlots], shards: int) -> Unit:
         if split:
             split_end = end
     return Unit(tuple(layer.name for layer in layers), offsets, split_end, align(end, shards * ALIGN))
+
+
+def gaps(unit: Unit, numels: Mapping[str, int]) -> list[slice]:
+    """What lies between and behind the tensors of a buffer, of which each has so many elements.
+
+    >>> gaps(Unit(("block.0",), {"a": 0, "b": 32}, 0, 64), {"a": 32, "b": 30})
+    [slice(62, 64, None)]
+    """
+    found, end = [], 0
+    for start, stop in sorted((offset, offset + numels[name]) for name, offset in unit.offsets.items()):
+        found += [slice(end, start)] if end < start else []
+        end = stop
+    return found + ([slice(end, unit.numel)] if end < unit.numel else [])
 
 
 def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[int]:

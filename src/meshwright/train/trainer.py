@@ -28,6 +28,7 @@ from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.experts.bias import move_biases
 from meshwright.parallel.experts.dispatch import loads, pairs_by_expert, said
+from meshwright.parallel.full import full_parameters
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.objective import Batch, rows_of
 from meshwright.parallel.offload.away import away_of
@@ -261,17 +262,7 @@ class Trainer:
                     for first, size in self.plan.ranges(rows, self.mesh.replica)
                 ]
         self.engine.pipeline.labels = tokens
-        return [self._on_device(part) for part in batches], tokens
-
-    def _on_device(self, batch: Batch) -> Batch:
-        dtype = getattr(torch, self.engine.recipe.compute)
-
-        def move(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return value.to(self.mesh.device, dtype if value.is_floating_point() else None, non_blocking=True)
-
-        return type(batch)({name: move(value) for name, value in batch.items()})
+        return [_on_device(part, self.mesh.device, getattr(torch, self.engine.recipe.compute)) for part in batches], tokens
 
     def evaluate(self, batch: Batch | Share) -> float:
         """Mean loss over the valid labels of the whole batch, without gradients, dropout off."""
@@ -301,6 +292,11 @@ class Trainer:
         """Of the optimizer as it was made; its groups keep their ratios to it."""
         for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
             group["lr"] = lr * ratio
+
+    def full_parameters(self, module: nn.Module | None = None, *, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
+        """Inside, the parameters of `module` (default: of the model) are whole on every rank, and so are the values of what it gives, by name: for reading, or with
+        `write` to be changed by all ranks alike. All ranks must call it (parallel/full.py)."""
+        return full_parameters(self.engine, module, write)
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """The plain model's state dict, every weight and buffer whole, on rank 0 (CPU); None on the other ranks. All ranks must call it."""
@@ -364,3 +360,14 @@ class Trainer:
 
         with self._in_words("where a checkpoint is read"):
             return load_trainer(self, Path(path) if isinstance(path, str) else path)
+
+
+def _on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
+    """`batch` on `device`, floating-point tensors as `dtype`."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+
+    return type(batch)({name: move(value) for name, value in batch.items()})

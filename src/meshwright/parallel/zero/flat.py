@@ -34,12 +34,13 @@ from meshwright.parallel.offload.windows import AwayMaster
 from meshwright.parallel.pipeline.backlog import Backlog
 from meshwright.parallel.update.lean import Lean
 from meshwright.parallel.zero.arrivals import Arrivals
+from meshwright.parallel.zero.closed import Closing, sharded
 from meshwright.parallel.zero.exact import Sums
 from meshwright.parallel.zero.in_place import add
 from meshwright.parallel.zero.master import Master, Parted, Stretch
 from meshwright.parallel.zero.once import once
 from meshwright.spec.compression import Compression
-from meshwright.spec.layout import Unit, parts, shard_bounds
+from meshwright.spec.layout import Unit, gaps, parts, shard_bounds
 from meshwright.spec.plan import Offload
 from meshwright.spec.precision import Recipe
 
@@ -86,9 +87,9 @@ class FlatUnit:
         """Where its gradients wait, if not on the device."""
         self.stage: Passing | None = None
         self.backlog: Backlog | None = None
-        self._gaps = _gaps(unit, parameters)
+        self._gaps = gaps(unit, {name: parameter.numel() for name, parameter in parameters.items()})
         self._gathering: Pending | None = None
-        self.is_open = True
+        self.closing = Closing(parameters, sharded(mesh.plan.name))
         self.gated = False
         self.frozen = not any(parameter.requires_grad for parameter in parameters.values())
         """Weights that are not trained: no gradients, no optimizer, no float32 copy, no part in any reduction."""
@@ -274,7 +275,7 @@ class FlatUnit:
 
     def prefetch(self) -> None:
         """Start gathering the weights (ZeRO 3); what uses them calls `open`."""
-        if self.zero < 3 or self.is_open or self._gathering is not None:
+        if self.zero < 3 or not self.closing.is_closed or self._gathering is not None:
             return
         if self.once is not None:
             self._gathering = self.once.meet()
@@ -285,14 +286,15 @@ class FlatUnit:
 
     def open(self) -> None:
         """Whole weights from here on."""
-        if self.is_open:
+        if not self.closing.is_closed:
             return
         self.prefetch()
         if self.elsewhere is not None:
             _gather(self, self.elsewhere.take())
         assert self._gathering is not None
         self._gathering.wait()
-        self._gathering, self.is_open = None, True
+        self._gathering = None
+        self.closing.open()
         if self.once is not None:
             self.once.show(True)
         if self.elsewhere is not None:
@@ -307,11 +309,11 @@ class FlatUnit:
             self._gathering = None
         if self.elsewhere is not None:
             self.elsewhere.give_back()
-        self.is_open = False
         if self.once is not None:
             self.once.show(False)
-            return
-        self.weights.untyped_storage().resize_(0)
+        else:
+            self.weights.untyped_storage().resize_(0)
+        self.closing.close()
 
     def write_back(self) -> None:
         """After the update: the master's values into the weights of the compute type."""
@@ -374,15 +376,6 @@ def _across(unit: FlatUnit, asked: Compression | None) -> Ways:
     asked = None if unit.frozen else asked
     whole = vector(unit, slice(0, unit.unit.numel), unit.gradients)
     return Ways(coded(asked, unit.group, whole, True), coded(asked, unit.sharing.copy_group, vector(unit, unit.own, unit.gradients), False))
-
-
-def _gaps(unit: Unit, parameters: dict[str, nn.Parameter]) -> list[slice]:
-    """What lies between and behind the parameters of a buffer."""
-    gaps, end = [], 0
-    for start, stop in sorted((offset, offset + parameters[name].numel()) for name, offset in unit.offsets.items()):
-        gaps += [slice(end, start)] if end < start else []
-        end = stop
-    return gaps + ([slice(end, unit.numel)] if end < unit.numel else [])
 
 
 def _stretches(flat: FlatUnit, groups: Mapping[str, int]) -> list[Stretch]:
