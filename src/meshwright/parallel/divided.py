@@ -1,37 +1,47 @@
 """Whether a batch may be divided: rows that see each other make the loss depend on how they are shared out.
 
-Rule: the loss of rows that pass together must be the sum of the losses of these rows in two parts. It is asked once, before the first step, with
-numbers: forward alone, of the first rows of every rank, once together and once apart. A mean over the batch, a contrast of its rows (CLIP), a
-loss that is a mean over the labels instead of the rows, statistics over the batch under another name: all of them show. A model that was seen to give
-tokens a place among those of other rows (an expert's capacity) is asked with as many rows as the whole batch has, and with ones that are all of one
-token, which go the same way: what does not bite then never does.
+Rule: the loss of rows that pass together must be the sum of the losses of these rows in two parts, and so must the gradient of every parameter. Both are
+compared before a step counts, with numbers: forward and backward of a few rows of every rank, in training mode, once together and once apart.
+A mean over the batch, a contrast of its rows (CLIP), a loss that is a mean over the labels instead of the rows, statistics over the batch under another
+name, a backward that divides by the norm over all rows, `scale_grad_by_freq`: all of them show. What hides behind a constant weight (a zero-initialised head,
+a gate of 0) shows because such weights hold noise meanwhile (perturbed.py), and what needs the same tokens in several rows because one row passes
+twice. Gradients are compared by fingerprints (fingerprint.py). A model that was seen to give tokens a place among those of other rows (an expert's
+capacity) passes as many rows as the whole batch has, and ones that are all of one token, which go the same way: what does not bite then never does.
 
 What one forward keeps for the next (a count of calls, running means that are read, spectral norm) moves once a micro-batch and twice where a layer is
 computed again: the same rows passed twice in a row must give the same loss, or such plans are refused too.
 
-It runs as it trains, but for dropout, which is left out; a model that draws otherwise is asked in eval mode, and one that draws there too
-cannot be asked. Plans that pass the batch as one piece need not ask. Costs a few forward passes of one micro-batch, once.
+It runs as it trains, but for dropout, which is left out; a model that draws otherwise is compared in eval mode, and one that draws there too
+cannot be. With a balance loss of experts, which each micro-batch has of its own by its definition, losses alone are compared, as for experts in 16 bits, where
+the rounding of a product decides which expert a token goes to. Plans that pass the batch as one piece are not compared. Costs six passes of one
+micro-batch and four of two rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.observed import observed
 from meshwright.base.errors import PlanRefused
 from meshwright.parallel.exchange.exchange import all_reduce
+from meshwright.parallel.fingerprint import Difference, Fingerprint, fingerprinted
 from meshwright.parallel.objective import Batch, rows_of
+from meshwright.parallel.perturbed import perturbed
 from meshwright.spec.plan import Recompute
 
 if TYPE_CHECKING:
     from meshwright.parallel.engine import Parallel
 
 IGNORED = -100
+GRADIENTS = 10.0
+"""By how much more than losses gradients may differ in rounding."""
 
 
 class Undropped(TorchFunctionMode):
@@ -58,22 +68,35 @@ def check_divided(engine: Parallel, batches: Sequence[Batch]) -> None:
     if pieces == 1:
         return
     counts = engine.anatomy.against.get("rows", "")
-    wholes = [together(batches) if engine.objective.loss is None else unequal(together(batches))]
-    if counts:
-        rows = max(sum(map(rows_of, batches)) * plan.dp, 2)
-        wholes += [repeated(batches[0], rows, token) for token in (None, 0, 1)]
-    for whole in wholes:
-        found = _asked(engine, whole)
-        if found is not None:
-            why = (
-                f"{counts} gives tokens a place among those of other rows"
-                if counts
-                else "a mean or a contrast over the batch, or a mean over labels"
-            )
-            raise PlanRefused(
-                f"plan {plan.name}: rows of a batch see each other in this model or its loss ({why}): together their loss is {found[0]:.6g}, apart "
-                f"{found[1]:.6g} (they differ by {difference(*found):.1e} of it), and this plan divides the batch into {pieces} parts: use dp1 with the batch as one micro-batch"
-            )
+    whole = together(batches) if engine.objective.loss is None else unequal(together(batches))
+    with perturbed(engine):
+        _check_rows(engine, (whole, twice(batches[0])), pieces, counts)
+    rows = max(sum(map(rows_of, batches)) * plan.dp, 2)
+    _check_rows(
+        engine, [repeated(batches[0], rows, token) for token in (None, 0, 1)] if counts else [whole], pieces, counts, backward=False
+    )
+
+
+def _check_rows(engine: Parallel, contents: Iterable[Batch], pieces: int, counts: str, backward: bool = True) -> None:
+    name = engine.mesh.plan.name
+    for whole in contents:
+        found = _differing(engine, whole, backward)
+        if found is None:
+            continue
+        together, apart, gradient = found
+        why = (
+            f"{counts} gives tokens a place among those of other rows"
+            if counts
+            else "a mean or a contrast over the batch, or a mean over labels"
+        )
+        shown = f"together their loss is {together:.6g}, apart {apart:.6g} (they differ by {difference(together, apart):.1e} of it)"
+        if gradient.name:
+            why = "a hook or a backward of its own that is not linear, scale_grad_by_freq, or what starts at zero: a contrast behind a gate of 0"
+            shown = f"the gradient of {gradient.name} differs by {gradient.size:.3g} of its norm when they pass together and apart"
+        raise PlanRefused(
+            f"plan {name}: rows of a batch see each other in this model or its loss ({why}): {shown}, and this plan divides the batch into {pieces} parts: "
+            "use dp1 with the batch as one micro-batch"
+        )
 
 
 def difference(one: float, other: float) -> float:
@@ -88,12 +111,26 @@ def difference(one: float, other: float) -> float:
 def together(batches: Sequence[Batch]) -> Batch:
     """Rows that one device passes at once: those of the first micro-batch, or of the first two where each has one row."""
     first = batches[0]
+    if rows_of(first) == 1 and len(batches) == 1:
+        return twice(first, moved=True)
     second = next((each for each in batches[1:2] if rows_of(first) == 1 and _form(each) == _form(first)), None)
     if second is None:
-        return first
+        return dict(first)
     return {
         name: torch.cat([value, second[name]]) if isinstance(value, torch.Tensor) and value.ndim else value for name, value in first.items()
     }
+
+
+def twice(batch: Batch, moved: bool = False) -> Batch:
+    """The first row of `batch` two times. `moved`: the second one begins with its second place, so that the two are unlike."""
+
+    def pair(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        first = value[:1]
+        return torch.cat([first, first.roll(1, 1) if moved and value.ndim > 1 else first])
+
+    return {name: pair(value) for name, value in batch.items()}
 
 
 def unequal(batch: Batch) -> Batch:
@@ -159,17 +196,62 @@ def _tolerance(engine: Parallel) -> float:
     return {"float64": 1e-8, "float32": 1e-4}.get(engine.recipe.compute, 2e-2)
 
 
-def _asked(engine: Parallel, whole: Batch) -> tuple[float, float] | None:
-    """The loss of `whole` together and apart, summed over all ranks, where they differ."""
-    parts = _halves(whole)
+class Found(NamedTuple):
+    """Of passes: the loss, summed over all ranks, and this rank's gradients."""
+
+    loss: float
+    gradients: Fingerprint
+
+
+def _differing(engine: Parallel, whole: Batch, backward: bool) -> tuple[float, float, Difference] | None:
+    """The losses of `whole` together and apart, and the gradient that differs most, where one does on any rank. Without a name it is the loss."""
+    parts, backward = _halves(whole), backward and _compares_gradients(engine)
     for train in (True, False):
-        once, apart = _loss(engine, [whole], train), _loss(engine, parts, train)
-        off = abs(once - apart)
-        if not off > _tolerance(engine) * max(abs(once), abs(apart)):
+        once, apart = _passed(engine, [whole], train, backward), _passed(engine, parts, train, backward)
+        loss = abs(once.loss - apart.loss) / max(abs(once.loss), abs(apart.loss), 1e-300)
+        gradient = _worst(engine, once.gradients.difference(apart.gradients))
+        by_loss = not loss <= _tolerance(engine) and math.isfinite(loss)
+        if not by_loss and gradient.size <= _tolerance(engine) * GRADIENTS:
             return None
-        if abs(once - _loss(engine, [whole], train, seed=1)) <= 1e-3 * off:  # else it draws, and drew otherwise
-            return once, apart
+        again = _passed(engine, [whole], train, backward, seed=1)
+        drawn = abs(once.loss - again.loss) > 1e-3 * abs(once.loss - apart.loss) if by_loss else False
+        drawn |= not by_loss and _worst(engine, once.gradients.difference(again.gradients)).size > 1e-3 * gradient.size
+        if not drawn:  # else it draws, and drew otherwise
+            return once.loss, apart.loss, Difference(0.0, "") if by_loss else gradient
     return None
+
+
+def _compares_gradients(engine: Parallel) -> bool:
+    few_bits = engine.recipe.compute not in ("float64", "float32")
+    return engine.balance is None and not (few_bits and engine.mixtures)
+
+
+def _worst(engine: Parallel, own: Difference) -> Difference:
+    """The largest difference of all ranks; its name is that of the first rank that has it."""
+    sizes = torch.zeros(dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64, device=engine.mesh.device)
+    sizes[engine.mesh.rank] = own.size
+    all_reduce(sizes, engine.mesh.world).wait()
+    at = int(sizes.argmax())
+    names = [own.name]
+    if float(sizes[at]) > _tolerance(engine) * GRADIENTS and dist.is_initialized():
+        names = [own.name] if at == engine.mesh.rank else [""]
+        dist.broadcast_object_list(names, src=at)
+    return Difference(float(sizes[at]), names[0])
+
+
+def _passed(engine: Parallel, batches: Sequence[Batch], train: bool, backward: bool, seed: int = 0) -> Found:
+    """Each of `batches` passed by itself. One that stands there twice counts once."""
+    if not backward:
+        return Found(_loss(engine, batches, train, seed), Fingerprint())
+    alike = sum(batch is batches[0] for batch in batches)
+    total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
+    with fingerprinted(engine) as gradients:
+        for batch in batches:
+            with _quiet(engine, train):
+                torch.manual_seed(seed)
+                total += engine.pipeline.run([batch], 1.0) / (alike * engine.mesh.plan.tp)
+    all_reduce(total, engine.mesh.world).wait()
+    return Found(float(total), gradients.over(alike))
 
 
 def _loss(engine: Parallel, batches: Sequence[Batch], train: bool, seed: int = 0, behind: Batch | None = None) -> float:

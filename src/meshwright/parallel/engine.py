@@ -13,7 +13,6 @@ from meshwright.anatomy.keeper import recording
 from meshwright.anatomy.rows import over_batch
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import Context
-from meshwright.parallel.divided import check_divided
 from meshwright.parallel.experts.balance import FLAG, Balance
 from meshwright.parallel.experts.dispatch import Mixture
 from meshwright.parallel.experts.ranks import ExpertRanks
@@ -24,8 +23,8 @@ from meshwright.parallel.offload.depot import Depot
 from meshwright.parallel.pipeline.gates import Gate, Run, StageDone
 from meshwright.parallel.pipeline.keeping import as_it_was
 from meshwright.parallel.pipeline.play import Pipeline, Tensors
-from meshwright.parallel.pipeline.rehearsal import rehearse
 from meshwright.parallel.place import Beside
+from meshwright.parallel.preflight import Preflight
 from meshwright.parallel.tensor.statistics import check_passes
 from meshwright.parallel.zero.local import Outer
 from meshwright.parallel.zero.zero import Zero
@@ -66,38 +65,22 @@ class Parallel:
     balance: Balance | None = None
     coupled_at_start: str = ""
     """A module of the whole model that took statistics over the batch when it was given."""
-    looked: set[str] = field(default_factory=set)
-    """'stages': every one has been seen to run (pipeline/rehearsal.py); 'rows': those of a batch do not see each other (divided.py)."""
+    preflight: Preflight = field(default_factory=Preflight)
 
     def forward_backward(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
         """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
         if scale is not None:
             check_passes(self.statistics, self.mesh.plan, len(batches))
         self.zero.end_broken()
-        self._look_first(batches, scale is not None)
+        self.preflight.before(self, batches, scale is not None)
         if scale is not None:
             self.zero.begin_step(len(batches))
             for mixture in self.mixtures:
                 mixture.begin_step(batches)
-        self._open_ungated()
+        self.open_ungated()
         total = self.pipeline.run(batches, scale)
         self.zero.close_all()
         return total
-
-    def _look_first(self, batches: Sequence[Batch], trains: bool) -> None:
-        """Once, before what is asked for runs: whether every stage does, and whether the plan may divide a batch."""
-        stages = self.mesh.plan.stages > 1 and "stages" not in self.looked
-        rows = trains and "rows" not in self.looked
-        if not stages and not rows:
-            return
-        self._open_ungated()
-        if stages:
-            rehearse(self.model, self.mesh, self.run, self.stage_forward, batches[0])
-        if rows:
-            check_divided(self, batches)
-        self.zero.close_all()
-        self.looked |= {"stages", "rows"} if rows else {"stages"}
-        self.forget()
 
     @property
     def statistics(self) -> str:
@@ -133,7 +116,7 @@ class Parallel:
         """What this rank waits for besides other ranks."""
         return [each for each in (self.mesh.away, self.mesh.depot) if each is not None]
 
-    def _open_ungated(self) -> None:
+    def open_ungated(self) -> None:
         """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""
         for unit in self.zero.units:
             if not unit.gated:

@@ -120,7 +120,7 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
             engine.outer.begin_again()
     engine.unfilled = frozenset()
     if isinstance(path, Kept) and manifest.plan_digest == trainer.plan.digest:
-        engine.looked |= {"stages", "rows"}  # by the ranks that kept these copies, before their first step
+        engine.preflight.skip()  # the ranks that made these copies were checked before their first step
     bits = bin(int(saved["unreached"], 16))[2:].zfill(len(engine.zero.names)) if "unreached" in saved else ""
     if len(bits) == len(engine.zero.names):
         engine.zero.unreached = tuple(name for name, bit in zip(engine.zero.names, bits, strict=True) if bit == "1")

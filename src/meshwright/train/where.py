@@ -115,7 +115,7 @@ def _under_plan(trainer: Trainer, batch: Mapping[str, Any]) -> tuple[list[tuple[
             recorder.now = None  # what is computed again in backward has been seen
 
     pipeline.forward = forward
-    trainer.engine.looked.add("rows")  # only the passes of the step itself are recorded
+    trainer.engine.preflight.skip(stages=False)  # only the passes of the step itself are recorded
     try:
         ours = trainer.gradients(dict(batch))[2]
     finally:

@@ -50,9 +50,11 @@ class Pipeline:
     labels: int = 0
     """That count in the loss of the whole batch."""
     wire: Wire | SharedWire = field(init=False)
+    one_by_one: bool = False
+    """Each micro-batch forward and backward through all stages before the next one begins, whatever the schedule: the passes of a check."""
     here: dict[tuple[Kind, int, int], Tensors] = field(default_factory=dict)
     """Messages of this rank to itself."""
-    _plans: dict[tuple[int, bool], Planned] = field(default_factory=dict)
+    _plans: dict[tuple[int, bool, bool], Planned] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.wire = wire_of(self.mesh)
@@ -81,12 +83,25 @@ class Pipeline:
 
     def _planned(self, count: int, forward_only: bool) -> Planned:
         """What this rank does with `count` micro-batches, and what it is sent."""
-        if (count, forward_only) not in self._plans:
+        key = (count, forward_only, self.one_by_one)
+        if key not in self._plans:
             plan, me = self.mesh.plan, self.mesh.place.pp
-            every = self._forwards(count) if forward_only else orders(plan.schedule, plan.pp, plan.virtual_stages, count, plan.actions)
+            if forward_only:
+                every = self._forwards(count)
+            elif self.one_by_one:
+                every = [[action for each in range(count) for action in self._alone(rank, each)] for rank in range(plan.pp)]
+            else:
+                every = orders(plan.schedule, plan.pp, plan.virtual_stages, count, plan.actions)
             lines = [(source, list(map(_message, sent))) for (source, target), sent in messages(every).items() if target == me]
-            self._plans[count, forward_only] = Planned(every[me], lines)
-        return self._plans[count, forward_only]
+            self._plans[key] = Planned(every[me], lines)
+        return self._plans[key]
+
+    def _alone(self, rank: int, micro_batch: int) -> list[Action]:
+        """The actions of a pipeline rank where `micro_batch` passes by itself."""
+        plan, stages = self.mesh.plan, self.mesh.plan.stages_of(rank)
+        forwards = [Action(Kind.F, stage, micro_batch) for stage in stages]
+        kinds = [(stage, kind) for stage in reversed(stages) for kind in (Kind.B, Kind.W) if kind is Kind.B or plan.separates(stage)]
+        return forwards + [Action(kind, stage, micro_batch) for stage, kind in kinds]
 
     def _forwards(self, count: int) -> list[list[Action]]:
         """Forward alone, of any number of micro-batches, on each rank: in rounds of pp, stage after stage."""

@@ -56,6 +56,8 @@ class Passing(Protocol):
 
     def complete(self, unit: FlatUnit) -> None: ...
 
+    def observes(self, name: str, gradient: torch.Tensor) -> bool: ...
+
     def through(self, unit: FlatUnit) -> None: ...
 
 
@@ -83,8 +85,7 @@ class FlatUnit:
         self.own = slice(*bounds[sharing.shard : sharing.shard + 2])
         self.arrivals = Arrivals(unit.offsets)
         self._full_gradient: torch.Tensor | None = None
-        self.on_host: HostSum | None = None
-        """Where its gradients wait, if not on the device."""
+        self.on_host: HostSum | None = None  # where its gradients are, if not on the device
         self.stage: Passing | None = None
         self.backlog: Backlog | None = None
         self._gaps = gaps(unit, {name: parameter.numel() for name, parameter in parameters.items()})
@@ -194,6 +195,8 @@ class FlatUnit:
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """A gradient of one backward pass. Sums between hosts go on meanwhile: nothing else looks after them until the next unit is whole."""
+        if self.stage is not None and self.stage.observes(name, gradient):
+            return
         group = self.group or self.sharing.copy_group
         if group is not None and group.lanes is not None and group.process is not None:
             group.lanes.under_way.progress()
@@ -257,8 +260,7 @@ class FlatUnit:
 
         return Pending(None, finish)
 
-    def reduce_over_replicas(self) -> Pending:
-        """From ZeRO 1 on with replicas: the shards, once a step."""
+    def reduce_over_replicas(self) -> Pending:  # from ZeRO 1 on with replicas: the shards, once a step
         if self.on_host is not None:
             return Pending(None, partial(self.on_host.over, self.sharing.copy_group, self.across.copies))
         return all_reduce(self.own_gradients, self.sharing.copy_group, across=self.across.copies) if self.zero else DONE

@@ -44,11 +44,13 @@ class Own:
 
     def __init__(self) -> None:
         self._run = -1
+        self.is_paused = False
+        """In the passes of a check, whose gradients are summed nowhere."""
 
     @property
     def runs(self) -> bool:
         """Whether it, and not another one inside of it, asks."""
-        return self._run == torch._C._current_graph_task_id() != -1
+        return not self.is_paused and self._run == torch._C._current_graph_task_id() != -1
 
     def begins(self, ends: Iterable[torch.Tensor | GradientEdge]) -> None:
         """With the first of `ends` that it comes to; each is asked once."""

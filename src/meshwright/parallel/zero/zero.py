@@ -45,6 +45,14 @@ class Stage:
     ready: set[int] = field(default_factory=set)
     reached: set[str] = field(default_factory=set)
     """Parameters that a gradient has ever come to on this rank."""
+    probe: Callable[[str, torch.Tensor], None] | None = None
+    """Takes each gradient in place of the sums, in the passes of a check (parallel/fingerprint.py)."""
+
+    def observes(self, name: str, gradient: torch.Tensor) -> bool:
+        """Whether a check has taken the gradient: nothing is summed, sent or counted."""
+        if self.probe is not None:
+            self.probe(name, gradient)
+        return self.probe is not None
 
     def complete(self, unit: FlatUnit) -> None:
         """All gradients of the unit are there: it is reduced when those behind it are."""
@@ -54,7 +62,10 @@ class Stage:
 
     def through(self, unit: FlatUnit) -> None:
         """No more gradients of the unit come in this pass: what got none counts as zero."""
-        if unit.finish_backward(self.passes + 1):
+        if self.probe is not None:
+            if unit.gated:
+                unit.close()
+        elif unit.finish_backward(self.passes + 1):
             self.complete(unit)
 
 
@@ -134,6 +145,8 @@ class Zero:
         stage = self.stages[action.stage, action.kind]
         for unit in reversed(stage.units):
             stage.through(unit)
+        if stage.probe is not None:
+            return
         stage.passes += 1
         if self.mesh.plan.zero >= 2:
             assert not stage.waiting, "a unit was not reduced"

@@ -1,0 +1,94 @@
+"""Fingerprints of gradients: a few linear numbers of each, so that two ways to compute the same gradients are compared without holding either.
+
+Each gradient g (n elements) is projected onto `DIRECTIONS` random directions of rank one, a (rows) times b (columns), which are drawn from
+the name of its parameter. The projection is linear: those of micro-batches add up, and the difference of two sums is the projection of the
+difference, which is zero only where the gradients are equal. Cost: one product with a narrow matrix for each gradient.
+Source: random projections preserve norms, Johnson and Lindenstrauss, 1984.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from meshwright.parallel.engine import Parallel
+
+DIRECTIONS = 4
+COLUMNS = 4096
+"""Elements that share one row factor."""
+
+SMALLEST = 1e-2
+"""Gradients are compared relative to their own norm, but to no less than this part of the norm of all: many are zero but for rounding."""
+
+
+class Difference(NamedTuple):
+    """The largest relative difference of one parameter's gradient."""
+
+    size: float
+    name: str
+
+
+@dataclass
+class Fingerprint:
+    """Projections of this rank's gradients by parameter, summed over passes."""
+
+    of: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        found = project(name, gradient)
+        self.of[name] = found if name not in self.of else self.of[name] + found
+
+    def over(self, times: int) -> Fingerprint:
+        """The mean, where the same pass was made so many times."""
+        return Fingerprint({name: found / times for name, found in self.of.items()})
+
+    def difference(self, other: Fingerprint) -> Difference:
+        """The largest difference, relative as `SMALLEST` says; of NaN nothing can be said, and it counts as none."""
+        names = sorted(self.of.keys() | other.of.keys())
+        if not names:
+            return Difference(0.0, "")
+        none = torch.zeros(DIRECTIONS, dtype=torch.float64)
+        one, two = (torch.stack([each.of.get(name, none).cpu() for name in names]) for each in (self, other))
+        norms = torch.maximum(one.norm(dim=1), two.norm(dim=1))
+        sizes = (one - two).norm(dim=1) / norms.clamp(min=max(SMALLEST * float(norms.norm()), torch.finfo(torch.float64).tiny))
+        at = int(sizes.nan_to_num(0.0).argmax())
+        return Difference(float(sizes[at].nan_to_num(0.0)), names[at])
+
+
+def project(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """The projections of one gradient, float64 (DIRECTIONS,)."""
+    gradient = gradient.detach()
+    flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    rows = -(-flat.numel() // COLUMNS)
+    width = min(COLUMNS, flat.numel())
+    right = torch.randn(width, DIRECTIONS, generator=random, dtype=torch.float64).to(flat)
+    left = torch.randn(rows, DIRECTIONS, generator=random, dtype=torch.float64).to(flat.device)
+    whole = flat.numel() // COLUMNS if rows > 1 else 0
+    found = (left[:whole] * (flat[: whole * COLUMNS].view(whole, COLUMNS) @ right).double()).sum(0) if whole else left.new_zeros(DIRECTIONS)
+    rest = flat[whole * COLUMNS :]
+    return found if not rest.numel() else found + left[whole] * (rest @ right[: rest.numel()]).double()
+
+
+@contextmanager
+def fingerprinted(engine: Parallel) -> Iterator[Fingerprint]:
+    """Gradients of passes inside are projected, and neither summed nor sent nor counted: no check changes what a step would find."""
+    found = Fingerprint()
+    pipeline, stages = engine.pipeline, engine.zero.stages.values()
+    pipeline.one_by_one = pipeline.own.is_paused = True
+    for stage in stages:
+        stage.probe = found.add
+    try:
+        yield found
+    finally:
+        pipeline.one_by_one = pipeline.own.is_paused = False
+        for stage in stages:
+            stage.probe = None

@@ -1,0 +1,49 @@
+"""What is checked before a pass counts, and when.
+
+Once, before the first pass of a pipeline: whether every stage runs by itself (rehearsal.py). Before the training steps `CHECKED` of every run, counted since
+the process began: whether rows of the batch may pass apart (divided.py). What is zero, or off, in the first steps often is not in later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.parallel.divided import check_divided
+from meshwright.parallel.objective import Batch
+from meshwright.parallel.pipeline.rehearsal import rehearse
+
+if TYPE_CHECKING:
+    from meshwright.parallel.engine import Parallel
+
+CHECKED = frozenset({1, 2, 3, 10, 100, 1000})
+"""Training steps, counted from 1."""
+
+
+@dataclass
+class Preflight:
+    """`stages_run`: every stage has been seen to. `steps`: training steps that have begun."""
+
+    stages_run: bool = False
+    steps: int = 0
+
+    def skip(self, stages: bool = True) -> None:
+        """What the first steps are checked for is known of them: others have been, or nothing but their own passes may run. `stages`: of these too."""
+        self.stages_run |= stages
+        self.steps = max(self.steps, 3)
+
+    def before(self, engine: Parallel, batches: Sequence[Batch], trains: bool) -> None:
+        """Before all micro-batches of a step pass, or of an evaluation. Raises PlanRefused on every rank. Every rank calls it."""
+        stages = engine.mesh.plan.stages > 1 and not self.stages_run
+        rows = trains and self.steps + 1 in CHECKED
+        if stages or rows:
+            engine.open_ungated()
+            if stages:
+                rehearse(engine.model, engine.mesh, engine.run, engine.stage_forward, batches[0])
+            if rows:
+                check_divided(engine, batches)
+            engine.zero.close_all()
+            self.stages_run = True
+            engine.forget()
+        self.steps += trains

@@ -1,0 +1,157 @@
+"""Rows that see each other where nothing shows at first: behind a zero, in the backward alone, in a gradient hook. Refused before a step counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.base.errors import InputError
+from meshwright.train.trainer import parallelize
+
+WORDS, WIDTH, ROWS, LENGTH = 40, 16, 4, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Normed(torch.autograd.Function):
+    """The identity; its backward divides by the norm over all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / (gradient.norm() + 1e-6)
+
+
+class Net(nn.Module):
+    """`kind` says what its rows have to do with each other."""
+
+    shift_labels = False
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.table = nn.Embedding(WORDS, WIDTH, scale_grad_by_freq=kind == "frequency")
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.gate = nn.Parameter(torch.zeros(()))
+        if kind == "zero head":
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        if self.kind == "gate":
+            x = x + self.gate * (x - x.mean(0, keepdim=True))
+        if self.kind == "zero head":
+            x = x - x.mean(0, keepdim=True)
+        if self.kind == "backward":
+            x = Normed.apply(x)
+        if self.kind == "hook" and x.requires_grad:
+            x.register_hook(lambda gradient: gradient / gradient.norm())
+        if self.kind == "clamp" and x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+        logits: torch.Tensor = self.head(x * (1 + self.gate))
+        return logits
+
+
+class Contrast:
+    """A mean over the rows and, from the second step on, a contrast of them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.calls = kind, 0
+        self.weight = 0.0
+
+    def __call__(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        each = F.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none").mean(1).mean()
+        return each + self.weight * F.cross_entropy(output[:, 0] @ output[:, 1].T, torch.arange(len(output)))
+
+
+def batch_of(step: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, WORDS, (rows, LENGTH), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids.roll(-1, 1)}
+
+
+def under(kind: str, plan: str, rows: int = ROWS, steps: int = 3) -> list[Any]:
+    """Losses of the steps that counted, and the line of the one that was refused."""
+    found: list[Any] = []
+    model = Net(kind).double()
+    loss = Contrast(kind) if kind == "late term" else None
+    try:
+        trainer = parallelize(model, adamw, plan, precision="fp64", **({} if loss is None else {"loss": loss}))
+        for step in range(steps):
+            found.append(trainer.step(batch_of(step, rows)).loss)
+            if loss is not None:
+                loss.weight = 0.5
+    except InputError as error:
+        found.append(str(error))
+    return found
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def alone(kind: str) -> list[float]:
+    model, losses = Net(kind).double(), []
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = batch_of(step)
+        loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def refused_at(said: list[list[Any]], step: int) -> None:
+    """All ranks say the same line, in place of the step number `step`."""
+    assert said[0] == said[1]
+    assert len(said[0]) == step and isinstance(said[0][-1], str), said[0]
+    assert "rows of a batch see each other" in said[0][-1] and "\n" not in said[0][-1]
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb1", "pp2.mb2"])
+@pytest.mark.parametrize("kind", ["gate", "zero head", "frequency", "backward", "hook"])
+def test_what_couples_rows_behind_a_zero_or_in_the_backward_alone_is_refused_before_the_first_step(
+    ranks: Any, kind: str, plan: str
+) -> None:
+    refused_at(ranks.run(2, under, kind, plan), 1)
+
+
+@pytest.mark.parametrize("kind", ["gate", "hook"])
+def test_one_row_for_each_rank_is_compared_too(ranks: Any, kind: str) -> None:
+    refused_at(ranks.run(2, under, kind, "dp2.mb1", 2), 1)
+
+
+def test_a_term_of_the_loss_that_comes_in_later_is_refused_at_the_step_that_it_comes_in(ranks: Any) -> None:
+    refused_at(ranks.run(2, under, "late term", "dp2.mb2"), 2)
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2", "pp2.mb2.zbv", "dp2.z1.mb2.rc-layer"])
+@pytest.mark.parametrize("kind", ["plain", "clamp"])
+def test_a_model_whose_rows_are_apart_trains_as_on_one_device_and_no_check_leaves_a_trace(ranks: Any, kind: str, plan: str) -> None:
+    for losses in ranks.run(2, under, kind, plan):
+        assert losses == pytest.approx(alone(kind), rel=1e-10)
+
+
+def test_rows_that_see_each_other_pass_together_on_one_rank(ranks: Any) -> None:
+    for kind in ("gate", "zero head", "frequency", "backward", "hook"):
+        assert ranks.run(1, under, kind, "dp1.mb4")[0] == pytest.approx(alone(kind), rel=1e-10)
