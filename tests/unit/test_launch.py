@@ -17,7 +17,7 @@ from meshwright.cli.options import Shared
 
 BIG = Shared(model="llama-7b", cluster="4x8:h100")
 SBATCH = {
-    "job-name", "nodes", "ntasks-per-node", "exclusive", "gpus-per-node", "partition", "time", "signal", "requeue", "no-kill", "open-mode", "output",
+    "job-name", "nodes", "ntasks-per-node", "exclusive", "gpus-per-node", "partition", "time", "signal", "requeue", "no-kill", "open-mode", "output", "mem", "account", "qos",
 }  # fmt: skip
 """Long options that the manual of sbatch lists."""
 
@@ -53,7 +53,9 @@ def test_a_pod_knows_its_number_the_first_one_and_the_token(tmp_path: Path) -> N
     assert environment["WORLD_SIZE"]["value"] == "4" and job["parallelism"] == job["completions"] == 4
     assert environment["MESHWRIGHT_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == objects["Secret"]["metadata"]["name"]
     assert len(objects["Secret"]["stringData"]["token"]) == 64
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
+    assert (
+        container["resources"]["limits"] == container["resources"]["requests"] and container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    )
     assert container["command"][-1] == "run.least=16"
     assert environment["PYTORCH_ALLOC_CONF"]["value"] == "expandable_segments:True"
     ignored = [
@@ -106,7 +108,6 @@ def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shared", "more", "words"),
     [
-        (Shared(cluster="1x8:h100", model="llama-7b"), {}, "is one node"),
         (BIG, {"nodes": Nodes(least=5)}, "it may go on with 1 to 4"),
         (Shared(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"), {"nodes": Nodes(least=2)}, "only equal ones can stand in"),
         (BIG, {"nodes": Nodes(interface="eth0 ens5")}, "--interface 'eth0 ens5': is the name of one network device"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from meshwright.cli.launch import Nodes, Pods, Queue, launch
 from meshwright.cli.options import Shared
 from meshwright.intake.clusters import read_cluster
 from meshwright.launch import kubernetes, slurm, torchrun
+from meshwright.launch.hardware import NodeSet
 from meshwright.launch.quoting import comment, yaml_of
 from meshwright.launch.settings import settings_of
 from meshwright.launch.start import Start
@@ -49,10 +51,8 @@ def start_with(name: str) -> Start:
     cluster = cluster.model_copy(update={"name": name, "network": cluster.network.model_copy(update={"name": f"Ethernet {name}"})})
     return Start(
         name=name,
-        nodes=2,
+        sets=(NodeSet(0, 2, 8, "h100", "nvidia"),),
         least=1,
-        devices=8,
-        accelerator=True,
         folder="runs/plain" if is_refused(name) else name,
         grace=30.0,
         settings=settings_of(cluster, "eth1"),
@@ -83,7 +83,7 @@ def test_a_script_runs_its_one_command_whatever_names_hold(target: str, tmp_path
     expected = []
     for number, name in enumerate(NAMES):
         start, job = start_with(name), "job.json" if is_refused(name) else f"{name}/job.json"
-        text = torchrun.script(start, job) if target == "torchrun" else slurm.script(start, job, "gpu")
+        text = torchrun.script(start, job) if target == "torchrun" else slurm.script(start, job)
         (folder / f"{number:04}.sh").write_text(text.replace("/dev/urandom", "/dev/null"), encoding="utf-8")
         expected.append(start.command(job))
         assert not any(row.startswith("#SBATCH --wrap") for row in text.splitlines())
@@ -97,13 +97,21 @@ def test_a_script_runs_its_one_command_whatever_names_hold(target: str, tmp_path
         assert subprocess.run(["bash", "-n", folder / f"{number:04}.sh"], check=False).returncode == 0
 
 
+def expanded(text: str) -> str:
+    """What Kubernetes makes of a word of a command: two dollar signs are one, a name in $(...) is a variable."""
+    return re.sub(r"\$\$|\$\([^)]*\)", lambda found: "$" if found[0] == "$$" else "EXPANDED", text)
+
+
 def test_kubernetes_objects_hold_names_as_plain_data() -> None:
     for name in NAMES[::10]:
         start = start_with(name)
         mount = "/data" if is_refused(name) or ":" in name else f"/{name}"
-        objects = kubernetes.objects(start, '{"a": 1}\n', "mesh:1", "1e3", mount)
+        objects = kubernetes.objects(start, '{"a": 1}\n', kubernetes.Pods("mesh:1", "1e3", mount))
         head = "\n".join((*start.comments(), *start.reasons()))
         found = list(yaml.safe_load_all(head + "\n" + "---\n".join(map(yaml_of, objects))))
+        (jobset,) = [each for each in found if each["kind"] == "JobSet"]
+        (container,) = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+        assert [expanded(word) for word in container["command"]] == start.command("/etc/meshwright/job.json")
         assert found == objects and [each["kind"] for each in found] == ["Secret", "ConfigMap", "JobSet"]
 
 

@@ -30,12 +30,12 @@ def models() -> dict[str, Row]:
 
 
 def devices() -> dict[str, Row]:
-    """Accelerators, with the link between those of a node and the network that such nodes usually have.
+    """Accelerators, with the link between those of a node and the network that such nodes usually have. The `vendor` is the name of the file.
 
     >>> devices()["a100-80gb"]["memory"]
     '80 GiB'
     """
-    rows = [row for path in sorted((_FOLDER / "devices").glob("*.json")) for row in _entries(path)]
+    rows = [{**row, "vendor": path.stem} for path in sorted((_FOLDER / "devices").glob("*.json")) for row in _entries(path)]
     return {row["name"]: row for row in rows}
 
 

@@ -1,11 +1,13 @@
-"""`meshwright launch`: what torchrun, Slurm or Kubernetes needs to start a job on several nodes."""
+"""`meshwright launch`: what torchrun, Slurm or Kubernetes needs to start a job."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,6 +19,7 @@ from meshwright.cli.options import JobPath, Language, Shared, note, say
 if TYPE_CHECKING:
     from meshwright.intake.job import JobFile
     from meshwright.launch.start import Start
+    from meshwright.spec.launch import ModelSource
 
 NAMES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
 
@@ -24,13 +27,23 @@ NAMES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes": "kube
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Nodes:
-    """Which of them, and over which network."""
+    """Which of them, what each gives, and over which network."""
 
     least: Annotated[int | None, Parameter(help="nodes to go on with, at the least, when others are lost or not there yet; else all")] = (
         None
     )
     interface: Annotated[
         str, Parameter(help="network device between the nodes, such as eth0; else each takes that of its route to the one that leads")
+    ] = ""
+    memory: Annotated[
+        str,
+        Parameter(help="host memory of each node, such as 512GiB; else slurm: all of it, kubernetes: four fifths of what the cluster says"),
+    ] = ""
+    select: Annotated[
+        str,
+        Parameter(
+            help="slurm: the type of GPU (h100), kubernetes: a label of the nodes (KEY=VALUE); of unlike nodes one for each kind, joined by +"
+        ),
     ] = ""
 
 
@@ -39,9 +52,24 @@ class Nodes:
 class Pods:
     """What Kubernetes has to be told."""
 
-    image: Annotated[str, Parameter(help="kubernetes: the container image, with meshwright in it")] = ""
+    image: Annotated[str, Parameter(help="kubernetes: the container image, with meshwright in it; slurm: the same, where it has pyxis")] = (
+        ""
+    )
     claim: Annotated[str, Parameter(help="kubernetes: the volume claim that all nodes share")] = ""
     mount: Annotated[str, Parameter(help="kubernetes: where that volume lies; relative paths of the job start there")] = "/data"
+    resource: Annotated[str, Parameter(help="kubernetes: the resource of the devices; else that of their vendor")] = ""
+    rdma: Annotated[
+        str,
+        Parameter(help="kubernetes: resource of the RDMA devices and how many a pod gets, such as rdma/hca=1; else pods have TCP alone"),
+    ] = ""
+    tolerate: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative="",
+            show_default=False,
+            help="kubernetes: a taint, KEY[=VALUE][:EFFECT], any number of times; that of the devices is tolerated anyway",
+        ),
+    ] = ()
 
 
 @Parameter(name="*")
@@ -51,6 +79,11 @@ class Queue:
 
     partition: Annotated[str, Parameter(help="slurm: the partition")] = ""
     hours: Annotated[float, Parameter(help="slurm: the longest time; 0: what the partition allows")] = 0.0
+    account: Annotated[str, Parameter(help="slurm: the account that pays")] = ""
+    qos: Annotated[str, Parameter(help="slurm: the quality of service")] = ""
+    mounts: Annotated[
+        str, Parameter(help="slurm: folders that the container sees, FROM:TO joined by commas; it sees that of the job in any case")
+    ] = ""
 
 
 def launch(
@@ -65,36 +98,21 @@ def launch(
     queue: Queue = Queue(),
     lang: Language = None,
 ) -> int:
-    """Write what starts a job on several nodes: one process on each, which starts its ranks itself, heals them, and joins again.
+    """Write what starts a job: one process on each node, which starts its ranks itself, heals them, and joins again.
 
     Try: meshwright launch --model llama-7b --cluster 4x8:h100 --on slurm --least 2 --save launch/
     """
-    from meshwright.base.errors import InputError
-    from meshwright.launch import kubernetes, slurm, torchrun
-    from meshwright.launch.quoting import line, shell_word, yaml_of
+    from meshwright.launch.quoting import line, shell_word
     from meshwright.launch.start import JOB
     from meshwright.words.say import language_of
 
     remark = partial(note, language=(language := language_of(lang, os.environ)))
-    if on == "kubernetes" and not (pods.image and pods.claim):
-        raise InputError(
-            "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all nodes share)"
-        )
+    write = _writer(on, pods, queue)
     file = shared.job_file(job)
-    start = start_of(file, nodes, language)
+    start = start_of(file, nodes, language, remark)
     said = json.dumps(file.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
-    where = f"{save}/{JOB}" if save else JOB
-    line("--save", where)
-    if on == "slurm":
-        text = slurm.script(start, where, queue.partition, queue.hours)
-    elif on == "torchrun":
-        text = torchrun.script(start, where)
-    else:
-        text = (
-            "\n".join((*start.comments(), *start.reasons()))
-            + "\n"
-            + "---\n".join(map(yaml_of, kubernetes.objects(start, said, pods.image, pods.claim, pods.mount)))
-        )
+    where = line("--save", f"{save}/{JOB}" if save else JOB)
+    text = write(start, where, said)
     if save is None:
         say(text.rstrip("\n"))
         remark(f"not saved: with --save FOLDER it is written there, and the job file beside it as {JOB}")
@@ -105,44 +123,82 @@ def launch(
     for name, content in (*(((JOB, said),) if on != "kubernetes" else ()), (NAMES[on], text)):
         write_whole(save / name, content, private=True)  # it may hold the token
         remark(f"wrote {save / name}")
-    first = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": "MESHWRIGHT_TOKEN=SECRET bash"}[on]
+    secret = "MESHWRIGHT_TOKEN=SECRET " if start.is_several else ""
+    first = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": f"{secret}bash"}[on]
     words = f"{first} {shell_word(str(save / NAMES[on]))}"
-    remark(f"next: {words} NUMBER FIRST" if on == "torchrun" else f"next: {words}")
+    remark(f"next: {words} NUMBER FIRST" if on == "torchrun" and start.is_several else f"next: {words}")
     return 0
 
 
-def start_of(file: JobFile, asked: Nodes, language: str = "en") -> Start:
-    """What is started for a job: the plan is searched here too, so that nothing is queued that does not fit."""
+def _writer(on: str, pods: Pods, queue: Queue) -> Callable[[Start, str, str], str]:
+    """Returns what makes the text of the file for `on` of a start, the path of the job file, and its text. Options are checked here, before anything is searched."""
     from meshwright.base.errors import InputError
-    from meshwright.cli.preparation import choose, folder_of, source_of
+    from meshwright.launch import kubernetes, slurm, torchrun
+    from meshwright.launch.quoting import yaml_of
+
+    if on == "torchrun":
+        return lambda start, where, said: torchrun.script(start, where)
+    if on == "slurm":
+        asked = slurm.Queue(queue.partition, queue.hours, queue.account, queue.qos, pods.image, queue.mounts)
+        return lambda start, where, said: slurm.script(start, where, asked)
+    if not (pods.image and pods.claim):
+        raise InputError(
+            "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all nodes share)"
+        )
+    made = kubernetes.Pods(pods.image, pods.claim, pods.mount, pods.resource, pods.rdma, pods.tolerate)
+
+    def text(start: Start, where: str, said: str) -> str:
+        comments = "\n".join((*start.comments(), *start.reasons()))
+        return f"{comments}\n" + "---\n".join(map(yaml_of, kubernetes.objects(start, said, made)))
+
+    return text
+
+
+def start_of(file: JobFile, asked: Nodes, language: str = "en", remark: Callable[[str], None] = lambda line: None) -> Start:
+    """What is started for a job: the plan is searched here too, and the model is built without memory, so that nothing is queued that cannot run."""
+    from meshwright.cli.preparation import choose, folder_of, launch_of, source_of
     from meshwright.intake.job import cluster_from
+    from meshwright.launch.hardware import Request, node_sets
     from meshwright.launch.settings import settings_of
     from meshwright.launch.start import Start
     from meshwright.words.say import say as said
 
-    cluster, least = cluster_from(file.cluster), asked.least
-    kinds = {group.devices for group in cluster.groups}
-    nodes = sum(group.nodes for group in cluster.groups)
-    if nodes < 2:
-        raise InputError(
-            f"cluster {cluster.name!r} is one node: `meshwright train` starts its ranks itself; launch is for several, such as 4x8:h100"
-        )
-    if least is not None and least < nodes and len(kinds) > 1:
-        raise InputError(
-            f"--least {least}: nodes of {', '.join(map(str, sorted(kinds)))} devices are unlike; only equal ones can stand in for each other"
-        )
+    cluster = cluster_from(file.cluster)
     source = source_of(file)
-    folder = folder_of(file, source)
-    choice = choose(file, None, None, os.environ, None)
-    accelerator = not cluster.groups[0].device.name.lower().startswith("cpu")
-    return Start(
+    folder, sets = folder_of(file, source), node_sets(cluster, Request(asked.memory, asked.select))
+    start = Start(
         name=folder.name,
-        nodes=nodes,
-        least=nodes if least is None else least,
-        devices=max(kinds),
-        accelerator=accelerator,
+        sets=sets,
+        least=sum(each.nodes for each in sets) if asked.least is None else asked.least,
         folder=str(folder),
         grace=file.run.grace,
         settings=settings_of(cluster, asked.interface),
-        about=("Written by `meshwright launch`.", *(said(line, language).strip() for line in choice.why)),
     )
+    check_buildable(file, source, remark)
+    choice = choose(file, None, None, os.environ, None)
+    launch_of(file, source, folder, choice)
+    return replace(start, about=("Written by `meshwright launch`.", *(said(line, language).strip() for line in choice.why)))
+
+
+def check_buildable(file: JobFile, source: ModelSource, remark: Callable[[str], None]) -> None:
+    """Builds the model without memory, one block of it where sizes say how many there are.
+
+    Raises: InputError where the ranks could not build it either. Without torch on this machine a remark says that nothing was checked.
+    """
+    if find_spec("torch") is None:
+        remark("torch is not installed here: whether the ranks can build the model was not checked")
+        return
+    if file.described is not None and not isinstance(file.described, str):
+        return  # it was built to be described
+    import torch
+
+    from meshwright.models.registry import build
+    from meshwright.train.model import build_model
+    from meshwright.train.start import without_memory
+
+    if source.sizes:
+        with torch.device("meta"):
+            build({**source.sizes, **({"layers": 1} if source.sizes.get("layers") else {})})
+    else:
+        with without_memory():
+            build_model(source, 0, weights=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json as plain
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -128,7 +129,8 @@ def _with(shared: Shared, wanted: Wanted) -> Shared:
     named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
     where = None if wanted.offload_to is None else wanted.offload_to.expanduser().resolve()
     entries = (("workload.steps", wanted.steps), ("run.folder", named), ("run.offload_to", where))
-    return dataclasses.replace(shared, set=(*shared.set, *(f"{name}={value}" for name, value in entries if value is not None)))
+    written = (f"{name}={plain.dumps(value if name == 'workload.steps' else str(value))}" for name, value in entries if value is not None)
+    return dataclasses.replace(shared, set=(*shared.set, *written))  # quoted: a path may hold what YAML reads as a comment or a mapping
 
 
 def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, node: Place | None) -> Path:

@@ -1,4 +1,4 @@
-"""Objects for Kubernetes: a JobSet of one indexed job, a pod for each node, with the job file and the token that admits nodes.
+"""Objects for Kubernetes: a JobSet of one indexed job for each set of equal nodes, a pod for each node, with the job file and the token that admits nodes.
 
 A pod that ends is made again with the same number and joins again; until then the others go on without it, if the run may. Only pods that
 were disrupted or can go on (exit code 75) are made again without being counted. /dev/shm is memory: ranks of a pod exchange through it.
@@ -10,40 +10,103 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.base.errors import InputError, Interrupted
+from meshwright.launch.hardware import RESOURCES, NodeSet, check_told_apart, resource_name
 from meshwright.launch.quoting import line
-from meshwright.launch.start import JOB, PORT, Start
+from meshwright.launch.start import JOB, NUMBERED, PORT, Start
 
 NODES, MOUNT, CONFIG = "nodes", "/run/meshwright", "/etc/meshwright"
 RETRIES = 100
 """Pods that may fail before the job has."""
 
 MARGIN = 30
+MEMORY_SHARE = 0.8
+"""Part of a node's host memory that is requested when nobody says how much: the system and its daemons have the rest."""
 
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
 CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 """A DNS subdomain name, which the name of a volume claim has to be."""
 
+_TAINT = re.compile(r"([A-Za-z0-9][A-Za-z0-9./_-]*)(?:=([A-Za-z0-9._-]*))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
+_LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9./_-]*)=([A-Za-z0-9._-]*)")
 
-def objects(start: Start, job: str, image: str, claim: str, mount: str) -> list[dict[str, Any]]:
-    """`job`: the job file as text. `claim`: the volume that all nodes share, for runs, data and models; it lies at `mount`."""
-    if not IMAGE.fullmatch(image):
-        raise InputError(f"--image {image!r}: is not the name of a container image; write it like registry.example/meshwright:1.0")
-    if not CLAIM.fullmatch(claim):
-        raise InputError(f"--claim {claim!r}: is not the name of a volume claim; it has small letters, digits, '-' and '.' alone")
-    if not line("--mount", mount).startswith("/") or ":" in mount:
-        raise InputError(f"--mount {mount!r}: is not an absolute path without ':'; write it like /data")
+
+@dataclass(frozen=True)
+class Pods:
+    """What a pod is made of. `claim`: the volume that all nodes share, for runs, data and models; it lies at `mount`. `resource`: of the devices, where
+    their vendor does not say it. `rdma`: NAME=COUNT of an RDMA device plugin. `tolerate`: taints, KEY[=VALUE][:EFFECT]."""
+
+    image: str
+    claim: str
+    mount: str = "/data"
+    resource: str = ""
+    rdma: str = ""
+    tolerate: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not IMAGE.fullmatch(self.image):
+            raise InputError(f"--image {self.image!r}: is not the name of a container image; write it like registry.example/meshwright:1.0")
+        if not CLAIM.fullmatch(self.claim):
+            raise InputError(f"--claim {self.claim!r}: is not the name of a volume claim; it has small letters, digits, '-' and '.' alone")
+        if not line("--mount", self.mount).startswith("/") or ":" in self.mount:
+            raise InputError(f"--mount {self.mount!r}: is not an absolute path without ':'; write it like /data")
+
+    def resources(self, nodes: NodeSet) -> dict[str, str]:
+        """Returns what a pod of `nodes` requests and is limited to, by the name of the resource."""
+        found: dict[str, str] = {}
+        if not nodes.accelerator:
+            found["cpu"] = str(nodes.devices)
+        else:
+            found[self.device_resource(nodes)] = str(nodes.devices)
+        if self.rdma:
+            name, _, count = self.rdma.partition("=")
+            if not re.fullmatch(r"[1-9][0-9]{0,3}", count):
+                raise InputError(f"--rdma {self.rdma!r}: is not NAME=COUNT; write it like rdma/hca=1")
+            found[resource_name("--rdma", name, "rdma/hca=1")] = count
+        memory = nodes.memory or MEMORY_SHARE * nodes.host_memory
+        if memory:
+            found["memory"] = f"{math.ceil(memory / 2**20)}Mi"
+        return found
+
+    def device_resource(self, nodes: NodeSet) -> str:
+        if self.resource:
+            return resource_name("--resource", self.resource, "nvidia.com/gpu")
+        if not nodes.vendor:
+            raise InputError(
+                f"device {nodes.device!r} is not in the catalogue, so the name of its Kubernetes resource is not known: name it, such as "
+                "--resource nvidia.com/gpu"
+            )
+        return RESOURCES[nodes.vendor]
+
+    def tolerations(self, nodes: NodeSet) -> list[dict[str, str]]:
+        """Returns those of the taint that keeps other pods off nodes with such devices, and those that a person named."""
+        found = [{"key": self.device_resource(nodes), "operator": "Exists", "effect": "NoSchedule"}] if nodes.accelerator else []
+        for text in self.tolerate:
+            match = _TAINT.fullmatch(text)
+            if match is None:
+                raise InputError(f"--tolerate {text!r}: is not KEY[=VALUE][:EFFECT]; write it like dedicated=training:NoSchedule")
+            key, value, effect = match.groups()
+            how = {"operator": "Exists"} if value is None else {"operator": "Equal", "value": value}
+            found.append({"key": key, **how, **({"effect": effect} if effect else {})})
+        return found
+
+
+def objects(start: Start, job: str, pods: Pods) -> list[dict[str, Any]]:
+    """`job`: the job file as text."""
+    check_told_apart(start.sets)
     name = start.label
+    token = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{name}-token"},
+        "type": "Opaque",
+        "stringData": {"token": secrets.token_hex(32)},
+    }
     return [
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": f"{name}-token"},
-            "type": "Opaque",
-            "stringData": {"token": secrets.token_hex(32)},
-        },
+        *([token] if start.is_several else []),
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-job"}, "data": {JOB: job}},
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -52,16 +115,22 @@ def objects(start: Start, job: str, image: str, claim: str, mount: str) -> list[
             "spec": {
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
                 "failurePolicy": {"maxRestarts": 3},
-                "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": _job(start, image, claim, mount)}}],
+                "replicatedJobs": [
+                    {"name": _set_name(start, each), "replicas": 1, "template": {"spec": _job(start, each, pods)}} for each in start.sets
+                ],
             },
         },
     ]
 
 
-def _job(start: Start, image: str, claim: str, mount: str) -> dict[str, Any]:
+def _set_name(start: Start, nodes: NodeSet) -> str:
+    return NODES if len(start.sets) == 1 else f"{NODES}-{nodes.first}"
+
+
+def _job(start: Start, nodes: NodeSet, pods: Pods) -> dict[str, Any]:
     return {
-        "parallelism": start.nodes,
-        "completions": start.nodes,
+        "parallelism": nodes.nodes,
+        "completions": nodes.nodes,
         "completionMode": "Indexed",
         "backoffLimit": RETRIES,
         "podFailurePolicy": {
@@ -71,49 +140,75 @@ def _job(start: Start, image: str, claim: str, mount: str) -> dict[str, Any]:
                 {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2, 3]}},
             ]
         },
-        "template": {"spec": _pod(start, image, claim, mount)},
+        "template": {"spec": _pod(start, nodes, pods)},
     }
 
 
-def _pod(start: Start, image: str, claim: str, mount: str) -> dict[str, Any]:
-    name = start.label
-    number = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
-    first = f"{name}-{NODES}-0-0.{name}"
-    environment: list[dict[str, Any]] = [
-        {"name": "MESHWRIGHT_NODE", "value": "1"},
-        {"name": "RANK", "valueFrom": number},
-        {"name": "WORLD_SIZE", "value": str(start.nodes)},
-        {"name": "MASTER_ADDR", "value": first},
-        {"name": "MASTER_PORT", "value": str(PORT)},
-        {"name": "MESHWRIGHT_TOKEN", "valueFrom": {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}},
-        *({"name": each.name, "value": each.value} for each in start.settings if each.value),
-    ]
+def _pod(start: Start, nodes: NodeSet, pods: Pods) -> dict[str, Any]:
+    name, resources = start.label, pods.resources(nodes)
+    command = start.command(f"{CONFIG}/{JOB}")
+    if nodes.first:  # the pods of each set are counted from 0
+        command = ["/bin/sh", "-c", NUMBERED.format(first=nodes.first, number="JOB_COMPLETION_INDEX"), "node", *command]
     container: dict[str, Any] = {
         "name": "node",
-        "image": image,
-        "workingDir": mount,
-        "command": start.command(f"{CONFIG}/{JOB}"),
-        "env": environment,
+        "image": pods.image,
+        "workingDir": pods.mount,
+        "command": list(map(_unexpanded, command)),
+        "env": _environment(start, nodes),
         "ports": [{"containerPort": PORT, "protocol": "TCP"}],
         "volumeMounts": [
             {"name": "job", "mountPath": CONFIG, "readOnly": True},
             {"name": "memory", "mountPath": "/dev/shm"},
-            {"name": "shared", "mountPath": mount},
+            {"name": "shared", "mountPath": pods.mount},
         ],
+        "resources": {"requests": resources, "limits": resources},
+        **({"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}),  # a network card reads memory that is pinned
     }
-    if start.accelerator:
-        container["resources"] = {"limits": {"nvidia.com/gpu": str(start.devices)}}
+    tolerations = pods.tolerations(nodes)
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": math.ceil(start.grace) + MARGIN,
+        **({"nodeSelector": _labels(nodes)} if nodes.select else {}),
+        **({"tolerations": tolerations} if tolerations else {}),
         "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [_apart(name)]}},
         "containers": [container],
         "volumes": [
             {"name": "job", "configMap": {"name": f"{name}-job"}},
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
-            {"name": "shared", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "shared", "persistentVolumeClaim": {"claimName": pods.claim}},
         ],
     }
+
+
+def _environment(start: Start, nodes: NodeSet) -> list[dict[str, Any]]:
+    name, first = start.label, _set_name(start, start.sets[0])
+    settings = [{"name": each.name, "value": _unexpanded(each.value)} for each in start.settings if each.value]
+    if not start.is_several:
+        return settings
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    return [
+        {"name": "MESHWRIGHT_NODE", "value": "1"},
+        *([] if nodes.first else [{"name": "RANK", "valueFrom": index}]),
+        {"name": "WORLD_SIZE", "value": str(start.nodes)},
+        {"name": "MASTER_ADDR", "value": f"{name}-{first}-0-0.{name}"},
+        {"name": "MASTER_PORT", "value": str(PORT)},
+        {"name": "MESHWRIGHT_TOKEN", "valueFrom": {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}},
+        *settings,
+    ]
+
+
+def _unexpanded(text: str) -> str:
+    """Returns `text` so that Kubernetes, which reads $(NAME) as a variable in commands and values, gives it back as it was."""
+    return text.replace("$", "$$")
+
+
+def _labels(nodes: NodeSet) -> dict[str, str]:
+    match = _LABEL.fullmatch(nodes.select)
+    if match is None:
+        raise InputError(
+            f"--select {nodes.select!r}: Kubernetes knows nodes by labels, KEY=VALUE; write it like nvidia.com/gpu.product=H100"
+        )
+    return {match[1]: match[2]}
 
 
 def _apart(name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.base.errors import InputError
 from meshwright.base.oneline import check_line, visible
 
-OPTION = re.compile(r"--[a-z-]+(=[A-Za-z0-9_.,:@%/+-]+)?")
+OPTION = re.compile(r"hetjob|--[a-z-]+(=[A-Za-z0-9_.,:@%/+-]+)?")
 """What sbatch reads as one option without quotes: it has rules of quoting of its own, so nothing that needs quotes is written there."""
 
 TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
