@@ -15,8 +15,8 @@ from checkpoint_worlds import empty, layouts, random_tensor, same_bits, save_wor
 from safetensors.torch import load_file, save_file
 
 import meshwright.checkpoint
+from meshwright.base import storage
 from meshwright.base.errors import InputError, MeshwrightError
-from meshwright.checkpoint import disk
 from meshwright.checkpoint.assemble import cut
 from meshwright.checkpoint.huggingface import export, import_weights
 from meshwright.checkpoint.load import full_tensors, load
@@ -119,8 +119,8 @@ def test_an_export_that_finds_no_room_leaves_what_was_there(tmp_path, monkeypatc
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("before")
     for free in (100, 10**9):  # said before, and by the disk itself
-        monkeypatch.setattr(disk, "free_bytes", lambda _, free=free: free)
-        monkeypatch.setattr(disk, "write_file", refused)
+        monkeypatch.setattr(storage, "free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr(storage, "write_file", refused)
         with pytest.raises(MeshwrightError, match="; nothing is exported") as caught:
             export(path, tmp_path / "out", {})
         assert caught.value.exit_code == 1

@@ -30,8 +30,8 @@ import meshwright.train.loop as loop
 import meshwright.train.recovery as recovery
 import meshwright.train.scribe as scribe
 from meshwright.anatomy import Anatomy, read
+from meshwright.base import storage
 from meshwright.base.pulse import Phase, Pulse, Word
-from meshwright.checkpoint import disk
 from meshwright.checkpoint import save as saving
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.sampler import batch_of
@@ -265,10 +265,10 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
 
 
 class Disk:
-    """In place of `disk.write_file`: a file that cannot be written, or the end of the process after the first one that can."""
+    """In place of `storage.write_file`: a file that cannot be written, or the end of the process after the first one that can."""
 
     def __init__(self, how: str) -> None:
-        self.how, self.write_file, self.count = how, disk.write_file, 0
+        self.how, self.write_file, self.count = how, storage.write_file, 0
 
     def __call__(self, path: Path, blocks: Any, durable: bool = True) -> int:
         self.count += 1
@@ -286,5 +286,5 @@ def write(channel: Channel, payload: dict[str, Any]) -> int:
     elif how == "slow":
         time.sleep(0.5)
     elif how:
-        disk.write_file = Disk(how)  # type: ignore[assignment]
+        storage.write_file = Disk(how)  # type: ignore[assignment]
     return scribe.write(channel, {**payload, "launch": payload["launch"]["launch"]})

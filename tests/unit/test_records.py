@@ -11,7 +11,7 @@ from meshwright.spec.record import StepRecord
 from meshwright.train.metrics import RECORDS, Records
 
 
-def test_a_record_that_found_no_room_is_said_once_and_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+def test_a_record_that_found_no_room_is_said_once_and_written_when_there_is_some(tmp_path: Path) -> None:
     """No file of this process may grow beyond the limit: the one of the records is longer than all others."""
     begins, said = 2**24, list[str]()
     with (tmp_path / RECORDS).open("wb") as file:
@@ -28,11 +28,12 @@ def test_a_record_that_found_no_room_is_said_once_and_does_not_spoil_the_next_on
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     records.close()
-    (line,) = said
-    assert line.startswith("records are lost from step 2 on: ") and line.endswith("; training goes on")
+    waiting, written = said
+    assert waiting.startswith("records wait in memory from step 2 on: ") and waiting.endswith("; training goes on")
+    assert written == "the records from step 2 on are written"
     (tmp_path / RECORDS).write_bytes((tmp_path / RECORDS).read_bytes()[begins:])
     found, cut = read_records(tmp_path / RECORDS)
-    assert [record.step for record in found] == [1, 4] and cut == 1
+    assert [record.step for record in found] == [1, 2, 3, 4] and cut == 0
 
 
 def test_a_run_goes_on_where_a_full_disk_has_no_room_for_the_end_of_a_line_that_a_kill_cut(tmp_path: Path) -> None:
@@ -49,9 +50,8 @@ def test_a_run_goes_on_where_a_full_disk_has_no_room_for_the_end_of_a_line_that_
     records.write(StepRecord(step=3, loss=2.0, tokens=64, gradient_norm=1.0, lr=0.1, seconds=0.5))
     records.close()
     found, cut = read_records(lines)
-    assert [record.step for record in found] == [3] and cut == 1
-    (line,) = said
-    assert line.startswith("records are lost from step 2 on: ")
+    assert [record.step for record in found] == [2, 3] and cut == 1
+    assert said[0].startswith("records wait in memory from step 2 on: ")
 
 
 def test_the_tokenizer_that_a_run_has_needs_no_room_when_it_goes_on(tmp_path: Path) -> None:

@@ -51,6 +51,34 @@ class Interrupted(MeshwrightError):
     exit_code = 75
 
 
+REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "remove files of this user, or ask for a larger quota",
+    errno.EROFS: "mount the disk for writing, or choose another folder",
+    errno.EIO: "the disk or the way to it fails: the kernel's log says more",
+    errno.ESTALE: "the network file system has lost the file: mount it anew",
+    errno.ENOTEMPTY: "another program still writes into the folder",
+    errno.EACCES: "give this user the right to it",
+    errno.EPERM: "give this user the right to it",
+}
+"""What a person can do about an error of a disk."""
+
+
+def of_disk(error: OSError, path: str) -> str:
+    """What a disk says of `path`, the name of its error, and the remedy, on one line.
+
+    >>> of_disk(OSError(5, "Input/output error"), "runs/a/records.jsonl")
+    "runs/a/records.jsonl: Input/output error (EIO); the disk or the way to it fails: the kernel's log says more"
+    """
+    remedy = REMEDIES.get(error.errno or 0)
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    return f"{path}: {error.strerror} ({name})" + (f"; {remedy}" if remedy else "")
+
+
+FAILING = (errno.EIO, errno.EROFS, errno.ESTALE)
+"""Errors of the storage itself, whatever was asked of it."""
+
+
 def of_the_system(error: BaseException, words: Iterable[str]) -> BaseException:
     """`error`, or in words of ours a Ctrl-C, or what the system says of a full disk, or of a file or folder that one of `words`, those of a command,
     names.
@@ -67,6 +95,8 @@ def of_the_system(error: BaseException, words: Iterable[str]) -> BaseException:
     path = str(error.filename or "")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MeshwrightError(f"the disk is full ({path or error.strerror}): make room, then the same command goes on")
+    if error.errno in FAILING and path:
+        return MeshwrightError(of_disk(error, path))
     named = any(path.startswith(word.rpartition("=")[2].rstrip("/") or "/") for word in words if "/" in word or word == path)
     return InputError(f"{path!r}: {error.strerror}; name another path") if path and named else error
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.base import storage
 from meshwright.base.errors import InputError
-from meshwright.checkpoint import disk
 from meshwright.checkpoint.manifest import MANIFEST, STEP_FOLDER, Damaged, read_manifest, step_of
 from meshwright.checkpoint.verify import verify as problems_of
 
@@ -23,18 +23,28 @@ _SERIAL = re.compile(rb'"step":(\d{1,19}),"serial":(\d{1,19}),')
 def checkpoints(folder: Path | str) -> list[Path]:
     """The checkpoints of `folder`, newest first ([Note: newest]); before them, highest step first, those whose place nobody can tell."""
     folder = Path(folder)
-    if not folder.is_dir():
+    try:
+        found = [folder / name for name in storage.names(folder) if STEP_FOLDER.fullmatch(name) and _may_be_one(folder / name)]
+    except NotADirectoryError:
         return []
-    found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+    except OSError as error:
+        raise storage.StorageFailed(storage.failure(error, folder)) from None
     serials = {path: _serial(path) for path in found}
     return sorted(found, key=lambda path: (serials[path] is None, serials[path] or 0, step_of(path) or 0), reverse=True)
+
+
+def _may_be_one(path: Path) -> bool:
+    """Whether `path` is a folder, or something of which the disk does not say what it is: then reading it says more."""
+    try:
+        return storage.is_folder(path)
+    except OSError:
+        return True
 
 
 def _serial(path: Path) -> int | None:
     """The serial as the manifest's first lines say it. For order alone: nothing is trusted by it."""
     try:
-        with (path / MANIFEST).open("rb") as file:
-            match = _SERIAL.search(file.read(512))
+        match = _SERIAL.search(storage.read_file(path / MANIFEST, most=512))
     except OSError:
         return None
     return int(match[2]) if match and int(match[1]) == step_of(path) else None
@@ -50,7 +60,7 @@ def newest(folder: Path | str, verify: bool = True, say: Callable[[str], None] |
     Each damaged one passed over is a sentence to `say` (default: a logged warning). Raises Damaged when there are some and none is valid:
     a run must not begin anew in silence.
     """
-    say = logging.getLogger("meshwright.checkpoint").warning if say is None else say
+    say = _say_of(say)
     found = checkpoints(folder)
     first = ""
     for path in found:
@@ -64,6 +74,10 @@ def newest(folder: Path | str, verify: bool = True, say: Callable[[str], None] |
             f"none of the {len(found)} checkpoints in {str(folder)!r} is valid: {first}; restore one, or begin anew in another folder"
         )
     return None
+
+
+def _say_of(say: Callable[[str], None] | None) -> Callable[[str], None]:
+    return logging.getLogger("meshwright.checkpoint").warning if say is None else say
 
 
 def newest_until(folder: Path | str, step: int) -> Path | None:
@@ -83,21 +97,31 @@ def _first_problem(path: Path, verify: bool) -> str | None:
     return None
 
 
-def prune(folder: Path | str, keep: int, verified: Path | None = None) -> list[Path]:
+def prune(folder: Path | str, keep: int, verified: Path | None = None, say: Callable[[str], None] | None = None) -> list[Path]:
     """Removes all but the `keep` newest checkpoints and returns what went. The last valid one always stays, and
-    so does one whose manifest is damaged: it is evidence, not a checkpoint.
+    so does one whose manifest is damaged: it is evidence, not a checkpoint. One that cannot be removed is a sentence to `say`
+    (default: a logged warning) and no error: the checkpoint that was saved stands.
 
     Nothing goes before one that stays is known to be valid: `verified` (just saved, so read back), or else read for this.
     """
     if keep < 1:
         raise InputError(f"keep = {keep}: at least one checkpoint must stay")
-    found = [path for path in checkpoints(folder) if _serial(path) is not None]
+    try:
+        found = [path for path in checkpoints(folder) if _serial(path) is not None]
+    except storage.StorageFailed as error:
+        _say_of(say)(f"old checkpoints are not removed: {error}")
+        return []
     kept, rest = found[:keep], found[keep:]
     if not rest:
         return []
     if verified not in kept and not any(_first_problem(path, True) is None for path in kept):
         valid = next((path for path in rest if _first_problem(path, True) is None), None)
         rest = [path for path in rest if path != valid] if valid else []
+    gone = []
     for path in rest:
-        disk.remove(path)
-    return rest
+        left = storage.remove_if_possible(path)
+        if left is None:
+            gone.append(path)
+        else:
+            _say_of(say)(f"checkpoint {path.name} is not needed any more and cannot be removed: {storage.failure(left, path)}")
+    return gone

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field
 
+from meshwright.base import storage
 from meshwright.base.codec import Noun, build, parse
 from meshwright.base.errors import InputError
-from meshwright.checkpoint import disk
 from meshwright.checkpoint.shard import DTYPES, SHARD_NAME
 from meshwright.spec.piece import Piece
 
@@ -120,10 +120,10 @@ def read_manifest(folder: Path | str) -> Manifest:
     """The checked manifest of the checkpoint `folder`. Raises Damaged."""
     folder = Path(folder)
     where = f"{folder / MANIFEST}"
-    if not folder.is_dir():
-        raise InputError(f"checkpoint {str(folder)!r} does not exist; `meshwright checkpoint list FOLDER` shows those that do")
     try:
-        data = (folder / MANIFEST).read_bytes()
+        if not storage.is_folder(folder):
+            raise InputError(f"checkpoint {str(folder)!r} does not exist; `meshwright checkpoint list FOLDER` shows those that do")
+        data = storage.read_file(folder / MANIFEST)
     except OSError as error:
         raise Damaged(f"{where}: cannot be read: {error.strerror}; the checkpoint is incomplete") from None
     head = _HEAD.match(data)
@@ -238,4 +238,4 @@ def first_gap(spans: Iterable[tuple[int, int]], end: int) -> int | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    disk.write_file(folder / MANIFEST, [manifest.encode()])
+    storage.write_file(folder / MANIFEST, [manifest.encode()])

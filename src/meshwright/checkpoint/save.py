@@ -10,7 +10,6 @@ and must have it. A save that wrote an old buffer, or a disk that lies, is caugh
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -24,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshwright.base import storage
 from meshwright.base.errors import MeshwrightError
 from meshwright.base.units import show_bytes
-from meshwright.checkpoint import disk
 from meshwright.checkpoint.assemble import canonical
 from meshwright.checkpoint.folder import checkpoints, next_serial
 from meshwright.checkpoint.manifest import TENSOR_NAME, Entry, Manifest, Part, ShardEntry, contradictions_of, folder_name, write_manifest
@@ -122,14 +121,17 @@ class _Save:
         if isinstance(error, OSError):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self.no_room()
-            return f"{error.filename or self.temporary}: {error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"
+            return storage.failure(error, self.temporary or self.folder)
         if isinstance(error, MeshwrightError | _Refused):
             return str(error)
         return f"{type(error).__name__}: {error}"
 
     def no_room(self) -> str:
-        free = disk.free_bytes(self.folder) + _size_of(self.temporary)
-        return f"no space left: the checkpoint needs {show_bytes(self.needs)}, {show_bytes(free)} are free; make room or keep fewer checkpoints"
+        try:
+            free = f"{show_bytes(storage.free_bytes(self.folder) + _size_of(self.temporary))} are free; "
+        except OSError:  # nobody can say how much
+            free = ""
+        return f"no space left: the checkpoint needs {show_bytes(self.needs)}, {free}make room or keep fewer checkpoints"
 
     # Stages, in order.
 
@@ -137,10 +139,10 @@ class _Save:
         """Rank 0 makes the temporary folder, after removing what killed saves left."""
         if self.ranks.rank:
             return None
-        disk.make_folder(self.folder)
-        disk.sweep(self.folder)
+        storage.make_folder(self.folder)
+        storage.sweep(self.folder)
         self.begin(os.urandom(4).hex())
-        os.mkdir(self.place(), 0o700)
+        storage.make_new_folder(self.place())
         return self.id
 
     def begin(self, id: str) -> None:
@@ -162,7 +164,7 @@ class _Save:
                 holders[_piece(fields)].append(rank)
         _check_whole(holders)
         self.needs = sum(_bytes(piece) for piece in holders) + 4096 * self.ranks.world + 512 * len(holders)
-        if self.needs > disk.free_bytes(self.folder):
+        if self.needs > storage.free_bytes(self.folder):
             raise _Refused(self.no_room())
         load: Counter[int] = Counter()
         tasks: dict[int, list[Piece]] = {rank: [] for rank in range(self.ranks.world)}
@@ -187,16 +189,16 @@ class _Save:
         metadata = {"step": str(self.step), "id": self.id, "rank": str(rank), "world": str(self.ranks.world)}
         path = temporary / shard_name(rank)
         written = write_shard(path, items, metadata)
-        handle = disk.open_file(path)
+        handle = storage.open_file(path)
         try:
-            if disk.digest_of(handle, 0, written.data) != written.header_xxh3:
+            if storage.digest_of(handle, 0, written.data) != written.header_xxh3:
                 raise _Refused(f"{path.name}: its header reads back otherwise than written; the disk or its driver is at fault")
             for key, piece in mine.items():
                 at = written.offsets[key]
-                if disk.digest_of(handle, at, at + _bytes(piece)) != live[key]:
+                if storage.digest_of(handle, at, at + _bytes(piece)) != live[key]:
                     raise _Refused(f"{path.name}: {piece.name} reads back otherwise than it is in memory: wrong data were written")
         finally:
-            os.close(handle)
+            storage.close(handle)
         shard = ShardEntry(bytes=written.size, data=written.data, xxh3=written.header_xxh3)
         self.put("index", rank, [shard.model_dump(), [[piece, key, written.offsets[key], live[key]] for key, piece in mine.items()]])
 
@@ -220,33 +222,32 @@ class _Save:
             version=1, step=self.step, serial=next_serial(self.folder), id=self.id, world=self.world,
             plan=self.plan.name, plan_digest=self.plan.digest, files=files, tensors=_entries(parts), state=_json_state(state),
         )  # fmt: skip
-        for name in os.listdir(temporary):
+        for name in storage.names(temporary):
             if name.endswith(".json"):
-                os.unlink(temporary / name)
+                storage.remove(temporary / name)
         write_manifest(temporary, manifest)
-        disk.sync_folder(temporary)
+        storage.sync_folder(temporary)
         self.name_it(temporary)
 
     def name_it(self, temporary: Path) -> None:
         """The moment at which the checkpoint exists. One of the same step from before stays beside it until this one is named."""
         latest = self.folder / f".{LATEST}.{self.id}.tmp"
-        disk.write_file(latest, [f"{self.final.name}\n".encode()])
-        if self.final.exists():
-            os.rename(self.final, self.final.with_name(f"{self.final.name}.replaced.{self.id}"))
-        os.rename(temporary, self.final)
-        disk.sync_folder(self.folder)
-        os.replace(latest, self.folder / LATEST)
-        disk.sync_folder(self.folder)
+        storage.write_file(latest, [f"{self.final.name}\n".encode()])
+        if storage.is_there(self.final):
+            storage.rename(self.final, self.final.with_name(f"{self.final.name}.replaced.{self.id}"))
+        storage.rename(temporary, self.final)
+        storage.sync_folder(self.folder)
+        storage.rename(latest, self.folder / LATEST)
+        storage.sync_folder(self.folder)
         for path in checkpoints(self.folder):
             if path.name.startswith(f"{self.final.name}."):
-                disk.remove(path)
+                storage.remove_if_possible(path)
 
     def abandon(self) -> None:
         """After a failure: what was begun goes. What cannot be removed now, the next save removes."""
         if self.ranks.rank == 0 and self.temporary is not None:
             for path in (self.temporary, self.folder / f".{LATEST}.{self.id}.tmp"):
-                with contextlib.suppress(OSError):
-                    disk.remove(path)
+                storage.remove_if_possible(path)
 
     # Notes between ranks.
 
@@ -257,14 +258,14 @@ class _Save:
     def put(self, kind: str, rank: int, value: Any) -> None:
         path = self.place() / f"{kind}-{rank:05d}.json"
         try:
-            disk.write_file(path, [json.dumps(value).encode()], durable=False)
+            storage.write_file(path, [json.dumps(value).encode()], durable=False)
         except FileNotFoundError:
             raise self.unshared(path) from None
 
     def get(self, kind: str, rank: int) -> Any:
         path = self.place() / f"{kind}-{rank:05d}.json"
         try:
-            return json.loads(path.read_bytes())
+            return json.loads(storage.read_file(path))
         except FileNotFoundError:
             raise self.unshared(path) from None
 
@@ -364,4 +365,4 @@ def _json_state(value: Any, where: str = "$") -> Any:
 
 def _size_of(folder: Path | None) -> int:
     """Bytes that a failed save gives back."""
-    return sum(file.stat().st_size for file in folder.iterdir()) if folder is not None and folder.exists() else 0
+    return sum(storage.size_at(folder / name) for name in storage.names(folder)) if folder is not None else 0

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from meshwright.checkpoint import disk
+from meshwright.base import storage
 
 SHARD_NAME = re.compile(r"rank-\d{5,10}\.safetensors")
 
@@ -31,7 +31,10 @@ _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-LONGEST_HEADER = 100_000_000
+LONGEST_METADATA = 4096
+"""Bytes at the beginning of a file within which it says what it is of."""
+
+_METADATA = re.compile(rb'\{"__metadata__":(\{[^{}]*\})')
 
 
 class Item(NamedTuple):
@@ -97,14 +100,15 @@ def write_shard(path: Path, items: Iterable[Item], metadata: dict[str, str]) -> 
             assert len(block) == item.size, f"{item.key}: {len(block)} bytes for {item.size}"
             yield block
 
-    size = disk.write_file(path, blocks())
+    size = storage.write_file(path, blocks())
     return Written(len(head), size, xxhash.xxh3_64(head).hexdigest(), {key: len(head) + begin for key, begin in offsets.items()})
 
 
 def metadata_of(head: bytes) -> dict[str, str]:
-    """What a file says of itself, or nothing when its header cannot be read."""
+    """What a file says of itself in the `head` that its bytes begin with, or nothing where that cannot be read."""
+    match = _METADATA.match(head, 8)
     try:
-        found = json.loads(head[8:]).get("__metadata__", {})
-    except (ValueError, AttributeError, RecursionError):
+        found = json.loads(match[1]) if match else {}
+    except ValueError:
         return {}
-    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+    return {str(key): str(value) for key, value in found.items()}

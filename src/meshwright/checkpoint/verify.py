@@ -6,17 +6,19 @@ so); its size; the xxh3 of its header; then the xxh3 of each piece that is read.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import xxhash
 
+from meshwright.base import storage
 from meshwright.base.errors import InputError
-from meshwright.checkpoint import disk
 from meshwright.checkpoint.manifest import Damaged, Entry, Manifest, Part, read_manifest
-from meshwright.checkpoint.shard import DTYPES, LONGEST_HEADER, metadata_of, shard_name
+from meshwright.checkpoint.shard import DTYPES, LONGEST_METADATA, metadata_of, shard_name
+
+SMALL = 2**20
+"""Bytes up to which a file may lie anywhere, even within its own entry of the disk."""
 
 
 class Reader:
@@ -30,26 +32,31 @@ class Reader:
     def open(self, file: str) -> int:
         """A handle to a file that is the one of the manifest. Raises Damaged."""
         try:
-            handle = disk.open_file(self.path / file)
+            handle = storage.open_file(self.path / file)
         except OSError as error:
             raise Damaged(f"{self.path / file}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}") from None
         if file not in self.checked:
-            problem = self._problem(file, handle)
+            try:
+                problem = self._problem(file, handle)
+            except (OSError, EOFError) as error:
+                problem = f"its header cannot be read: {getattr(error, 'strerror', None) or 'the file ends in it'}{self._lost(file, 0)}"
             if problem:
-                os.close(handle)
+                storage.close(handle)
                 raise Damaged(f"{self.path / file}: {problem}")
             self.checked.add(file)
         return handle
 
     def _problem(self, file: str, handle: int) -> str | None:
         entry = self.manifest.files[file]
-        size = os.fstat(handle).st_size
-        other = self._other(file, metadata_of(_head(handle, size)))
+        size = storage.size_of(handle)
+        other = self._other(file, _metadata(handle, size))
         if other:
             return other
         if size != entry.bytes:
             return f"has {size} bytes, {entry.bytes} were written{self._lost(file, size) if size < entry.bytes else ''}"
-        digest = disk.digest_of(handle, 0, entry.data)
+        if size > SMALL and storage.is_sparse(handle):
+            return f"has {size} bytes, of which the disk holds less than a hundredth: damaged, or never written whole{self._lost(file, 0)}"
+        digest = storage.digest_of(handle, 0, entry.data)
         if digest != entry.xxh3:
             return f"its header is damaged: xxh3 {digest}, {entry.xxh3} was written{self._lost(file, 0)}"
         return None
@@ -86,11 +93,11 @@ class Reader:
         view = result.view(torch.uint8).numpy().data
         handle = self.open(part.file)
         try:
-            disk.read_into(handle, part.offset, view)
+            storage.read_into(handle, part.offset, view)
         except (OSError, EOFError):
             raise Damaged(f"{self.path / part.file}: {name}: cannot be read to its end") from None
         finally:
-            os.close(handle)
+            storage.close(handle)
         self.compare(name, entry, part, xxhash.xxh3_64(view).hexdigest())
         return result
 
@@ -106,7 +113,7 @@ class Reader:
         broken = set()
         for file in self.manifest.files:
             try:
-                os.close(self.open(file))
+                storage.close(self.open(file))
             except InputError as error:
                 broken.add(file)
                 yield str(error)
@@ -121,26 +128,19 @@ class Reader:
     def _verify(self, name: str, entry: Entry, part: Part) -> None:
         handle = self.open(part.file)
         try:
-            digest = disk.digest_of(handle, part.offset, part.offset + entry.bytes_of(part))
+            digest = storage.digest_of(handle, part.offset, part.offset + entry.bytes_of(part))
         except (OSError, EOFError):
             raise Damaged(f"{self.path / part.file}: {name}: cannot be read to its end") from None
         finally:
-            os.close(handle)
+            storage.close(handle)
         self.compare(name, entry, part, digest)
 
 
-def _head(handle: int, size: int) -> bytes:
-    """The header by the file's own account of its length."""
-    if size < 8:
-        return b""
-    prefix = bytearray(8)
-    disk.read_into(handle, 0, memoryview(prefix))
-    length = int.from_bytes(prefix, "little")
-    if length > min(size - 8, LONGEST_HEADER):
-        return b""
-    head = bytearray(8 + length)
-    disk.read_into(handle, 0, memoryview(head))
-    return bytes(head)
+def _metadata(handle: int, size: int) -> dict[str, str]:
+    """What the file says of itself, which stands first in its header."""
+    head = bytearray(min(size, LONGEST_METADATA))
+    storage.read_into(handle, 0, memoryview(head))
+    return metadata_of(bytes(head))
 
 
 def verify(path: Path | str) -> list[str]:

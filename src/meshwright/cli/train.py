@@ -166,7 +166,7 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
 
 def _sweep(folder: Path) -> None:
     """What a second request to stop cut short goes; whatever cannot be removed, the next save removes."""
-    from meshwright.checkpoint.disk import sweep
+    from meshwright.base.storage import sweep
 
     with suppress(OSError):
         sweep(folder)

@@ -13,10 +13,9 @@ from meshwright.base.lines import Message
 from meshwright.elastic.failure import Failure
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.writer import SCRIBE
 
 STOPPED = Interrupted.exit_code
-SCRIBE = -1
-"""In the place of a rank: the process that writes a checkpoint from the copies in memory."""
 PROBER = -2
 """The same: the process that measures a device that is left out."""
 BURIAL = 5.0  # seconds that killed ranks get to be gone
@@ -74,10 +73,10 @@ class Generation:
             here |= {"local": (self.work.slots[rank], self.work.world)} if at_home else {"seats": self.work.slots}
         nursery.command("start", rank, target=target, payload=payload, **here)
 
-    def write(self, nursery: Nursery, holdings: Holdings, step: int) -> None:
-        """Starts the process that writes a checkpoint of `step`."""
+    def write(self, nursery: Nursery, holdings: Holdings, asked: Message) -> None:
+        """Starts the process that writes the checkpoint that was `asked` for."""
         assert self.work.scribe, "nobody writes for this work"
-        payload = {"launch": self.work.payload, "step": step}
+        payload = {"launch": self.work.payload, "step": asked["step"]}
         self._command(nursery, SCRIBE, self.work.scribe, payload, {"sources": holdings.sources})
 
     def probe(self, nursery: Nursery, target: str, slot: int) -> None:

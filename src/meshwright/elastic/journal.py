@@ -1,19 +1,18 @@
 """The event log of a run: RUN/events.jsonl, a line for each fault and each recovery, and the same in words for who is watching.
 
-Kept by the supervisor. A full disk costs events, not the run.
+Kept by the supervisor. A full disk costs the run nothing: events wait in memory until there is room.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.appending import Lines
 from meshwright.base.lines import Message
 from meshwright.base.units import show_seconds
 from meshwright.spec.event import EVENTS, Event
@@ -32,16 +31,16 @@ class Journal:
     _source: str = ""
     _from: int = 0
     _generation: int = 0
+    _saved: int = 0
+    """The step of the last checkpoint, and how many saves have failed since."""
+    _unsaved: int = 0
+
+    def __post_init__(self) -> None:
+        self._lines = Lines(self.folder / EVENTS)
 
     def write(self, **fields: Any) -> Event:
         event = Event(at=time.time(), **fields)
-        line = json.dumps(event.model_dump(exclude_defaults=True), separators=(",", ":")) + "\n"
-        with contextlib.suppress(OSError):
-            handle = os.open(self.folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(handle, line.encode())
-            finally:
-                os.close(handle)
+        self._lines.append(json.dumps(event.model_dump(exclude_defaults=True), separators=(",", ":")))
         return event
 
     def fault(self, **fields: Any) -> None:
@@ -50,6 +49,10 @@ class Journal:
         where = f" in step {event.step}, {event.phase}" if event.step else f" while it was in {event.phase}" if event.phase else ""
         who = "" if event.rank is None else f"rank {event.rank} "
         self.note(f"{who}{event.cause}{where}: {event.decision}")
+        self.decide()
+
+    def decide(self) -> None:
+        """Begins to count a recovery: from here on no step runs, whatever the reason. One within a recovery makes that one longer."""
         self._decided = self._decided or time.monotonic()
 
     def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
@@ -60,7 +63,12 @@ class Journal:
         how = less if before == after else f"with {after} instead of {before} ranks"
         how += f", plan {plan}" if plan else ""
         self.note(f"goes on {how}")
-        self._decided = self._decided or time.monotonic()
+        self.decide()
+
+    def unplanned(self, world: int, why: str, generation: int) -> None:
+        """No plan for so many ranks: the run stood while one was looked for, and goes on as before."""
+        self.write(kind="verdict", generation=generation, step=self.last, cause=f"{world} ranks: {why}", decision="goes on as before")
+        self.note(f"cannot go on with {world} ranks: {why}")
 
     def part(self, name: str, seconds: float) -> None:
         if self._decided is not None:
@@ -78,8 +86,11 @@ class Journal:
             if self._decided is not None and step > self._from and step > self.last:
                 self._recovered(now)
             self.last = max(self.last, step)
-        if message["kind"] == "saved" and not message.get("beside"):
-            self.write(kind="save", step=message["step"], seconds=message.get("seconds", 0.0), generation=generation)
+        if message["kind"] == "saved":
+            self._saved, self._unsaved = message["step"], 0
+            self.write(kind="save", step=message["step"], seconds=message.get("waited", 0.0), generation=generation)
+        if message["kind"] == "unsaved":
+            self._not_saved(message, generation)
         if message["kind"] == "divergence":
             self.write(kind="divergence", generation=generation, rank=message["rank"], step=message["step"], cause=message["line"])
         if message["kind"] == "quarantine":
@@ -99,6 +110,17 @@ class Journal:
             self.last = min(self.last, to)
         if message["kind"] == "done" and self._decided is not None:
             self._recovered(now)
+
+    def _not_saved(self, message: Message, generation: int) -> None:
+        """A save that failed: it costs this one checkpoint, and a person should know what a crash would cost now."""
+        self._unsaved += 1
+        self.write(
+            kind="unsaved", generation=generation, step=message["step"], cause=message["why"], seconds=message["waited"],
+            decision="training goes on",
+        )  # fmt: skip
+        since = f"step {self._saved}" if self._saved else "the start of this command"
+        more = f"; {self._unsaved} saves in a row have failed, none since {since} is on disk" if self._unsaved > 1 else ""
+        self.note(f"no checkpoint at step {message['step']}: {message['why']}; training goes on{more}")
 
     def _recovered(self, now: float) -> None:
         assert self._decided is not None

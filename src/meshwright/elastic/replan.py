@@ -3,13 +3,19 @@
 Rule: the search that chose the first plan chooses again, among plans that run, for the same job on so many devices; no pins, which were made
 for another number. Where nothing fits or divides, the next smaller number is tried. For less memory it is the fastest of those plans that the
 estimate gives at most LESS of what the one before takes. Batch, order of samples and learning rate are the
-workload's and do not change. RUN/ranks holds the number that someone asks for: `echo 3 > RUN/ranks` while it trains.
+workload's and do not change. RUN/ranks holds the number that someone asks for: `echo 3 > RUN/ranks` while it trains. Planning has a
+deadline: the run stands meanwhile.
 """
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.base import storage
 from meshwright.base.errors import InputError, NothingFits
 from meshwright.cost.step import estimate
 from meshwright.search.rank import search
@@ -23,14 +29,23 @@ RANKS = "ranks"
 LESS = 0.8
 """Of the memory of a plan that was too large: what a leaner one may take by the estimate."""
 
+LONGEST = 12
+"""Bytes of RUN/ranks that are read."""
+
+DEADLINE = 60.0
+"""Seconds after which no further number of ranks is tried."""
+
 AMONG = 1000
 """Plans, the fastest ones, that a leaner one is looked for among."""
 
 
-def plan_for(job: Job | None, workload: Workload, devices: int) -> tuple[Job | None, Plan]:
+def plan_for(job: Job | None, workload: Workload, devices: int, clock: Callable[[], float] = time.monotonic) -> tuple[Job | None, Plan]:
     """The job on at most `devices` devices of its first kind of node, and the best plan for it. Without a `job`, which only a model that
     cannot be priced lacks, data parallelism for `workload`. Raises NothingFits when there is none."""
+    began = clock()
     for count in range(devices, 0, -1):
+        if clock() > began + DEADLINE:
+            raise NothingFits(f"no plan for {count + 1} to {devices} ranks was found in {DEADLINE:.0f} s: ask for fewer")
         if job is None:
             plan = Plan(dp_replicate=count, micro_batch=max(workload.exact, 1))
             if workload.batch % (count * plan.micro_batch) == 0 and not any(local_faults(plan, workload.local)):
@@ -74,12 +89,41 @@ def leaner(job: Job | None, plan: Plan) -> Plan:
     raise NothingFits(f"no plan for {plan.world} ranks takes less memory than {plan.name}")
 
 
-def asked(folder: Path) -> int | None:
-    """The number of ranks that RUN/ranks asks for, once: the file is gone then. None where nobody asks."""
-    try:
-        text = (folder / RANKS).read_text().strip()
-        if text:
-            (folder / RANKS).unlink()
-    except OSError:
-        return None
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 and int(text) > 0 else None
+@dataclass
+class Asked:
+    """What RUN/ranks asks for. Whatever else stands there is one line and changes nothing."""
+
+    folder: Path
+    note: Callable[[str], None]
+    full: int
+    """The ranks that the run was planned for."""
+    _said: str = ""
+
+    def __call__(self, places: int | None) -> int | None:
+        """The number of ranks that is asked for, once: the file is gone then. None where nobody asks, or for more than there may be: `places` on
+        several machines, one on each core of this machine, or what the run was planned for."""
+        most = max(self.full, len(os.sched_getaffinity(0)) if places is None else places)
+        path = self.folder / RANKS
+        try:
+            content = storage.read_file(path, most=LONGEST).strip()
+            if not content:
+                return None  # it is being written
+            storage.remove(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._say(f"the number of ranks that is asked for cannot be read: {storage.failure(error)}")
+            return None
+        text = content.decode("ascii", errors="backslashreplace")
+        wanted = int(text) if text.isdigit() and len(text) < LONGEST else 0
+        if not 1 <= wanted <= most:
+            self._say(f"{path} asks for {text!r} ranks: a number from 1 to {most} is wanted here; goes on as before")
+            return None
+        self._said = ""
+        return wanted
+
+    def _say(self, line: str) -> None:
+        """Says the line once, however often the file is looked at."""
+        if line != self._said:
+            self.note(line)
+        self._said = line

@@ -237,6 +237,13 @@ class Slots:
         self._measured, self._measuring = now, True
         return asked[int(now / self.leaving.every) % len(asked)]
 
+    def heed(self, event: Message) -> None:
+        """What the process that measures says, and its end."""
+        if event["event"] == "said" and event["message"]["kind"] == "speed":
+            self.measured(event["message"]["slot"], event["message"]["seconds"])
+        if event["event"] in ("ended", "refused"):
+            self.probed()
+
     def measured(self, slot: int, seconds: float) -> None:
         """What a product of matrices took there."""
         out = self.out.get(slot)

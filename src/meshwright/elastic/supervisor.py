@@ -27,16 +27,17 @@ from meshwright.base.errors import Interrupted, MeshwrightError
 from meshwright.base.lines import Message
 from meshwright.base.pulse import Phase, Word
 from meshwright.base.signals import hearing
+from meshwright.base.storage import overdue
 from meshwright.elastic.failure import Failure, cause, culprit, orphaned, verdict
-from meshwright.elastic.generation import PROBER, SCRIBE, Generation, Work
+from meshwright.elastic.generation import PROBER, Generation, Work
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.journal import Journal
 from meshwright.elastic.nursery import Nursery
-from meshwright.elastic.replan import asked
+from meshwright.elastic.replan import Asked
 from meshwright.elastic.retries import LEMON, Retries
 from meshwright.elastic.slots import Leaving, Slots
 from meshwright.elastic.watch import CORES, Pace, Terms, Watch
-from meshwright.elastic.writer import Writer
+from meshwright.elastic.writer import SCRIBE, Writer
 
 __all__ = ["Supervisor", "Work"]
 
@@ -107,12 +108,14 @@ class Supervisor:
         self._journal = Journal(self.work.folder, self.note)
         self._retries = Retries(self.care.retries)
         self._slots = Slots(max(self.work.world, self.care.full), self._journal, self.care.leaving)
-        self._writer = Writer(self._journal, self.hear, self.note)
+        self._wanted = Asked(self.work.folder, self.note, self._slots.full)
         self._leaner: Work | None = None
         self._pace = Pace()
         self._holdings = Holdings(self.work.world)
-        self._nursery = self.lent or self._open_nursery()
+        self._nursery = self.lent or Nursery(self.work.logs / "zygote.log", self.work.warm, self.work.environment)
         self._places = self._nursery.places
+        limit = max(self.care.terms.otherwise, 10 * self.care.patience)
+        self._writer = Writer(self._journal, self.hear, self.note, self._nursery.command, limit)
         self._slots.name, self._slots.first = self._nursery.name_of, self._nursery.devices
         try:
             with hearing(self._on_signal):
@@ -131,9 +134,6 @@ class Supervisor:
                 if holdings is not None:
                     holdings.close()
         self._conclude(now)
-
-    def _open_nursery(self) -> Nursery:
-        return Nursery(self.work.logs / "zygote.log", self.work.warm, self.work.environment)
 
     def _on_signal(self, number: int, _: Any) -> None:
         self._asked.append(signal.Signals(number).name)
@@ -180,6 +180,7 @@ class Supervisor:
             if len(self._asked) > self._told:
                 self._told = len(self._asked)
                 self._ask(now)
+            self._writer.look(self.generation, self._holdings)
             hung = watch.look(now.living)
             if hung is not None:
                 self._silent = hung.silent
@@ -196,7 +197,7 @@ class Supervisor:
     def _hear(self, rank: int, message: Message) -> None:
         self._begun = self._begun or message["kind"] == "begin"
         if message["kind"] == "write":
-            self._writer.begin(partial(self._now.write, self._nursery, self._holdings, message["step"]))
+            self._writer.begin(partial(self._now.write, self._nursery, self._holdings), message)
             return
         if rank == 0 or message["kind"] == "quarantine":
             self._journal.hear(message, self.generation)
@@ -216,11 +217,9 @@ class Supervisor:
             self._journal.write(kind=event["event"], node=event["name"])
             self._slots.probed()
             self.note(words)
-        if event.get("rank") == PROBER and event["event"] == "said" and event["message"]["kind"] == "speed":
-            self._slots.measured(event["message"]["slot"], event["message"]["seconds"])
-        if event.get("rank") == PROBER and event["event"] == "ended":
-            self._slots.probed()
-        if event.get("rank") == SCRIBE:
+        elif event.get("rank") == PROBER:
+            self._slots.heed(event)
+        elif event.get("rank") == SCRIBE:
             self._writer.heed(event, self.generation, self._holdings)
 
     def _is_failed(self, now: Generation, heard: float) -> bool:
@@ -237,7 +236,7 @@ class Supervisor:
             self._nursery.released()
         if time.monotonic() < self._looked + LOOK or not now.begun or self.care.replan is None or self._deadline is not None:
             return False
-        self._looked, wanted = time.monotonic(), asked(self.work.folder) or self._room()
+        self._looked, wanted = time.monotonic(), self._wanted(self._nursery.places) or self._room()
         moves = self._slots.are_to_move(self.work.slots, self._nursery.slots)
         self._world = wanted if wanted not in (None, self.work.world) else self.work.world if moves else self._slots.take()
         return self._world is not None
@@ -260,7 +259,7 @@ class Supervisor:
     # --- between generations --------------------------------------------------------------------------------------------------
 
     def _heals(self, now: Generation) -> bool:
-        """Whether another generation is to be tried ([Note: giving up]); what happened goes into the journal."""
+        """Whether another generation is to be tried ([Note: giving up])."""
         if self._nursery.ended and now.living and not now.guilty:
             gone = orphaned(self._nursery.status(), self._nursery.log)
             if self._killed or not self._begun or not self.care.retries:
@@ -304,6 +303,7 @@ class Supervisor:
     def _recover(self, now: Generation) -> None:
         """Everything of the old generation is gone, and the next one may begin."""
         began = time.monotonic()
+        self._journal.decide()
         now.end(self._nursery, self._heed_others)
         if self._nursery.ended or now.living:
             self._nursery.again()
@@ -344,12 +344,13 @@ class Supervisor:
         assert self.care.replan is not None
         began, self._world = time.monotonic(), None
         try:
-            work = self.care.replan(world)
+            with overdue(lambda: self.note(f"still planning for {world} ranks")):
+                work = self.care.replan(world)
         except MeshwrightError as error:
-            self.note(f"cannot go on with {world} ranks: {error}")
-            return
+            self._journal.unplanned(world, str(error), self.generation)
+        else:
+            self._change(work)
         self._journal.part("plan", time.monotonic() - began)
-        self._change(work)
 
     def _change(self, work: Work) -> None:
         """The copies so far stay until there are some of `work`."""

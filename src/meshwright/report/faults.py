@@ -9,17 +9,15 @@ Source: Jiang et al., MegaScale, NSDI 2024, and ByteRobust (effective training t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from meshwright.base.codec import Noun
+from meshwright.base.storage import read_text
 from meshwright.base.units import show_seconds
 from meshwright.report.text import columns
-from meshwright.spec.event import Event
+from meshwright.spec.event import Event, events_of
 from meshwright.spec.record import StepRecord
 from meshwright.words.lines import translated
 from meshwright.words.say import name, say, tell
@@ -43,15 +41,7 @@ class Goodput(Noun):
 
 def read_events(path: Path) -> tuple[Event, ...]:
     """The events of `path`; none where there is no such file. A line that a kill cut off is left out."""
-    if not path.exists():
-        return ()
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            events.append(Event.model_validate(json.loads(line)))
-        except (ValueError, ValidationError):
-            continue
-    return tuple(events)
+    return tuple(events_of(read_text(path) or ""))
 
 
 def goodput(records: Sequence[StepRecord], repeated: float, events: Sequence[Event]) -> Goodput | None:
@@ -63,7 +53,7 @@ def goodput(records: Sequence[StepRecord], repeated: float, events: Sequence[Eve
         "data": sum(record.data_seconds for record in steps if not record.skipped),
         "skipped": sum(record.seconds for record in steps if record.skipped),
         "again": repeated,
-        "saves": sum(event.seconds for event in events if event.kind == "save"),
+        "saves": sum(event.seconds for event in events if event.kind in ("save", "unsaved")),
         "detection": sum(event.detection for event in events if event.kind == "fault"),
         "recovery": sum(lost_in(event, steps) for event in events if event.kind == "recovery"),
     }
@@ -120,16 +110,18 @@ class Row(NamedTuple):
 def fault_rows(events: Sequence[Event], records: Sequence[StepRecord] = ()) -> list[Row]:
     """One for each thing that broke. `records`: each step once, to tell what of a recovery was lost."""
     rows: list[Row] = []
-    last = 0
+    last = broken = 0
     for event in events:
         last = event.step or last  # ranks that broke before they began a step say none
-        if event.kind in ("fault", "verdict", "spike", "divergence", "quarantine"):
+        if event.kind in ("fault", "resize", "verdict"):
+            broken = len(rows)
+        if event.kind in ("fault", "verdict", "spike", "divergence", "quarantine", "unsaved"):
             rows.append(Row(last, "" if event.rank is None else str(event.rank), event.phase, _short(event), event.detection))
         elif event.kind in ("resize", "longer"):
             rows.append(Row(event.step, "", "", _short(event)))
         elif event.kind == "recovery" and rows:
             lost = lost_in(event, records)
-            rows[-1] = rows[-1]._replace(seconds=event.seconds, source=event.source, lost=lost, again=event.lost)
+            rows[broken] = rows[broken]._replace(seconds=event.seconds, source=event.source, lost=lost, again=event.lost)
     return rows
 
 

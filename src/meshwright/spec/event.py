@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -20,6 +22,7 @@ class Event(Noun):
         "verdict",
         "resize",
         "save",
+        "unsaved",
         "spike",
         "divergence",
         "quarantine",
@@ -46,7 +49,8 @@ class Event(Noun):
     source: str = Field(default="", description="of a recovery: memory, disk, or empty for the beginning")
     lost: int = Field(default=0, description="steps that had ended and were run again")
     seconds: float = Field(
-        default=0.0, description="of a recovery: from the decision to the end of the next new step; of a save: for which training waited"
+        default=0.0,
+        description="of a recovery: from the decision to the end of the next new step; of a save, done or failed: for which training waited",
     )
     parts: dict[str, float] = Field(default_factory=dict, description="of `seconds`: end, start, join, build, restore, step")
     plan: str = ""
@@ -55,3 +59,12 @@ class Event(Noun):
     predicted: float = Field(default=0.0, description="of a change because of a slow rank: how many times as fast a step should be")
     measured: float = Field(default=0.0, description="of gained: how many times as fast it is")
     node: str = Field(default="", description="that came, was lost, or is asked to leave")
+
+
+def events_of(text: str) -> Iterator[Event]:
+    """The events that the lines of a journal hold. A line that a kill cut off, or that another version wrote, is left out."""
+    for line in text.splitlines():
+        try:
+            yield Event.model_validate(json.loads(line))
+        except ValueError:  # of JSON or of the fields
+            continue

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from meshwright.base.appending import Lines
+from meshwright.base.storage import StorageFailed, failure, read_file
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.exchange.group import Group
 from meshwright.spec.record import StepRecord
@@ -67,16 +68,15 @@ def agree(record: StepRecord, flags: Sequence[float], group: Group | None, own: 
 class Records:
     """RUN/records.jsonl, and TensorBoard events under RUN/tb where that is installed. Kept by rank 0.
 
-    A full disk costs records, not the run: it is said once.
+    A full disk costs the run nothing: it is said, and the records wait in memory until there is room.
     """
 
     def __init__(self, folder: Path, tensorboard: bool, say: Say) -> None:
         self.say = say
-        self._lost = False
-        self._handle = os.open(folder / RECORDS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        size = os.fstat(self._handle).st_size
-        self.last = _last_step(os.pread(self._handle, LAST, max(0, size - LAST)))
-        self._cut = bool(size) and os.pread(self._handle, 1, size - 1) != b"\n"  # by a kill in the middle of a line
+        self._waits_since = 0
+        """The first step whose record waits for room; 0 where none does."""
+        self.last = last_reported(folder)
+        self._lines = Lines(folder / RECORDS)
         self._writer: Any = None
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -85,18 +85,15 @@ class Records:
                 self._writer = SummaryWriter(str(folder / "tb"))
 
     def write(self, record: StepRecord) -> None:
-        line = (json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")) + "\n").encode()
-        rest = b"\n" + line if self._cut else line  # what was cut off is a line of its own
-        try:
-            while rest:
-                rest = rest[os.write(self._handle, rest) :]
-                self._cut = bool(rest)
-            if self._writer is not None:
+        error = self._lines.append(json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")))
+        if error is not None and not self._waits_since:
+            self.say(f"records wait in memory from step {record.step} on: {failure(error)}; training goes on")
+        elif error is None and self._waits_since:
+            self.say(f"the records from step {self._waits_since} on are written")
+        self._waits_since = (self._waits_since or record.step) if error is not None else 0
+        if self._writer is not None:
+            with contextlib.suppress(OSError):  # what has no room for a record has none for events
                 self._events(record)
-        except OSError as error:
-            if not self._lost:
-                self.say(f"records are lost from step {record.step} on: {error.strerror}; training goes on")
-            self._lost = True
 
     def _events(self, record: StepRecord) -> None:
         add = self._writer.add_scalar
@@ -109,20 +106,22 @@ class Records:
             add(f"memory/{kind}", size, record.step)
 
     def close(self) -> None:
-        os.close(self._handle)
+        error = self._lines.close()
+        if error is not None:
+            self.say(f"{self._lines.lost} records from step {self._waits_since} on are lost: {failure(error)}")
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()
 
 
 def last_reported(folder: Path) -> int:
-    """The last step that the records of a run folder have; -1 where there is none."""
+    """The last step that the records of a run folder have; -1 where there is none. Raises StorageFailed where nobody can tell."""
     try:
-        with (folder / RECORDS).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST))
-            return _last_step(file.read())
-    except OSError:
+        return _last_step(read_file(folder / RECORDS, -LAST, links=True))
+    except FileNotFoundError:
         return -1
+    except OSError as error:
+        raise StorageFailed(failure(error)) from None
 
 
 def _last_step(end: bytes) -> int:

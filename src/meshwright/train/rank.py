@@ -6,6 +6,7 @@ supervisor to speak with, and signals are heard directly. The work does not see 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from io import FileIO, TextIOWrapper
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -127,6 +129,20 @@ class Channel:
                 os._exit(1)
 
 
+class Log(FileIO):
+    """The log of a rank. A disk that takes no more costs lines of it, not the rank: whoever prints sees no error."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 def become_rank(message: Message, parent: int, port: int, inbox: int, outbox: int) -> NoReturn:
     """In a fresh child: log, environment, then `target(channel, payload)`; its exit status is what that returns."""
     code = 1
@@ -139,6 +155,7 @@ def become_rank(message: Message, parent: int, port: int, inbox: int, outbox: in
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
+        sys.stdout, sys.stderr = (TextIOWrapper(Log(handle, "wb"), write_through=True) for handle in (1, 2))
         faulthandler.enable(file=2)  # a crash in native code leaves its stack in the log, where elastic/failure.py finds it
         rank, world = str(channel.rank), str(channel.world)
         local, here = message.get("local", (rank, world))
@@ -162,7 +179,6 @@ def run_target(target: str, channel: Channel, payload: Message) -> int:
     try:
         return int(getattr(importlib.import_module(module), name)(channel, payload) or 0)
     except BaseException as error:
-        traceback.print_exc()
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
         place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
         found = of_the_system(error, ()) if isinstance(error, Exception) else error
@@ -170,6 +186,7 @@ def run_target(target: str, channel: Channel, payload: Message) -> int:
         code = found.exit_code if isinstance(found, MeshwrightError) else 1
         words = str(found) or type(found).__name__
         channel.say("failed", error=type(found).__name__, message=words, place=place, code=code, known=known)
+        traceback.print_exc()
         return code
 
 

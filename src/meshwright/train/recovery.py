@@ -7,21 +7,23 @@ folder; the model's own weights. A run whose folder says that it had begun never
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.base import storage
 from meshwright.base.errors import InputError
 from meshwright.base.pulse import Phase, Pulse, Word
 from meshwright.base.slots import SEVERAL, SLOTS
-from meshwright.checkpoint import disk
 from meshwright.checkpoint.folder import checkpoints, newest, newest_until, prune
 from meshwright.checkpoint.manifest import Damaged, step_of
 from meshwright.checkpoint.memory import Kept
-from meshwright.checkpoint.save import SaveFailed
+from meshwright.checkpoint.save import Ranks, SaveFailed
 from meshwright.data.sampler import batch_of
+from meshwright.spec.event import EVENTS, events_of
 from meshwright.spec.launch import Launch
 from meshwright.spec.record import StepRecord
 from meshwright.train import copies
@@ -33,6 +35,12 @@ from meshwright.train.trainer import Trainer
 
 FIRST = 10
 """The step after which `checkpoint_every: auto` saves first: a save must have been measured."""
+
+WAIT = 10.0
+"""Seconds that training waits for the checkpoint before, when the next one is due; then it goes on, and the next one follows at once when that one has ended."""
+
+PAUSE = 1.0
+"""Seconds before the last checkpoint is tried again; twice as many before each further try."""
 
 AT_MOST = 0.1
 """Share of the time in which a checkpoint may be under way."""
@@ -48,8 +56,8 @@ class Recovery:
         self.saved = -1
         self.record: dict[str, Any] | None = None
         """Of the step that this rank went on from, where it is from memory."""
-        self._said = self._busy = False
-        self._since = self._save_seconds = 0.0
+        self._said = self._busy = self._owed = False
+        self._since = self._save_seconds = self._waited = 0.0
         self._steps = (0, 0.0, 0.0)
         """How many, their seconds, and those in which they stood for a copy."""
         self.guard = Guard(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
@@ -75,7 +83,7 @@ class Recovery:
             self._fill(Path(path))
             self.saved = self.trainer.steps
         elif not self.launch.run.anew:
-            self._refuse_history()
+            refuse_history(self.launch, ranks_of(self.trainer.mesh), self._note)
         self._forget()
         return self.trainer.steps
 
@@ -92,19 +100,6 @@ class Recovery:
         """Copies of steps that are to be run (again) are of another past than those to come."""
         if self.copies is not None:
             self.copies.memory.head.forget(after=self.trainer.steps)
-
-    def _refuse_history(self) -> None:
-        """A run that had saved does not begin anew in silence."""
-        every, steps = self.launch.run.checkpoint_every, self.launch.workload.steps
-        first = FIRST if every == "auto" else every or steps
-        reported = last_reported(Path(self.launch.run.folder))
-        if reported >= min(first, steps):
-            raise InputError(
-                f"run {self.launch.run.folder!r} has reported {reported} steps and has no checkpoint any more: restore its checkpoints, "
-                "choose another --run, or begin at step 0 with --set run.anew=true"
-            )
-        if reported > 0 and self.channel.rank == 0:
-            self._note(f"begins at step 0 again: the {reported} steps before were not saved yet")
 
     def _fill(self, source: Path | Kept) -> None:
         extra = self.trainer.load(source)
@@ -161,9 +156,9 @@ class Recovery:
         if first:
             for later in checkpoints(self.folder):
                 if (step_of(later) or 0) > self.trainer.steps:
-                    disk.remove(later)
+                    storage.remove(later)
             self.channel.say("spike", line=line, step=step, to=self.trainer.steps, batches=batches)
-        self.saved, self.record, self._since, self._busy = self.trainer.steps, None, 0.0, False
+        self.saved, self.record, self._since, self._busy, self._owed = self.trainer.steps, None, 0.0, False, False
         return self.trainer.steps
 
     # --- keeping --------------------------------------------------------------------------------------------------------------
@@ -212,6 +207,8 @@ class Recovery:
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`. What it is decided by is the same on every rank."""
+        if self._owed and not self._busy:
+            return True
         every = self.launch.run.checkpoint_every
         if every == "auto":
             wanted = daly(self._save_seconds, 3600.0 * self.launch.run.failure_hours)
@@ -225,40 +222,96 @@ class Recovery:
         if self.saved == step:
             return
         if self.copies is not None and not self.copies.refused and not must and self.channel.memory.beside:
-            if self._busy:  # the one before takes longer than the steps between them: what was asked for is not left out
-                self._await_writer()
-            self.saved, self._since, self._busy = step, 0.0, True
+            # the one before may take longer than the steps between them: what was asked for is not left out, but done as soon as that one has ended
+            if self._busy and (self._owed or not self._await_writer(WAIT)):
+                self._owed = True
+                return
+            self.saved, self._since, self._busy, self._owed = step, 0.0, True, False
             self.finish()
             self.copies.memory.head.hold(step)
             if self.channel.rank == 0:
                 self.pulse.write(Word.busy, 1)
-                self.channel.say("write", step=step)
+                self.channel.say("write", step=step, waited=self._waited)
+            self._waited = 0.0
             return
         self._await_writer()
-        self.saved, self._since, began = step, 0.0, time.perf_counter()
+        self.saved, self._since, self._owed = step, 0.0, False
+        for left in reversed(range(self.launch.run.retries + 1 if must else 1)):
+            try:
+                self._save_here(step)
+                return
+            except SaveFailed as error:
+                if self.channel.rank == 0:
+                    self.channel.say("unsaved", step=step, why=str(error), waited=self._waited)
+                self._waited = 0.0
+                if not must:
+                    return
+                if not left:
+                    raise
+            began = time.perf_counter()
+            if self.channel.rank == 0:
+                make_room(self.folder, PAUSE * 2.0 ** (self.launch.run.retries - left), self.pulse, self._note)
+            ranks_of(self.trainer.mesh).share("")
+            self._waited += time.perf_counter() - began
+
+    def _save_here(self, step: int) -> None:
+        """Writes the checkpoint by the ranks themselves, which wait for it. All ranks call it. Raises SaveFailed."""
+        self.pulse.at(Phase.save)
+        began = time.perf_counter()
         try:
             path = self.trainer.save(self.folder, self.identity)
-        except SaveFailed as error:
-            if must:
-                raise
-            if self.channel.rank == 0:
-                self._note(f"no checkpoint at step {step}: {error}; training goes on")
-            return
+        finally:
+            took = time.perf_counter() - began
+            self._waited += took
         if self.channel.rank == 0:
-            prune(self.folder, self.launch.run.keep, verified=path)
-            self.pulse.write(Word.saved, round((time.perf_counter() - began) * 1e6))
-            self.channel.say("saved", step=step, path=str(path), seconds=time.perf_counter() - began)
+            self.pulse.write(Word.saved, round(took * 1e6))
+            self.channel.say("saved", step=step, path=str(path), seconds=took, waited=self._waited)
+            prune(self.folder, self.launch.run.keep, verified=path, say=self._note)
+        self._waited = 0.0
 
-    def _await_writer(self) -> None:
-        """One save at a time: until the one beside training has ended, of which rank 0 hears, however long its disk takes. All ranks call it."""
+    def _await_writer(self, most: float = math.inf) -> bool:
+        """One save at a time: waits until the one beside training has ended, of which rank 0 hears, but at most `most` seconds. Returns whether it has. All
+        ranks call it. The supervisor ends a writer that makes no progress, so that this ends too."""
         self.pulse.at(Phase.save)
-        while self.pulse.read(Word.busy):
+        began = time.perf_counter()
+        while self.pulse.read(Word.busy) and time.perf_counter() < began + most:
             self.pulse.at(Phase.save)
             time.sleep(0.005)
-        ranks_of(self.trainer.mesh).share("")
+        is_free = ranks_of(self.trainer.mesh).share(str(not self.pulse.read(Word.busy)))[0] == "True"
+        self._waited += time.perf_counter() - began
+        return is_free
 
     def _note(self, line: str) -> None:
         self.channel.say("note", line=line)
+
+
+def refuse_history(launch: Launch, ranks: Ranks, say: Callable[[str], None]) -> None:
+    """Refuses to begin anew in silence where the journal of the run tells of a checkpoint that was durable; a run that was killed before its first one
+    begins again. All ranks call it, and rank 0 alone reads. Raises InputError."""
+    folder, found = Path(launch.run.folder), [False, 0]
+    if ranks.rank == 0:
+        text = storage.read_text(folder / EVENTS) or ""
+        found = [any(event.kind == "save" for event in events_of(text)), last_reported(folder)]
+    had_saved, reported = json.loads(ranks.share(json.dumps(found))[0])
+    if had_saved:
+        raise InputError(
+            f"run {launch.run.folder!r} has reported {reported} steps and has no checkpoint any more: restore its checkpoints, "
+            "choose another --run, or begin at step 0 with --set run.anew=true"
+        )
+    if reported > 0 and ranks.rank == 0:
+        say(f"begins at step 0 again: the {reported} steps before were not saved yet")
+
+
+def make_room(folder: Path, pause: float, pulse: Pulse, say: Callable[[str], None]) -> None:
+    """Between two tries of a save that is the last chance: all checkpoints but the newest valid one go, and a person gets `pause` seconds."""
+    gone = prune(folder, 1, say=say)
+    if gone:
+        say(f"removed {', '.join(path.name for path in gone)}, so that the last checkpoint finds room")
+    say(f"the last checkpoint is tried again in {pause:.0f} s")
+    end = time.perf_counter() + pause
+    while time.perf_counter() < end:
+        pulse.at(Phase.save)
+        time.sleep(0.05)
 
 
 def daly(save: float, failures: float) -> float:

@@ -18,6 +18,8 @@ from meshwright.base.units import show_bytes, show_count, show_seconds
 from meshwright.spec.record import StepRecord
 
 QUIET_SECONDS = 10.0  # between plain lines
+SILENT = ("slow", "verdict", "shares", "gained", "unsaved", "write", "failed")
+"""Kinds of messages that are for whoever runs the ranks; what a person is to know of them is said in notes."""
 SETTLED = 3
 """Steps of a run, or of what goes on, after which one is like the next."""
 
@@ -36,9 +38,18 @@ class Screen:
         self._task: TaskID | None = None
         self._shown = 0.0
         self._began = time.monotonic()
+        self._heeded = {
+            "begin": self._begin, "record": self._record, "saved": self._saved, "sample": self._sample, "stopped": self._stopped,
+            "done": self._done, **dict.fromkeys(("note", "divergence", "spike", "quarantine"), self._note),
+        }  # fmt: skip
 
     def hear(self, message: Message) -> None:
-        getattr(self, f"_{message['kind']}")(message)
+        """Kinds that are for whoever runs the ranks are passed over, as are kinds that nobody knows: those are shown."""
+        kind = message["kind"]
+        if kind in self._heeded:
+            self._heeded[kind](message)
+        elif kind not in SILENT:
+            self.note(f"a rank says {kind!r}, which this version does not know: passed over")
 
     def note(self, line: str) -> None:
         """A line that stays."""
@@ -52,16 +63,6 @@ class Screen:
             self.console.print(text, markup=False)
         except OSError:  # whoever read is gone; the run is not
             self.quiet = True
-
-    def _divergence(self, message: Message) -> None:
-        self.note(message["line"])
-
-    _spike = _quarantine = _divergence
-
-    def _slow(self, message: Message) -> None:
-        """For who runs the ranks, where that is not another launcher; what a person is to know was said in a note."""
-
-    _verdict = _shares = _gained = _slow
 
     def close(self) -> None:
         if self._progress is not None:

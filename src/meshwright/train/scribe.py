@@ -33,7 +33,7 @@ def write(channel: Channel, payload: dict[str, Any]) -> int:
     folder = Path(launch.run.folder) / "checkpoints"
     memories = [Memory(path) for path in channel.memory.sources]
     if not all(step in memory.steps and memory.is_good(step) for memory in memories):
-        channel.say("note", line=f"no checkpoint at step {step}: a copy in memory is damaged; training goes on")
+        channel.say("unsaved", step=step, why="a copy in memory is damaged")
         return 0
     pieces = []
     for memory in memories:
@@ -47,8 +47,8 @@ def write(channel: Channel, payload: dict[str, Any]) -> int:
     try:
         path = save(folder, step, pieces, state, plan=launch.plan, world=launch.plan.world)
     except SaveFailed as error:
-        channel.say("note", line=f"no checkpoint at step {step}: {error}; training goes on")
+        channel.say("unsaved", step=step, why=str(error))
         return 0
-    prune(folder, launch.run.keep, verified=path)
-    channel.say("saved", step=step, path=str(path), seconds=time.perf_counter() - began, beside=True)
+    channel.say("saved", step=step, path=str(path), seconds=time.perf_counter() - began)
+    prune(folder, launch.run.keep, verified=path, say=lambda line: channel.say("note", line=line))
     return 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from meshwright.words.lines_zh_keeps import KEEPS
 from meshwright.words.lines_zh_machines import MACHINES
+from meshwright.words.lines_zh_storage import STORAGE
 from meshwright.words.lines_zh_updates import UPDATES
 
 LINES = {
     **MACHINES,
     **KEEPS,
     **UPDATES,
+    **STORAGE,
     # --- plans
     "--page and --budget: the page has a slider for the memory of a device; leave one out": "--page 与 --budget：网页里有设备显存的滑块；请去掉一个",
     "ZeRO 0 shards nothing: write dp{} without a shard group, or z1 to z3": "ZeRO 0 不切分任何东西：写 dp{0} 而不写切分组，或者写 z1 到 z3",
@@ -292,7 +294,6 @@ LINES = {
     "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last checkpoint": "内存里没有副本：有别的 rank 放不下自己的；出故障的 rank 会丢掉上一个检查点之后的步",
     "no checkpoint at step {}: {}; training goes on": "第 {0} 步没有检查点：{1}；训练继续",
     "no checkpoint: the process that writes it ended with status {}; training goes on": "没有检查点：写它的进程以状态 {0} 结束；训练继续",
-    "records are lost from step {} on: {}; training goes on": "从第 {0} 步起记录丢失：{1}；训练继续",
     "checkpoint of step {} is not saved in {}: {}; earlier checkpoints are untouched": "第 {0} 步的检查点没有存入 {1}：{2}；更早的检查点没有动",
     "no space left: the checkpoint needs {}, {} are free; make room or keep fewer checkpoints": "没有空间了：检查点需要 {0}，只有 {1}；腾出空间，或者少留几个检查点",
     "step {}: the loss has risen: back to the checkpoint of step {}, without batches {} to {}": "第 {0} 步：损失升高：回到第 {1} 步的检查点，不用第 {2} 到 {3} 批",
