@@ -5,20 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from odd_grammar import WIDTH
+from odd_grammar import WIDTH, UnitGradient, hooked
 from torch import nn
 from torch.nn import functional as F
 
 HEADS, INNER = 4, 16
 
 
+INNERS: dict[str, tuple[Callable[[nn.Module, torch.Tensor], torch.Tensor], str]] = {
+    "train-mean": (lambda owner, h: h - h.mean(-1, keepdim=True) if owner.training else h, "tensor"),
+    "train-scale": (lambda owner, h: h * 1.2 if owner.training else h, ""),
+    "long-mean": (lambda owner, h: h - h.mean(-1, keepdim=True) if h.shape[1] > 9 else h, "tensor sequence"),
+    "value-mean": (lambda owner, h: h - h.mean(-1, keepdim=True) if h.detach().mean() > 0 else h, "any"),
+    "softmax": (lambda owner, h: h.softmax(-1), "tensor"),
+    "half": (lambda owner, h: torch.cat([h[..., :8], 2 * h[..., 8:]], -1), "tensor"),
+    "dropout-all": (lambda owner, h: h + F.dropout(h, 1.0, owner.training), ""),
+    "hook-bent": (lambda owner, h: hooked(h, lambda gradient: torch.tanh(gradient * 50) / 50), "any"),
+    "hook-norm": (lambda owner, h: hooked(h, lambda gradient: gradient / (1e-3 + gradient.norm())), "any"),
+    "features": (lambda owner, h: h * (1 + 0.1 * torch.arange(h.shape[-1], dtype=h.dtype)), "tensor"),
+    "unit-gradient": (lambda owner, h: UnitGradient.apply(h), "any"),
+    "half-detach": (lambda owner, h: 0.5 * h + 0.5 * h.detach(), ""),
+    "sequence-mean": (lambda owner, h: h + h.mean(1, keepdim=True), "sequence"),
+}
+"""What may happen to the features between the layers of a perceptron, which tensor ranks share."""
+
+
 class Perceptron(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: str = "") -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.up, self.down, self.inner = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
+        h = F.gelu(self.up(x))
+        return self.down(INNERS[self.inner][0](self, h) if self.inner else h)
 
 
 class Gated(nn.Module):

@@ -232,8 +232,8 @@ ROWS: dict[str, Trick] = {
         "rows state sequence",
     ),
     "batch-norm-eval": Trick(
-        lambda owner, x, index: owner.norms.eval()(x.transpose(1, 2)).transpose(1, 2),
-        lambda owner: setattr(owner, "norms", nn.BatchNorm1d(WIDTH)),
+        lambda owner, x, index: owner.norms(x.transpose(1, 2)).transpose(1, 2),
+        lambda owner: setattr(owner, "norms", nn.BatchNorm1d(WIDTH).eval()),
     ),
     "unit-gradient": Trick(lambda owner, x, index: UnitGradient.apply(x), against="any"),
 }

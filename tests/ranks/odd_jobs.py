@@ -238,7 +238,7 @@ def run(pool: Pool, job: Job, plan: str, seconds: float = 60.0, **options: Any) 
     for bad in (CRASH, DIFFERS):
         if bad in kinds:
             return next(each for each in found if each[0] == bad)
-    if len(kinds) > 1 or len({line for _, line in found if kinds == {REFUSED}}) > 1:
+    if len(kinds) > 1:
         return APART, str(found)[:600]
     return found[0]
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from odd_bodies import BODIES
+from odd_bodies import BODIES, INNERS, Perceptron
 from odd_grammar import BLOCKS, TRICKS, WIDTH, zeroed
 from torch import nn
 from torch.nn import functional as F
@@ -25,6 +25,7 @@ PLACES = ("front", "block", "between", "once", "back")
 SLOTS: dict[str, dict[str, str]] = {
     "input": {"floats": "", "image": "stages sequence", "frequency": "any", "max-norm": "writes", "int32": ""},
     "body": {name: against for name, (_, against) in BODIES.items() if name != "mlp"},
+    "inner": {name: against for name, (_, against) in INNERS.items()},
     "stack": {
         "sequential": "",
         "two": "",
@@ -151,9 +152,10 @@ class Wrapped(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, body: str, tricks: list[str]) -> None:
+    def __init__(self, body: str, inner: str, tricks: list[str]) -> None:
         super().__init__()
-        self.norm, self.body, self.tricks = nn.LayerNorm(WIDTH), BODIES[body][0](), tricks
+        self.norm, self.tricks = nn.LayerNorm(WIDTH), tricks
+        self.body = Perceptron(inner) if body == "mlp" else BODIES[body][0]()
         for trick in tricks:
             TRICKS[trick].setup(self)
 
@@ -197,7 +199,7 @@ class Odd(nn.Module):
         bodies = [job.one("body") or "mlp"] * BLOCKS
         if stack == "mixed":
             bodies = [body if index % 2 else "mlp" for index, body in enumerate(bodies)]
-        blocks = [Block(body, job.tricks("block")) for body in bodies]
+        blocks = [Block(body, job.one("inner"), job.tricks("block")) for body in bodies]
         if stack == "shared-module":
             for block in blocks[1:]:
                 block.norm = blocks[0].norm

@@ -146,13 +146,13 @@ def _groups(products: list[Product]) -> list[tuple[list[Product], list[Product]]
 
 
 def _entry(block: str, columns: list[Product], seen: Trace) -> str | None:
-    """Path of the outermost module that only the columns read; None when each column has its own."""
-    chosen = {_entry_of(block, column, seen) for column in columns if not column.is_table}
+    """Path of the outermost module whose input only `columns` read; None when each column has its own. Two regions of one input enter at modules of
+    their own: at a module that both share the gradient would be summed twice."""
+    chosen = {_entry_of(block, column, columns, seen) for column in columns if not column.is_table}
     return chosen.pop() if len(chosen) == 1 else None
 
 
-def _entry_of(block: str, column: Product, seen: Trace) -> str:
-    columns = [product for product in seen.products[block] if not product.columns]
+def _entry_of(block: str, column: Product, columns: list[Product], seen: Trace) -> str:
     weights, owners = {product.weight for product in columns}, {product.owner for product in columns}
     parts = column.owner.split(".")
     for end in range(block.count(".") + 2, len(parts)):

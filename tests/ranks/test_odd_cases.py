@@ -1,0 +1,22 @@
+"""What the generator of odd models found, one named case each: equal to one device under these plans, or refused where that is what is demanded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from odd_jobs import EQUAL, run
+from odd_models import Job
+
+RUNS = {
+    "attention and a gated perceptron that read the same input": ("body:parallel", "tp2.mb8 tp2.sp.mb8 dp2.tp2.mb4"),
+}
+
+
+def listed(cases: dict[str, tuple[str, str]]) -> list[Any]:
+    return [pytest.param(features, plan, id=f"{name}, {plan}") for name, (features, plans) in cases.items() for plan in plans.split()]
+
+
+@pytest.mark.parametrize(("features", "plan"), listed(RUNS))
+def test_a_model_that_was_trained_wrong_is_equal_to_one_device(ranks: Any, features: str, plan: str) -> None:
+    assert run(ranks, Job(1, tuple(sorted(features.split()))), plan) == (EQUAL, "")
