@@ -20,6 +20,7 @@ settings.register_profile("new", **CALM)
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MESHWRIGHT_MEASURED", "0")  # what somebody measured on this machine must not change answers
+    os.environ.setdefault("MESHWRIGHT_PROVE", "never")  # tests compare with one device themselves; those of the proof ask for one
     if "MESHWRIGHT_CACHE" not in os.environ:  # nor what other runs have kept; and a home may be read only
         os.environ["MESHWRIGHT_CACHE"] = folder = tempfile.mkdtemp(prefix="meshwright-cache-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -23,10 +23,11 @@ CHECKED = frozenset({1, 2, 3, 10, 100, 1000})
 
 @dataclass
 class Preflight:
-    """`stages_run`: every stage has been seen to. `steps`: training steps that have begun."""
+    """`stages_run`: every stage has been seen to. `steps`: training steps that have begun. `checked`: the last step before which rows were."""
 
     stages_run: bool = False
     steps: int = 0
+    checked: int = 0
 
     def skip(self, stages: bool = True) -> None:
         """What the first steps are checked for is known of them: others have been, or nothing but their own passes may run. `stages`: of these too."""
@@ -35,15 +36,20 @@ class Preflight:
 
     def before(self, engine: Parallel, batches: Sequence[Batch], trains: bool) -> None:
         """Before all micro-batches of a step pass, or of an evaluation. Raises PlanRefused on every rank. Every rank calls it."""
+        self.check(engine, batches, trains)
+        self.steps += trains
+
+    def check(self, engine: Parallel, batches: Sequence[Batch], trains: bool) -> None:
+        """What is due before the next step, which has not begun."""
         stages = engine.mesh.plan.stages > 1 and not self.stages_run
-        rows = trains and self.steps + 1 in CHECKED
+        rows = trains and self.steps + 1 in CHECKED and self.steps + 1 != self.checked
         if stages or rows:
             engine.open_ungated()
             if stages:
                 rehearse(engine.model, engine.mesh, engine.run, engine.stage_forward, batches[0])
             if rows:
                 check_divided(engine, batches)
+                self.checked = self.steps + 1
             engine.zero.close_all()
             self.stages_run = True
             engine.forget()
-        self.steps += trains

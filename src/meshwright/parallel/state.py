@@ -6,7 +6,7 @@ it holds. Weights are the master weights where there are any, so that nothing is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +104,17 @@ def gradient_pieces(engine: Parallel) -> Iterator[Held]:
     for unit in _units(engine, True):
         if not unit.frozen:
             yield from _runs(engine, "gradient", unit, [unit.own_gradients], True)
+
+
+def pieces_of(engine: Parallel, kind: str, names: Set[str]) -> Iterator[Held]:
+    """Of the parameters `names` alone: their weights ("model") or gradients ("gradient"), every element once over all ranks."""
+    for unit in _units(engine, True):
+        if names.isdisjoint(unit.unit.offsets) or (kind == "gradient" and unit.frozen):
+            continue
+        parts = unit.master.parts if kind == "model" else [unit.own_gradients]
+        for held in _runs(engine, kind, unit, parts, True):
+            if held.piece.name.rpartition(f"{kind}/")[2] in names:
+                yield held
 
 
 def optimizer_pieces(engine: Parallel, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[Held]:

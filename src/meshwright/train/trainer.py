@@ -37,12 +37,13 @@ from meshwright.parallel.tensor.products import check_device
 from meshwright.parallel.update.door import fuse
 from meshwright.parallel.update.groups import MakeOptimizer
 from meshwright.parallel.update.places import give_places
-from meshwright.parallel.zero.local import Outer
 from meshwright.spec.estimate import Memory
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
+from meshwright.spec.proof import Proof, ProofMode
 from meshwright.spec.record import Mixtures, RunState, StepRecord
 from meshwright.train.agreement import agree_on_batch, agree_on_model
+from meshwright.train.prover import Prover, proof_mode, skeleton_for
 from meshwright.train.scaler import LossScale
 from meshwright.train.uneven import divided, filled, whole_rows
 from meshwright.train.want import Holder, in_words
@@ -64,6 +65,8 @@ class Beside(Known, total=False):
     """What `parallelize` is given besides, where it is needed."""
 
     offload_to: str | Path | None
+    prove: ProofMode
+    """When a proof run compares the plan with one device (train/proof.py): 'start' (default), 'never', or every so many steps too."""
     predicted: Sequence[Memory]
     """What each pipeline rank is to take, where the plan was priced: a want of memory says what takes more."""
 
@@ -92,6 +95,7 @@ def parallelize(
     Raises InputError when the world is not the plan's or a size does not divide.
     """
     device = own_device()
+    prove = proof_mode(beside.get("prove"))
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     agree_on_model(model, plan, str(precision))
     chosen = recipe(precision) if isinstance(precision, str) else precision
@@ -102,6 +106,7 @@ def parallelize(
     known = Known(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
     predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.place.pp)
     with in_words(Holder(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
+        prover = Prover(prove, skeleton_for(prove, model), known["loss"])
         engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
         give_places(engine, seed)
         give_back()
@@ -109,7 +114,7 @@ def parallelize(
         made = groups.optimizer(engine.zero.masters())
         fuse(made)
         trainer = Trainer(engine, made, clip, seed)
-    trainer.predicted = predicted
+    trainer.predicted, trainer.prover = predicted, prover
     return trainer
 
 
@@ -129,6 +134,8 @@ class Trainer:
         """Computes gradients again that look wrong."""
         self.predicted: Memory | None = None
         """What this rank is to take, where the plan was priced."""
+        self.prover = Prover("never", None, None)
+        """Compares the plan with one device before updates that are due."""
 
     # --- steps ----------------------------------------------------------------------------------------------------------------
 
@@ -139,8 +146,21 @@ class Trainer:
         may have any number of rows (uneven.py).
         A step with a non-finite gradient is skipped by all ranks alike.
         """
-        with self._in_words(f"in step {self.steps + 1}"):
+        with _in_words(self, f"in step {self.steps + 1}"):
+            self.prover.before(self, batch)
             return self._step(batch)
+
+    def prove(self, batch: Batch | Share) -> Proof:
+        """Compare loss and every gradient of a few rows of `batch` under the plan with one device's; all ranks call it and get the same.
+
+        Weights, optimizer, buffers, random states and counters stay as they are. Raises InputError where one device's side cannot be computed.
+        """
+        with _in_words(self, f"in the proof before step {self.steps + 1}"):
+            return self.prover.prove(self, batch)
+
+    def require_proof(self, reason: str) -> None:
+        """A proof runs before the next update, whatever the schedule; all ranks call it. Refused where it does not find the plan equal."""
+        self.prover.required = reason
 
     def _step(self, batch: Batch | Share) -> StepRecord:
         began = time.perf_counter()
@@ -192,7 +212,7 @@ class Trainer:
         batches, tokens = self._share(batch)
         outer, every = self.engine.outer, tokens
         if outer is not None:
-            tokens = self._labels_here(batches, outer)
+            tokens = labels_here(self.engine, batches)
         if (balance := self.engine.balance) is not None:
             balance.begin_step(every / (sum(self.plan.shares) or self.plan.dp * len(batches)))
         total = self.engine.forward_backward(batches, self.scale.factor / max(tokens, 1))
@@ -212,18 +232,11 @@ class Trainer:
         self._loads, self._dropped = loads(sums[2 + len(squares) :], self.engine.anatomy)
         return loss / max(every, 1), every, each
 
-    def _labels_here(self, batches: list[Batch], outer: Outer) -> int:
-        """Valid labels that this rank's replica reads of a batch, where replicas go their own ways."""
-        mine = torch.tensor(float(sum(map(self.engine.objective.count, batches))), dtype=torch.float64, device=self.mesh.device)
-        everyone = outer.apart(mine)
-        all_reduce(everyone, self.mesh.world).wait()
-        return round(float(everyone[outer.replica]) / (self.plan.pp * self.plan.tp * self.plan.cp))
-
     def load_weights(self, path: str | Path) -> None:
         """Fill a model that was built without memory from safetensors or a checkpoint; every rank calls it and reads its own part."""
         from meshwright.train.start import fill
 
-        with self._in_words("where weights are read"):
+        with _in_words(self, "where weights are read"):
             fill(self, path)
 
     def _share(self, batch: Batch | Share) -> tuple[list[Batch], int]:
@@ -266,7 +279,7 @@ class Trainer:
 
     def evaluate(self, batch: Batch | Share) -> float:
         """Mean loss over the valid labels of the whole batch, without gradients, dropout off."""
-        with self._in_words(f"in an evaluation after step {self.steps}"), in_eval_mode(self.engine.model):
+        with _in_words(self, f"in an evaluation after step {self.steps}"), in_eval_mode(self.engine.model):
             batches, tokens = self._share(batch)
             total = self.engine.forward_backward(batches, None) / self.plan.tp
         all_reduce(total, self.mesh.world).wait()
@@ -274,7 +287,7 @@ class Trainer:
 
     def gradients(self, batch: Batch | Share) -> tuple[float, int, dict[str, torch.Tensor] | None]:
         """Mean loss, valid labels, and on rank 0 every full gradient by name, but for what no loss has reached. Nothing is updated."""
-        with self._in_words(f"for the gradients of step {self.steps + 1}"):
+        with _in_words(self, f"for the gradients of step {self.steps + 1}"):
             loss, tokens, _ = self._backward(batch)
         full = state.gather_full(self.engine, state.gradient_pieces(self.engine))
         if full is None:
@@ -328,9 +341,6 @@ class Trainer:
         """The same of this rank's device alone."""
         return {kind: float(size) for kind, size in self.bytes().items() if kind != "offloaded"}
 
-    def _in_words(self, doing: str) -> AbstractContextManager[None]:
-        return in_words(Holder(self.mesh.rank, self.plan, self.mesh.device, self.held, self.predicted), doing)
-
     @property
     def passing(self) -> int:
         """Bytes that this rank holds for what is on its way to other ranks of its host, or to and from files."""
@@ -358,7 +368,7 @@ class Trainer:
         """Go on from a checkpoint, written under any plan; returns what was given as `extra`. All ranks must call it."""
         from meshwright.train.keep import load_trainer
 
-        with self._in_words("where a checkpoint is read"):
+        with _in_words(self, "where a checkpoint is read"):
             return load_trainer(self, Path(path) if isinstance(path, str) else path)
 
 
@@ -371,3 +381,18 @@ def _on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
         return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
 
     return type(batch)({name: move(value) for name, value in batch.items()})
+
+
+def labels_here(engine: Parallel, batches: list[Batch]) -> int:
+    """Valid labels that this rank's replica reads of a batch, where replicas go their own ways. All ranks call it."""
+    outer, mesh = engine.outer, engine.mesh
+    assert outer is not None
+    mine = torch.tensor(float(sum(map(engine.objective.count, batches))), dtype=torch.float64, device=mesh.device)
+    everyone = outer.apart(mine)
+    all_reduce(everyone, mesh.world).wait()
+    return round(float(everyone[outer.replica]) / (mesh.plan.pp * mesh.plan.tp * mesh.plan.cp))
+
+
+def _in_words(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
+    """A want of memory inside is said in words."""
+    return in_words(Holder(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted), doing)

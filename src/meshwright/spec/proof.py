@@ -1,0 +1,62 @@
+"""The result of a proof run: a small batch under the plan on the real ranks, compared with one device (train/proof.py)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.base.codec import Noun
+from meshwright.base.errors import InputError
+
+ProofMode = Literal["start", "never"] | int
+"""`start`: before the first update and on a sparse schedule after it; a number: every so many steps too."""
+
+
+class Proof(Noun):
+    """Differences are norms of the difference over the norm of one device's; `first` names the module where they begin."""
+
+    plan: str
+    precision: str
+    equal: bool
+    step: int = Field(description="updates before the proof")
+    loss: float = Field(description="relative difference of the loss")
+    losses: tuple[float, float] = Field(description="of one device, under the plan")
+    gradient: float = Field(description="largest relative difference of a gradient")
+    where: str = Field(description="the parameter of that gradient")
+    tolerance: tuple[float, float] = Field(description="of the loss, and of that gradient")
+    parameters: int = Field(description="gradients that were compared")
+    rounding: int = Field(default=0, description="of these, gradients that are rounding alone on both sides")
+    labels: tuple[int, int] = Field(description="valid labels: of one device, under the plan")
+    missing: tuple[str, ...] = Field(default=(), description="parameters that a loss reaches on one device alone")
+    extra: tuple[str, ...] = Field(default=(), description="parameters that a loss reaches under the plan alone")
+    first: str = Field(default="", description="where it is not equal: the first module that differs, and in what")
+    contents: tuple[str, ...] = Field(default=(), description="the batches that were compared")
+    notes: tuple[str, ...] = Field(default=(), description="what was not proven, and why")
+    rows: int = 0
+    seconds: float = 0.0
+    bytes: int = Field(default=0, description="gathered on rank 0 for one device's side")
+
+    @property
+    def line(self) -> str:
+        """What differs, in one line."""
+        loss_limit, gradient_limit = self.tolerance
+        said = [f"loss by {self.loss:.2g}"] if not self.loss <= loss_limit else []
+        if not self.gradient <= gradient_limit:
+            said.append(f"gradient of {self.where} by {self.gradient:.2g} (tolerance {gradient_limit:.1g})")
+        elif said:
+            said[0] += f" (tolerance {loss_limit:.1g})"
+        if self.labels[0] != self.labels[1]:
+            said.append(f"{self.labels[1]} labels for {self.labels[0]}")
+        for names, where in ((self.missing, "one device"), (self.extra, "the plan")):
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                said.append(f"a loss reaches {names[0]}{more} under {where} alone")
+        return ", ".join(said) + (f"; {self.first}" if self.first else "")
+
+
+def check_mode(mode: ProofMode) -> ProofMode:
+    """`mode`, or InputError for what is none."""
+    if mode in ("start", "never") or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
+        return mode
+    raise InputError(f"prove {mode!r} is not one of 'start', 'never' or a number of steps: use 'start'")

@@ -1,0 +1,157 @@
+"""The batches of a proof: a few real rows in which labels are unequal, then other values in another order and at another length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.models.output import IGNORED
+from meshwright.parallel.objective import Batch, rows_of
+from meshwright.spec.plan import Plan
+from meshwright.spec.rules import micro_batches_of
+
+if TYPE_CHECKING:
+    from meshwright.parallel.engine import Parallel
+    from meshwright.train.trainer import Share
+
+SHORTEST = 8
+"""Places of the shorter sequences, at least."""
+
+
+@dataclass
+class Content:
+    """A whole batch, the same on every rank. `title` says what it is; `optional`: a failure of one device on it is noted, not raised."""
+
+    title: str
+    batch: Batch
+    optional: bool = False
+
+
+def rows_of_proof(plan: Plan) -> int:
+    """Rows of two micro-batches of every replica, or of as many as the schedule orders."""
+    return plan.rows_shared_out or plan.rows_at_once * (micro_batches_of(plan.actions) or 2 * plan.pp)
+
+
+def contents_of(engine: Parallel, batch: Batch | Share, own_loss: bool) -> list[Content]:
+    """Batches of a proof, the same on every rank. All ranks call it."""
+    rows = rows_of_proof(engine.mesh.plan)
+    whole = batch if isinstance(batch, dict) else _joined(engine, batch.micro_batches)
+    found = rows_of(whole)
+    if found > rows:
+        whole = _cut(whole, slice(0, rows))
+    first = dict(whole) if own_loss else unequal(whole)
+    contents = [Content(f"{rows_of(first)} rows of the batch", first)]
+    other = altered(first, own_loss)
+    length = _length(first)
+    short = _shorter(engine.mesh.plan, length)
+    if short:
+        contents.append(Content(f"other values, {short} places", shortened(other, length, short), True))
+    else:
+        contents.append(Content("other values", other, True))
+    return contents
+
+
+def _joined(engine: Parallel, micro_batches: list[Batch]) -> Batch:
+    """The first micro-batches of every replica, as a whole batch."""
+    plan, place = engine.mesh.plan, engine.mesh.place
+    count = plan.shares[engine.mesh.replica] if plan.shares else min(len(micro_batches), micro_batches_of(plan.actions) or 2 * plan.pp)
+    mine = (engine.mesh.replica, micro_batches[:count]) if (place.pp, place.cp, place.tp) == (0, 0, 0) else None
+    everyone: list[Any] = [mine]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    parts = [part for _, parts in sorted((one for one in everyone if one is not None), key=lambda one: one[0]) for part in parts]
+    return {
+        name: torch.cat([part[name].cpu() for part in parts]) if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in parts[0].items()
+    }
+
+
+def _cut(batch: Batch, rows: slice) -> Batch:
+    return {name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()}
+
+
+def unequal(batch: Batch) -> Batch:
+    """Rows have unequal numbers of valid labels, so that a mean of means shows. A row keeps one valid label at least."""
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or not labels.ndim or labels.is_floating_point():
+        return batch
+    labels = labels.clone()
+    if labels.ndim == 1:
+        dropped = torch.arange(len(labels)) % 3 == 1
+        labels[dropped.to(labels.device)] = IGNORED
+        return {**batch, "labels": labels} if bool((labels != IGNORED).any()) else batch
+    for row, values in enumerate(labels.view(len(labels), -1)):
+        valid = (values != IGNORED).nonzero().flatten()
+        values[valid[: (row * 7 + 3) % max(len(valid) - 2, 1)]] = IGNORED
+    return {**batch, "labels": labels}
+
+
+def altered(batch: Batch, own_loss: bool) -> Batch:
+    """Rows in the opposite order; ids of tokens exchanged among those that occur, images and features drawn again with their mean and deviation."""
+    random = torch.Generator().manual_seed(1)
+    ids = {name: value for name, value in batch.items() if _is_tokens(name, value)}
+    seen = torch.unique(torch.cat([value.flatten().cpu() for value in ids.values()])) if ids else torch.empty(0, dtype=torch.int64)
+    order = seen[torch.randperm(len(seen), generator=random)]
+
+    def exchanged(value: torch.Tensor) -> torch.Tensor:
+        at = torch.searchsorted(seen, value.cpu()).clamp_max(max(len(seen) - 1, 0))
+        return torch.where(seen[at] == value.cpu(), order[at], value.cpu()).to(value.device)
+
+    def other(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        value = value.flip(0)
+        if name in ids or (name == "labels" and not own_loss and _is_tokens("input_ids", value) and len(seen)):
+            return exchanged(value)
+        if (
+            value.is_floating_point()
+            and value.numel() > 2
+            and bool(value.isfinite().all())
+            and len(torch.unique(value)) > value.numel() // 2
+        ):
+            drawn = torch.randn(value.shape, generator=random).to(value)
+            return drawn * value.float().std().to(value) + value.float().mean().to(value)
+        return value
+
+    return {name: other(name, value) for name, value in batch.items()}
+
+
+def _is_tokens(name: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype == torch.int64 and name.endswith("input_ids")
+
+
+def _length(batch: Batch) -> int:
+    """Places of a row where rows are sequences, else 0."""
+    for name in ("labels", "input_ids"):
+        value = batch.get(name)
+        if isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_floating_point():
+            return value.shape[1]
+    return 0
+
+
+def _shorter(plan: Plan, length: int) -> int:
+    """Half of `length` as far as the plan can divide it; 0 where that is too short."""
+    divisor = math.lcm(plan.tp if plan.sequence_parallel else 1, 2 * plan.cp * plan.head_ranks if plan.cp > 1 else 1)
+    divisor = divisor * plan.tp if plan.sequence_parallel and plan.cp > 1 else divisor
+    short = length // 2 // divisor * divisor
+    return short if short >= max(SHORTEST, divisor) else 0
+
+
+def shortened(batch: Batch, length: int, short: int) -> Batch:
+    """The first `short` places of each dimension of `length` places; of features (rows, places, ...) that of their places."""
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        masks = value.ndim == 4 and value.shape[-2:] == (length, length)
+        dims = range(1, value.ndim) if masks or not value.is_floating_point() else [1] if value.ndim in (2, 3) else []
+        for dim in dims:
+            value = value.narrow(dim, 0, short) if value.shape[dim] == length else value
+        return value.contiguous()
+
+    return {name: cut(value) for name, value in batch.items()}

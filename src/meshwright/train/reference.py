@@ -1,0 +1,258 @@
+"""One device's side of a proof: loss and gradients of the user's model, computed on rank 0 with the weights of one block at a time.
+
+The skeleton is a copy of the model as it was before `parallelize` changed it, without the memory of its parameters. For a proof its blocks
+are wrapped: the forward of a block requests its whole weights from the ranks (parallel/gather.py), runs under non-reentrant activation
+checkpointing, and drops them; its recompute in backward requests them again. Autograd adds up the uses of a shared parameter before it reports its gradient.
+Each gradient is given to `compare` and dropped. What lies outside of the blocks is stored whole.
+
+[Note: absent weights] A weight that is not gathered is NaN. A model or a loss that reads weights of a block outside of the block's forward gives NaN
+instead of a wrong number; the run is then repeated with all weights stored whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.anatomy.stacks import find_lists
+from meshwright.base.errors import InputError
+from meshwright.models.output import IGNORED
+from meshwright.parallel.engine import Parallel
+from meshwright.parallel.experts.balance import coefficient_of
+from meshwright.parallel.experts.capacity import FACTOR, drop_beyond
+from meshwright.parallel.gather import WholeTensors
+from meshwright.parallel.objective import Batch, LossFunction, Objective, logits_of, rows_of
+from meshwright.parallel.tensor.loss import shifted
+from meshwright.parallel.tensor.products import use_products
+from meshwright.train.precise import precise
+
+Compare = Callable[[str, torch.Tensor, torch.Tensor], None]
+"""Given a name, one device's gradient and the plan's."""
+AT_ONCE = 1 << 24
+"""Elements of gradients that wait before they are compared."""
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy of `model` without the memory of its parameters, which are on the meta device. Buffers are copied. Raises InputError."""
+    try:
+        return _copied(model, lambda parameter: torch.empty_like(parameter, device="meta"))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+        raise InputError(
+            f"{type(model).__name__} cannot be copied for the proof run ({reason}): let copy.deepcopy copy it, or train without the proof "
+            "with prove='never'"
+        ) from None
+
+
+def _copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A deep copy whose parameters hold what `make` gives; shared ones stay shared, hooks of gradients stay."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        twin = nn.Parameter(make(parameter.detach()), requires_grad=parameter.requires_grad)
+        for hook in (parameter._backward_hooks or {}).values() if parameter.requires_grad else ():
+            twin.register_hook(hook)
+        memo[id(parameter)] = twin
+    for module in model.modules():
+        for value in vars(module).values():  # such as the weight that old weight_norm computes
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(model, memo)
+
+
+@dataclass
+class Side:
+    """What the run is: the type of its weights; `high`: more precise than the plan's own. `whole`: all weights are stored."""
+
+    dtype: torch.dtype
+    high: bool = False
+    whole: bool = False
+
+
+class Reference:
+    """A run of the skeleton on rank 0. Use: `forward`, then `backward`."""
+
+    def __init__(self, skeleton: nn.Module, engine: Parallel, tensors: WholeTensors, loss: LossFunction | None, side: Side) -> None:
+        self.engine, self.tensors, self.loss, self.side = engine, tensors, loss, side
+        device = engine.mesh.device
+        nan = torch.full((), math.nan, dtype=side.dtype, device=device)
+        self.absent = nan
+        self.model = _copied(skeleton, lambda parameter: nan.expand(parameter.shape))
+        self.parameters = dict(self.model.named_parameters())
+        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._prepare(device)
+        self.blocks = {} if side.whole else _blocks(self.model)
+        self.open: str = ""
+        self.reached: list[str] = []
+        self._waiting: dict[str, torch.Tensor] = {}
+        self.compare: Compare | None = None
+        self.entered: set[str] = set()
+        for path in self.blocks:
+            self._wrap(path)
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._taker(name))
+
+    def _prepare(self, device: torch.device) -> None:
+        """Buffers as they are now, no caches, and what the plan's semantics add to the model."""
+        engine, model, kind = self.engine, self.model, self.side.dtype
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
+            if isinstance(getattr(module, "gradient_checkpointing", None), bool):
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    widened = buffer.is_floating_point() and (kind == torch.float64 or (self.side.high and buffer.itemsize < 4))
+                    module._buffers[name] = buffer.to(device, kind if widened else None)
+        live = self.tensors.live_buffers()
+        with torch.no_grad():
+            for name, buffer in model.named_buffers(remove_duplicate=False):
+                if name in live:
+                    buffer.copy_(live[name])
+        if self.side.high and kind == torch.float64:
+            precise(model)
+        if not self.side.high:
+            use_products(model, engine.anatomy, engine.recipe)
+
+    # --- weights --------------------------------------------------------------------------------------------------------------
+
+    def _wrap(self, path: str) -> None:
+        block = self.model.get_submodule(path)
+        inner = block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._open(path)
+            return inner(*args, **kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = checkpoint(run, *args, use_reentrant=False, **kwargs) if torch.is_grad_enabled() else run(*args, **kwargs)
+            self._close()
+            return output
+
+        block.forward = forward  # type: ignore[method-assign]
+
+    def _open(self, path: str) -> None:
+        """The weights of one block, and of no other: tensors that backward still needs stay alive with those who need them."""
+        self._close()
+        self.entered.add(path)
+        self._fill(self.blocks[path])
+        self.open = path
+
+    def _close(self) -> None:
+        for name in self.blocks.get(self.open, ()):
+            parameter = self.parameters[name]
+            parameter.data = self.absent.expand(parameter.shape)
+        self.open = ""
+
+    def _fill(self, names: Sequence[str]) -> None:
+        for name, whole in self.tensors.weights(names).items():
+            self.parameters[name].data = whole.to(self.side.dtype)
+
+    # --- passes ---------------------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, scale: float) -> tuple[float, int]:
+        """Mean loss over the valid labels of `batch`, and their number. `scale`: of the loss that `backward` starts from."""
+        in_blocks = {name for names in self.blocks.values() for name in names}
+        self._fill([name for name in self.parameters if name not in in_blocks])
+        batch = {name: self._moved(value) for name, value in batch.items()}
+        objective = Objective(self.model, self.loss, None)
+        labels = objective.count(batch)
+        with torch.enable_grad():
+            total = self._mean(objective, batch, labels)
+        self._total = total * scale
+        return float(total.detach()), labels
+
+    def _mean(self, objective: Objective, batch: Batch, labels: int) -> torch.Tensor:
+        capacity = getattr(self.model, FACTOR, None)
+        if capacity is not None:
+            length = next(value.shape[1] for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim > 1)
+            drop_beyond(self.model, self.engine.anatomy.experts, length)
+        coefficient = coefficient_of(self.model)
+        if self.loss is not None or not coefficient:
+            return self._sum(objective, batch, self.model(**objective.inputs(batch))) / (1 if self.loss is not None else max(labels, 1))
+        size, rows = self.engine.mesh.plan.micro_batch, rows_of(batch)
+        total = torch.zeros((), device=self.engine.mesh.device)
+        for at in range(0, rows, size):  # a balance loss is that of a micro-batch
+            part = {
+                name: value[at : at + size] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+            }
+            output = self.model(**objective.inputs(part))
+            total = total + self._sum(objective, part, output) / max(labels, 1) + coefficient * output.aux_loss / (rows / size)
+        return total
+
+    def _sum(self, objective: Objective, batch: Batch, output: Any) -> torch.Tensor:
+        """Of the losses of valid labels, with torch's own loss; or the user's mean over rows."""
+        if self.loss is not None:
+            return self.loss(output, batch)
+        logits = logits_of(output)
+        assert logits is not None, "the plan's side has refused a model without logits"
+        labels = shifted(batch["labels"]) if objective.shift else batch["labels"]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
+
+    def backward(self, compare: Compare) -> None:
+        """Every gradient goes to `compare` with the plan's, nearest to the loss first."""
+        self.compare = compare
+        self._total.backward()
+        self._flush()
+        self._close()
+        del self._total
+
+    def _taker(self, name: str) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            self.reached.append(name)
+            self._waiting[name] = parameter.grad
+            parameter.grad = None
+            if sum(gradient.numel() for gradient in self._waiting.values()) >= AT_ONCE:
+                self._flush()
+
+        return take
+
+    def _flush(self) -> None:
+        assert self.compare is not None
+        waiting, self._waiting = self._waiting, {}
+        planned = self.tensors.gradients(list(waiting))
+        for name, gradient in waiting.items():
+            self.compare(name, gradient, planned[name])
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether a block did not run by its own forward, so that weights may have been read that were not there."""
+        return not self.side.whole and self.entered != set(self.blocks)
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(self.engine.mesh.device, self.side.dtype if value.is_floating_point() else None)
+
+
+def _blocks(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Parameters of each block of the lists of like modules. Those that are used outside of blocks too are of none; a block with hooks or
+    weights that are computed from others has to be whole when it is entered, and is none."""
+    paths = [f"{path}.{name}" for path in find_lists(model) for name, _ in model.get_submodule(path).named_children()]
+    inside = {id(parameter) for path in paths for parameter in model.get_submodule(path).parameters()}
+    prefixes = tuple(f"{path}." for path in paths)
+    outside = {
+        id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if not name.startswith(prefixes)
+    } & inside
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, tuple[str, ...]] = {}
+    for path in paths:
+        block = model.get_submodule(path)
+        if block._forward_pre_hooks or block._forward_hooks or nn.utils.parametrize.is_parametrized(block):
+            outside |= {id(parameter) for parameter in block.parameters()}
+    for path in paths:
+        held = tuple(names[id(parameter)] for parameter in model.get_submodule(path).parameters() if id(parameter) not in outside)
+        if held:
+            found[path] = held
+    return found

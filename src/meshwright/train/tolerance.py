@@ -1,0 +1,115 @@
+"""What a proof allows: differences of the loss and of each gradient between the plan and one device.
+
+[Note: tolerance] In float64 losses and gradients agree to 1e-10, in float32 to 1e-6 and 1e-5. Where they do not, and always below float32, rounding is
+measured instead of assumed: with g the plan's gradient, h that of one device in the next higher precision and l that of one device in the
+plan's own precision, |g - h| <= K |l - h| + floor |h|. The plan and one device are two roundings of one number, each as far from it as
+the other, so K = 1 would be the typical case; 4 allows for other orders of sums. |l - h| comes from a sketch of both (`sketch`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import zlib
+from dataclasses import dataclass, field
+
+import torch
+
+STRICT = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
+"""Largest relative difference of the loss and of a gradient, by the type of computation."""
+FLOORS = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 5e-4)}
+"""The same below float32, besides the rounding that is measured: one rounding of a number to that type."""
+K = 4.0
+FEW = 16
+"""Of a gradient of few elements the rounding that is measured may by chance be small: it counts 1 + FEW / elements times."""
+SKETCH = 4096
+"""Numbers that stand for a gradient: the norm of a difference is known to 1 / sqrt(SKETCH / 2) = 2 %."""
+
+
+@dataclass
+class Gap:
+    """Of one gradient: norms of the difference, of one device's and of the plan's; `noise`: of one device's rounding."""
+
+    off: float
+    norm: float
+    planned: float
+    elements: int
+    noise: float = 0.0
+
+
+@dataclass
+class Compared:
+    """One content on both sides, as rank 0 knows it."""
+
+    losses: tuple[float, float]
+    labels: tuple[int, int]
+    gaps: dict[str, Gap] = field(default_factory=dict)
+    reached: list[str] = field(default_factory=list)
+    """By one device's loss, nearest to it first."""
+    planned: set[str] = field(default_factory=set)
+    rounded: float = 0.0
+    """Rounding of the loss."""
+
+
+@dataclass
+class Limits:
+    """What a comparison allows: relative differences, beside K times the rounding that was measured; `eps`: of the type that both sides share."""
+
+    loss: float
+    gradient: float
+    eps: float
+
+
+@dataclass
+class Verdict:
+    """A comparison held against its limits."""
+
+    loss: float
+    loss_limit: float
+    where: str
+    gradient: float
+    gradient_limit: float
+    rounding: int
+    beyond: list[str]
+    """Gradients beyond their limits, nearest to the loss first."""
+
+    @property
+    def good(self) -> bool:
+        return self.loss <= self.loss_limit and not self.beyond
+
+
+def judged(compared: Compared, limits: Limits) -> Verdict:
+    """The largest difference as a part of what is allowed. A gradient below 10 eps of the whole gradient on both sides is rounding alone."""
+    whole = math.sqrt(sum(gap.norm**2 for gap in compared.gaps.values()))
+    small = 10 * limits.eps * whole
+    one, plan = compared.losses
+    loss = abs(plan - one) / max(abs(one), 1e-300) if plan != one else 0.0
+    found = Verdict(loss, limits.loss + K * compared.rounded / max(abs(one), 1e-300), "", 0.0, limits.gradient, 0, [])
+    if math.isnan(loss):
+        found.loss = math.inf
+    usual = statistics.median([gap.noise / gap.norm for gap in compared.gaps.values() if gap.norm] or [0.0])
+    worst = -1.0
+    for name, gap in compared.gaps.items():
+        if max(gap.norm, gap.planned) <= small:
+            found.rounding += 1
+            continue
+        allowed = limits.gradient * gap.norm + K * (1 + FEW / gap.elements) * max(gap.noise, usual * gap.norm)
+        part = gap.off / allowed if allowed else math.inf
+        if not part <= 1:
+            found.beyond.append(name)
+        if not part <= worst:
+            worst = math.inf if math.isnan(part) else part
+            norm = max(gap.norm, 1e-300)
+            off = gap.off if math.isfinite(gap.off) else math.inf
+            found.where, found.gradient, found.gradient_limit = name, off / norm, allowed / norm
+    return found
+
+
+def sketch(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """A vector whose norm is about that of `gradient`, and whose differences have about the norms of differences: sums with random signs.
+    Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch)."""
+    flat = gradient.detach().reshape(-1).double()
+    random = torch.Generator(flat.device).manual_seed(zlib.crc32(name.encode()))
+    signs = torch.randint(0, 2, flat.shape, generator=random, device=flat.device, dtype=torch.int8)
+    flat = flat * (2 * signs - 1)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % SKETCH)).view(-1, SKETCH).sum(0)

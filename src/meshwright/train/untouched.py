@@ -1,0 +1,75 @@
+"""A pass of the plan that leaves the trainer, its model and the random states as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright.anatomy.observed import observed
+from meshwright.parallel.exchange.compression import Ways
+from meshwright.parallel.preflight import Preflight
+from meshwright.parallel.tensor.chance import drops
+from meshwright.train.perturbed import Scaled
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+FIELDS = ("_rows", "_agreed", "_balance", "_loads", "_dropped", "on_phase")
+"""What a backward pass of a trainer writes on it, or calls."""
+SEED = 314159
+FREE_STEP = 4
+"""Before the step behind it nothing is checked."""
+
+
+@contextmanager
+def untouched(trainer: Trainer) -> Iterator[None]:
+    """What a backward pass writes besides gradients is put back: which parameters a loss has reached, records, what compression holds back."""
+    engine, zero = trainer.engine, trainer.engine.zero
+    fields = {name: vars(trainer)[name] for name in FIELDS if name in vars(trainer)}
+    preflight, unreached, across = engine.preflight, zero.unreached, [unit.across for unit in zero.units]
+    reached = [stage.reached for stage in zero.stages.values()]
+    engine.preflight = Preflight(preflight.stages_run, FREE_STEP)
+    trainer.on_phase = lambda phase: None
+    zero.unreached = zero.names
+    for stage in zero.stages.values():
+        stage.reached = set()
+    for unit in zero.units:
+        unit.across = Ways(None, None)
+    try:
+        yield
+    finally:
+        for name in FIELDS:
+            vars(trainer).pop(name, None)
+        vars(trainer).update(fields)
+        engine.preflight, zero.unreached = preflight, unreached
+        for stage, before in zip(zero.stages.values(), reached, strict=True):
+            stage.reached = before
+        for unit, ways in zip(zero.units, across, strict=True):
+            unit.across = ways
+
+
+@contextmanager
+def quiet(trainer: Trainer, trains: bool) -> Iterator[None]:
+    """Random states and the model are as before afterwards; dropout is a factor. `trains`: modules have the modes that they have."""
+    model, compiles = trainer.engine.model, trainer.plan.compile
+    modes = [(module, module.training) for module in model.modules()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices_of(trainer)))
+        torch.manual_seed(SEED)
+        stack.enter_context(observed(model))
+        for module, mode in modes if trains else ():
+            module.training = mode
+        if compiles and drops(model):  # a compiled block would be compiled again for the mode that replaces dropout
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if not compiles or drops(model):
+            stack.enter_context(Scaled())
+        yield
+
+
+def devices_of(trainer: Trainer) -> list[torch.device]:
+    """Those whose random state is not the host's."""
+    device = trainer.mesh.device
+    return [device] if device.type == "cuda" else []

@@ -1,0 +1,90 @@
+"""The proof run: a plan that is one device's is proven equal, whatever it is; the trainer is as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from equality import anatomy_of, made, make_batch, make_optimizer
+
+from meshwright.base.errors import PlanRefused
+from meshwright.spec.proof import Proof
+from meshwright.train.trainer import Trainer, parallelize
+
+
+def trainer_of(name: str, plan: str, precision: str = "fp64", **beside: Any) -> Trainer:
+    return parallelize(
+        made(name, precision), make_optimizer, plan, precision=precision, clip=1.0, anatomy=anatomy_of(name), **{"prove": "start", **beside}
+    )
+
+
+def proof_of(name: str, plan: str, precision: str = "fp64", rows: int = 8) -> tuple[Proof, bool]:
+    """The proof, and whether the loss of a step behind it is that of a step without it."""
+    trainer = trainer_of(name, plan, precision)
+    proof = trainer.prove(make_batch(name, 0, rows))
+    return proof, trainer.prover.proven
+
+
+PLANS = (
+    ("llama", "dp2"), ("llama", "tp2"), ("llama", "tp2.sp"), ("llama", "pp2"), ("llama", "cp2"), ("llama", "dp2.z1"), ("llama", "dp2.z2"),
+    ("llama", "dp2.z3"), ("llama-tied", "pp2"), ("llama-tied", "tp2"), ("gpt2", "tp2"), ("gpt2", "dp2.z3"), ("bert", "pp2.gpipe"),
+    ("bert", "tp2"), ("convnet", "dp2"), ("hf-llama", "tp2"), ("hf-gpt2", "pp2"), ("llama", "dp1.rc-layer"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan"), PLANS)
+def test_a_plan_is_proven_equal_in_float64(ranks: Any, name: str, plan: str) -> None:
+    world = 1 if plan.startswith("dp1") else 2
+    results = ranks.run(world, proof_of, name, plan)
+    proofs = [proof for proof, _ in results]
+    assert all(proof == proofs[0] for proof in proofs)
+    assert proofs[0].equal, proofs[0].to_json()
+    assert proofs[0].parameters > 5
+
+
+def losses_of(plan: str, prove: Any) -> list[float]:
+    trainer = trainer_of("llama", plan, "fp32", prove=prove)
+    return [trainer.step(make_batch("llama", step)).loss for step in range(3)]
+
+
+@pytest.mark.parametrize("plan", ["dp2.z1", "tp2", "pp2", "dp2.z3"])
+def test_a_run_with_proofs_has_the_same_bits_as_one_without(ranks: Any, plan: str) -> None:
+    assert ranks.run(2, losses_of, plan, 1) == ranks.run(2, losses_of, plan, "never")
+
+
+def refused(plan: str) -> str:
+    """What `step` says of a plan whose ranks have other weights in a norm than one device would."""
+    trainer = trainer_of("llama", plan)
+    spoil(trainer)
+    try:
+        trainer.step(make_batch("llama", 0))
+    except PlanRefused as error:
+        return str(error)
+    return ""
+
+
+def spoil(trainer: Trainer) -> None:
+    """The first block multiplies what it returns."""
+    block = trainer.engine.model.get_submodule("model.layers.1")
+    block.mlp.register_forward_hook(lambda module, args, output: output * 1.001)
+
+
+def test_a_plan_that_differs_is_refused_by_all_ranks_in_one_line_before_its_first_update(ranks: Any) -> None:
+    lines = ranks.run(2, refused, "tp2")
+    assert lines[0] == lines[1] and "\n" not in lines[0]
+    assert lines[0].startswith("plan tp2: the proof run differs from one device: loss by")
+    assert "first at model.layers.1.mlp: its output" in lines[0], lines[0]
+
+
+def required() -> tuple[bool, str]:
+    trainer = trainer_of("llama", "dp2", prove="start")
+    trainer.step(make_batch("llama", 0))
+    trainer.step(make_batch("llama", 1))
+    before = trainer.prover.reason
+    trainer.require_proof("a buffer has moved")
+    trainer.step(make_batch("llama", 2))
+    return before == "step 2", trainer.prover.reason
+
+
+def test_a_proof_can_be_required_before_the_next_update(ranks: Any) -> None:
+    assert ranks.run(2, required) == [(True, "a buffer has moved")] * 2
