@@ -3,6 +3,7 @@
 Promise: the same files give the same passages in the same order on every machine; whatever is wrong with a file is one `InputError` line
 with its name and, where there is one, its line. A document is a text file, a JSON line or a Parquet row. Long text files come in passages
 of about a quarter of a MiB, cut after a line end, so that no file has to fit in memory; joined, the passages are the file, character for character.
+Long documents of other files come in such passages that have the tokens of the whole ([Note: safe boundaries] in pieces.py).
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import codecs
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.base.errors import InputError, did_you_mean
-from meshwright.data.records import ARROW, LINES, json_object, rows_of_table, saved_dataset
+from meshwright.data.pieces import LINE, LongLine, cut
+from meshwright.data.records import ARROW, BUFFER, LINES, json_object, rows_at_once, rows_of_table, saved_dataset
 
 TABLES = (".parquet",)
 ARRAYS = (".npy", ".bin")
@@ -129,35 +132,45 @@ def _text_file(path: Path) -> Iterator[Passage]:
 
 def _json_lines(path: Path, field: str) -> Iterator[Passage]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield from _whole(_json_text(line, field, f"{path}:{number}"))
+        for number, line in enumerate(iter(partial(file.readline, LINE), b""), 1):
+            place = f"{path}:{number}"
+            if len(line) == LINE and not line.endswith(b"\n"):
+                yield from _whole(LongLine(line, file, place).text_of(field), field, place)
+            elif line.strip():
+                yield from _whole([_json_text(line, field, place)], field, place)
 
 
 def _json_text(line: bytes, field: str, place: str) -> str:
     found = json_object(line, place, field)
     if field not in found:
         raise InputError(f"{place}: no field {field!r}{_fields(field, list(found))}")
-    return _checked(found[field], field, place)
+    return _text(found[field], field, place)
 
 
 def _fields(field: str, known: list[str]) -> str:
     return did_you_mean(field, known) or f"; it has {', '.join(known[:8]) or 'none'}: set data.field to the one with the text"
 
 
-def _checked(text: Any, field: str, place: str) -> str:
+def _text(text: Any, field: str, place: str) -> str:
     if not isinstance(text, str):
         raise InputError(f"{place}: field {field!r} is {type(text).__name__}, not text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{place}: field {field!r} holds half a character (a lone surrogate at {error.start})") from None
     return text
 
 
-def _whole(text: str) -> Iterator[Passage]:
-    if text:
-        yield Passage(text, True)
+def _whole(parts: Iterable[str], field: str, place: str) -> Iterator[Passage]:
+    """Yields a document whose text comes in `parts`, nothing where there is no text."""
+    before, read = "", 0
+    for piece in cut(parts):
+        try:
+            piece.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{place}: field {field!r} holds half a character (a lone surrogate at {read + error.start})") from None
+        read += len(piece)
+        if before:
+            yield Passage(before, False)
+        before = piece
+    if before:
+        yield Passage(before, True)
 
 
 def _table_rows(path: Path, field: str) -> Iterator[Passage]:
@@ -168,7 +181,7 @@ def _table_rows(path: Path, field: str) -> Iterator[Passage]:
         raise InputError(f"data file {str(path)!r} is Parquet, which needs pyarrow: pip install 'meshwright[parquet]'") from None
     with path.open("rb") as file:
         try:
-            yield from _rows_of(pyarrow.parquet.ParquetFile(file), field, str(path))
+            yield from _rows_of(pyarrow.parquet.ParquetFile(file, buffer_size=BUFFER), field, str(path))
         except pyarrow.ArrowInvalid as error:
             raise InputError(f"data file {str(path)!r} is not whole Parquet: {str(error).splitlines()[0]}") from None
 
@@ -177,7 +190,7 @@ def _arrow_rows(path: Path, field: str) -> Iterator[Passage]:
     for place, fields in rows_of_table(path):
         if field not in fields:
             raise InputError(f"data file {str(path)!r} has no column {field!r}{_fields(field, list(fields))}")
-        yield from _whole(_checked(fields[field], field, place))
+        yield from _whole([_text(fields[field], field, place)], field, place)
 
 
 def _rows_of(table: Any, field: str, name: str) -> Iterator[Passage]:
@@ -185,7 +198,8 @@ def _rows_of(table: Any, field: str, name: str) -> Iterator[Passage]:
     if field not in known:
         raise InputError(f"data file {name!r} has no column {field!r}{_fields(field, known)}")
     row = 0
-    for batch in table.iter_batches(columns=[field]):
-        for text in batch.column(0).to_pylist():
+    for batch in table.iter_batches(rows_at_once(table), columns=[field]):
+        for value in batch.column(0):
             row += 1
-            yield from _whole(_checked(text, field, f"{name}, row {row}"))
+            place = f"{name}, row {row}"
+            yield from _whole([_text(value.as_py(), field, place)], field, place)

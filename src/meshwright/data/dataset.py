@@ -28,7 +28,7 @@ from meshwright.data.corpus import ARRAYS, STDLIB, Passage, find_files, passages
 from meshwright.data.images import ShapeImages
 from meshwright.data.instructions import Instructions, open_instructions
 from meshwright.data.masking import IGNORED, mask_rows
-from meshwright.data.records import records
+from meshwright.data.records import first_record
 from meshwright.data.shards import BLOCKS, Checked, has_digests, write_digests
 from meshwright.data.tokens import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, Tokenizer, has_library, open_tokenizer, train_bpe
 from meshwright.spec.data import Data
@@ -139,8 +139,7 @@ def open_dataset(
         return _open_images(data, vocabulary, objective)
     name = ", ".join(data.sources)
     files = find_files(data.sources)
-    first = next(records(files), None)
-    form = form_of(first.fields, data.field) if first is not None else ""
+    form = form_of(first_record(files) or {}, data.field)
     if form:
         return _instructions(data, files, form, sequence, objective, vocabulary, positions, say)
     arrays = [path for path in files if path.suffix.lower() in ARRAYS]
@@ -216,7 +215,8 @@ def _text(data: Data, files: list[Path], vocabulary: int, name: str, say: Say) -
 
     def make(folder: Path) -> None:
         say(f"encoding {name} ({show_bytes(size)}), once")
-        packing.encode(passages(files, data.field), tokenizer, folder)
+        if not packing.encode(passages(files, data.field), tokenizer, folder):
+            raise InputError(f"data source {name}: no row has text in field {data.field!r}, all of them are empty; name files with text")
         write_digests(packing.read_encoded(folder)[0][0], folder)
 
     def is_whole(folder: Path) -> bool:

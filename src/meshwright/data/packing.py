@@ -39,7 +39,8 @@ class Readable(Protocol):
 
 
 SMALLEST_HELD_OUT = 32
-_GROUP = 2**22  # characters that are encoded in one call: enough for all cores, little enough for memory
+_GROUP, _MOST = 2**19, 2**12
+"""Characters and passages that are encoded in one call. A tokenizer takes about a hundred bytes for a character and a thousand for a passage meanwhile."""
 
 
 class DamagedBlock(Exception):
@@ -73,8 +74,8 @@ class Segments(NamedTuple):
     length: Integers
 
 
-def encode(passages: Iterable[Passage], tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes tokens.bin, documents.npy and encoded.json into `folder`."""
+def encode(passages: Iterable[Passage], tokenizer: Tokenizer, folder: Path) -> int:
+    """Writes tokens.bin, documents.npy and encoded.json into `folder`. Returns the number of tokens, 0 where there is no document."""
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32)
     lengths, digests = array("Q"), array("Q")
     open_length, open_digest, characters = 0, xxhash.xxh3_64(), 0
@@ -96,6 +97,7 @@ def encode(passages: Iterable[Passage], tokenizer: Tokenizer, folder: Path) -> N
     digest = xxhash.xxh3_128_hexdigest(table.tobytes())
     entry = Encoded(dtype=dtype.name, tokens=sum(lengths), documents=len(lengths), characters=characters, digest=digest)
     (folder / "encoded.json").write_text(entry.to_json())
+    return entry.tokens
 
 
 def _groups(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
@@ -104,7 +106,7 @@ def _groups(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
     for passage in passages:
         group.append(passage)
         size += len(passage.text)
-        if size >= _GROUP:
+        if size >= _GROUP or len(group) >= _MOST:
             yield group
             group, size = [], 0
     if group:

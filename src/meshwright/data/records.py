@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.base.errors import InputError
+from meshwright.data.pieces import LINE, LongLine
 
 LINES = (".jsonl", ".ndjson", ".json")
 PARQUET, ARROW = ".parquet", ".arrow"
+BUFFER = 2**20
+"""Bytes of a Parquet file that are read at a time."""
+
+_AT_ONCE = 2**24
+"""Bytes of rows that are decoded at a time."""
 
 
 class Record(NamedTuple):
@@ -35,21 +42,49 @@ def records(files: list[Path]) -> Iterator[Record]:
 
 def _lines(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(partial(file.readline, LINE), b""), 1):
+            place = f"{path}:{number}"
+            if len(line) == LINE and not line.endswith(b"\n"):
+                raise InputError(f"{place}: a record of instructions has more than {LINE:,} bytes; split it into several lines")
             if line.strip():
-                place = f"{path}:{number}"
                 yield Record(place, json_object(line, place))
+
+
+def first_record(files: list[Path]) -> dict[str, Any] | None:
+    """Returns the fields of the first record of `files`, None where they hold none. What a line of more than LINE bytes holds is left out."""
+    for path in files:
+        if path.suffix.lower() in LINES:
+            with path.open("rb") as file:
+                line = file.readline(LINE)
+                if len(line) == LINE and not line.endswith(b"\n"):
+                    return LongLine(line, file, f"{path}:1").outline()
+        for record in records([path]):
+            return record.fields
+    return None
+
+
+def rows_at_once(table: Any) -> int:
+    """Returns how many rows of a Parquet file are decoded at a time: as many as take _AT_ONCE bytes, by the mean of its fullest group."""
+    groups = (table.metadata.row_group(at) for at in range(table.metadata.num_row_groups))
+    largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
+    return max(1, min(4096, int(_AT_ONCE / max(largest, 1.0))))
 
 
 def json_object(line: bytes, place: str, field: str = "text") -> dict[str, Any]:
     """The object of one line, in which `field` is looked for."""
+    what, found = "", None
     try:
-        found: Any = json.loads(line.decode("utf-8"))
+        found = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InputError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        what = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise InputError(f"{place}: not a line of JSON: {what}; {', '.join(LINES)} files hold one object a line") from None
+    except json.JSONDecodeError as error:
+        what = f"{error.msg} (column {error.colno})"
+    except RecursionError:
+        what = "nested too deeply"
+    except ValueError:  # Python reads no whole number of more than 4,300 digits
+        what = "a whole number of more than 4,300 digits"
+    if what:
+        raise InputError(f"{place}: not a line of JSON: {what}; {', '.join(LINES)} files hold one object a line")
     if not isinstance(found, dict):
         raise InputError(f"{place}: a line holds an object with field {field!r}, this one holds a {type(found).__name__}")
     return found
@@ -68,7 +103,8 @@ def rows_of_table(path: Path) -> Iterator[Record]:
             if path.suffix.lower() == ARROW:
                 batches: Any = pyarrow.ipc.open_stream(file)
             else:
-                batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+                table = pyarrow.parquet.ParquetFile(file, buffer_size=BUFFER)
+                batches = table.iter_batches(rows_at_once(table))
             for batch in batches:
                 for fields in batch.to_pylist():
                     row += 1
