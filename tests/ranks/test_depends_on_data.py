@@ -366,7 +366,7 @@ def test_a_loss_that_is_a_mean_over_rows_is_taken_apart_and_noise_is_no_reason_n
 )
 def test_what_a_forward_keeps_for_the_next_is_not_moved_oftener_than_on_one_device(ranks: Any, kind: str, plan: str) -> None:
     said = ranks.run(2 if "2" in plan else 1, under, kind, plan)[0]
-    assert "keeps something of each forward" in said and "\n" not in said
+    assert "keeps something of" in said and "\n" not in said
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,17 @@ look would be another model from the first step on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.anatomy.written import Span, Writes, spans_of
+
 OWN = frozenset({"_parameters", "_buffers", "_modules"})
-"""What holds tensors and modules: put back by those who lend or replace them."""
+"""What holds tensors and modules: put back by those who lend or replace them, but for what is written to them."""
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -27,15 +29,18 @@ HOOKS = (
 
 
 @contextmanager
-def observed(model: nn.Module) -> Iterator[None]:
-    """`model` in eval mode; everything but its parameters is that of before when the look ends."""
+def observed(model: nn.Module, parameters: Mapping[str, Span] | None = None) -> Iterator[Writes]:
+    """`model` in eval mode; it is that of before when the run ends. Gives the writes to its `parameters`, which may not lie where the model has them."""
     kept = [(module, {name: value for name, value in vars(module).items() if name not in OWN}) for module in model.modules()]
     hooks = [(held, held.copy()) for module in model.modules() for name in HOOKS for held in (vars(module)[name],)]
     buffers = [(module, name, buffer, _copy(buffer)) for module in model.modules() for name, buffer in module._buffers.items()]
+    writes = Writes(spans_of(dict(model.named_parameters())) if parameters is None else parameters)
     model.eval()
     try:
-        yield
+        with writes:
+            yield writes
     finally:
+        writes.restore()
         for module, before in kept:
             state: dict[str, Any] = vars(module)
             for name in state.keys() - before.keys() - OWN:

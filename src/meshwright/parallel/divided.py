@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.observed import observed
+from meshwright.anatomy.written import Span, Writes
 from meshwright.base.errors import PlanRefused
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.fingerprint import Difference, Fingerprint, fingerprinted
@@ -64,7 +65,8 @@ def check_divided(engine: Parallel, batches: Sequence[Batch]) -> None:
     plan = engine.mesh.plan
     pieces = sum(plan.shares) or plan.dp * len(batches)
     if pieces > 1 or plan.recompute == Recompute.layer:
-        _check_kept(engine, batches)
+        with perturbed(engine):
+            _check_kept(engine, batches)
     if pieces == 1:
         return
     counts = engine.anatomy.against.get("rows", "")
@@ -112,7 +114,7 @@ def together(batches: Sequence[Batch]) -> Batch:
     """Rows that one device passes at once: those of the first micro-batch, or of the first two where each has one row."""
     first = batches[0]
     if rows_of(first) == 1 and len(batches) == 1:
-        return twice(first, moved=True)
+        return several(first, 2)
     second = next((each for each in batches[1:2] if rows_of(first) == 1 and _form(each) == _form(first)), None)
     if second is None:
         return dict(first)
@@ -121,16 +123,23 @@ def together(batches: Sequence[Batch]) -> Batch:
     }
 
 
-def twice(batch: Batch, moved: bool = False) -> Batch:
-    """The first row of `batch` two times. `moved`: the second one begins with its second place, so that the two are unlike."""
+def several(batch: Batch, count: int) -> Batch:
+    """The first row of `batch` `count` times, each beginning one place later than the one before, so that they are unlike."""
 
-    def pair(value: Any) -> Any:
+    def rolled(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
             return value
-        first = value[:1]
-        return torch.cat([first, first.roll(1, 1) if moved and value.ndim > 1 else first])
+        return torch.cat([value[:1].roll(at, 1) if value.ndim > 1 else value[:1] for at in range(count)])
 
-    return {name: pair(value) for name, value in batch.items()}
+    return {name: rolled(value) for name, value in batch.items()}
+
+
+def twice(batch: Batch) -> Batch:
+    """The first row of `batch` two times."""
+    return {
+        name: torch.cat([value[:1], value[:1]]) if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in batch.items()
+    }
 
 
 def unequal(batch: Batch) -> Batch:
@@ -247,7 +256,7 @@ def _passed(engine: Parallel, batches: Sequence[Batch], train: bool, backward: b
     total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
     with fingerprinted(engine) as gradients:
         for batch in batches:
-            with _quiet(engine, train):
+            with quiet(engine, train):
                 torch.manual_seed(seed)
                 total += engine.pipeline.run([batch], 1.0) / (alike * engine.mesh.plan.tp)
     all_reduce(total, engine.mesh.world).wait()
@@ -258,7 +267,7 @@ def _loss(engine: Parallel, batches: Sequence[Batch], train: bool, seed: int = 0
     """The sum over `batches`, each passed by itself and counted once, and over all ranks; `behind` passes before each."""
     found = []
     for batch in batches:
-        with _quiet(engine, train):
+        with quiet(engine, train):
             for each in (batch,) if behind is None else (behind, batch):
                 torch.manual_seed(seed)
                 last = engine.pipeline.run([each], None)
@@ -270,17 +279,23 @@ def _loss(engine: Parallel, batches: Sequence[Batch], train: bool, seed: int = 0
 
 
 @contextmanager
-def _quiet(engine: Parallel, train: bool) -> Iterator[None]:
-    """The model as it trains, or in eval mode; afterwards it and the random state are those of before."""
+def quiet(engine: Parallel, train: bool, dropout: bool = False) -> Iterator[Writes]:
+    """The model as it trains, without `dropout`, or in eval mode; afterwards it and the random state are those of before. Gives the writes to its parameters."""
     model, device = engine.model, engine.mesh.device
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         if engine.mesh.plan.compile:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(observed(model))
+        lying = {
+            name: Span(unit.weights, unit.unit.offsets[name], unit.unit.offsets[name] + parameter.numel())
+            for unit in engine.zero.units
+            for name, parameter in unit.parameters.items()
+        }
+        writes = stack.enter_context(observed(model, lying))
         if train:
             for module, mode in modes:
                 module.training = mode
-            stack.enter_context(Undropped())
-        yield
+            if not dropout:
+                stack.enter_context(Undropped())
+        yield writes

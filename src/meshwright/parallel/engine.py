@@ -79,6 +79,7 @@ class Parallel:
                 mixture.begin_step(batches)
         self.open_ungated()
         total = self.pipeline.run(batches, scale)
+        self.preflight.after(self, batches, scale is not None)
         self.zero.close_all()
         return total
 
@@ -174,6 +175,7 @@ class Parallel:
             state = done.hidden if isinstance(done.hidden, tuple) else (done.hidden,)
             return state if balance is None else (*state, balance.end())
         finally:
+            self.preflight.once.passed(self, stage)
             self.run.received = self.run.recording = None
             for mixture in self.mixtures:
                 mixture.end_pass()

@@ -1,18 +1,19 @@
 """What is checked before a pass counts, and when.
 
 Once, before the first pass of a pipeline: whether every stage runs by itself (rehearsal.py). Before the training steps `CHECKED` of every run, counted since
-the process began: whether rows of the batch may pass apart (divided.py). What is zero, or off, in the first steps often is not in later ones.
+the process began: what a pass writes to parameters and buffers (writes.py), and whether rows of the batch may pass apart (divided.py). What is zero, or off, in the first steps often is not in later ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meshwright.parallel.divided import check_divided
 from meshwright.parallel.objective import Batch
 from meshwright.parallel.pipeline.rehearsal import rehearse
+from meshwright.parallel.writes import Once, check_replaced, check_writes, is_one_device
 
 if TYPE_CHECKING:
     from meshwright.parallel.engine import Parallel
@@ -23,11 +24,13 @@ CHECKED = frozenset({1, 2, 3, 10, 100, 1000})
 
 @dataclass
 class Preflight:
-    """`stages_run`: every stage has been seen to. `steps`: training steps that have begun. `checked`: the last step before which rows were."""
+    """`stages_run`: every stage has been seen to. `steps`: training steps that have begun. `checked`: the last step before which rows were.
+    `once`: buffers that move once a step."""
 
     stages_run: bool = False
     steps: int = 0
     checked: int = 0
+    once: Once = field(default_factory=Once)
 
     def skip(self, stages: bool = True) -> None:
         """What the first steps are checked for is known of them: others have been, or nothing but their own passes may run. `stages`: of these too."""
@@ -48,8 +51,16 @@ class Preflight:
             if stages:
                 rehearse(engine.model, engine.mesh, engine.run, engine.stage_forward, batches[0])
             if rows:
+                self.once.names = check_writes(engine, batches)
                 check_divided(engine, batches)
                 self.checked = self.steps + 1
             engine.zero.close_all()
             self.stages_run = True
             engine.forget()
+        self.once.made = {}
+
+    def after(self, engine: Parallel, batches: Sequence[Batch], trains: bool) -> None:
+        """After all micro-batches have passed."""
+        self.once.put_back(engine, len(batches))
+        if trains and self.steps in CHECKED and is_one_device(engine, len(batches)):
+            check_replaced(engine)

@@ -84,6 +84,8 @@ def why_not(trainer: Trainer) -> str:
     engine = trainer.engine
     if engine.statistics:
         return f"{engine.statistics} has statistics over the batch"
+    if engine.preflight.once.names:
+        return f"each pass moves the buffer {min(engine.preflight.once.names)}"
     if engine.mesh.away is not None:
         return "the plan keeps states elsewhere"
     if any(way is not None for unit in engine.zero.trained for way in unit.across):

@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from meshwright.anatomy.written import unseen
 from meshwright.parallel.exchange.compression import Vector, Ways, coded
 from meshwright.parallel.exchange.exchange import DONE, Pending, all_gather, all_reduce, in_memory, reduce_scatter
 from meshwright.parallel.exchange.group import Sharing, alone
@@ -92,13 +93,13 @@ class FlatUnit:
         self._gathering: Pending | None = None
         self.closing = Closing(parameters, sharded(mesh.plan.name))
         self.gated = False
-        self.frozen = not any(parameter.requires_grad for parameter in parameters.values())
-        """Weights that are not trained: no gradients, no optimizer, no float32 copy, no part in any reduction."""
+        self.frozen = not any(
+            each.requires_grad for each in parameters.values()
+        )  # no gradients, no optimizer, no float32 copy, in no reduction
         self._lay_weights()
         self._lay_gradients(GRADIENTS.get(recipe.reduced, self.dtype) if self.sums is None else self.sums.dtype, tied)
         self._make_master(recipe, groups)
-        self.across = _across(self, recipe.compression)
-        """How sums over the shard group and over the copies go between hosts."""
+        self.across = _across(self, recipe.compression)  # how sums over the shard group and over the copies go between hosts
         for name, parameter in parameters.items() if not self.frozen else ():
             parameter.register_post_accumulate_grad_hook(self._taker(name))
 
@@ -117,8 +118,7 @@ class FlatUnit:
             parameter.data = view
         mine = self.weights[self.own]
         self.cut = self.mesh.away.parts(len(mine), self.frozen) if self.mesh.away is not None else parts(len(mine), 0, 0)
-        self.elsewhere: Divided | None = None
-        """The own run, where some of its weights wait outside of the device's memory."""
+        self.elsewhere: Divided | None = None  # the own run, where some of its weights are outside of the device's memory
         if self.once is not None:
             self._shard = mine
             self.once.hold(self.parameters.values())
@@ -275,6 +275,7 @@ class FlatUnit:
 
     # --- weights --------------------------------------------------------------------------------------------------------------
 
+    @unseen
     def prefetch(self) -> None:
         """Start gathering the weights (ZeRO 3); what uses them calls `open`."""
         if self.zero < 3 or not self.closing.is_closed or self._gathering is not None:
@@ -286,6 +287,7 @@ class FlatUnit:
         else:
             _gather(self, [self._shard])
 
+    @unseen
     def open(self) -> None:
         """Whole weights from here on."""
         if not self.closing.is_closed:
@@ -302,8 +304,11 @@ class FlatUnit:
         if self.elsewhere is not None:
             self.elsewhere.give_back()
 
-    def close(self) -> None:
-        """Free the whole weights (ZeRO 3); views and saved tensors keep their storage, which `open` fills again. Of weights that lie once parameters let go."""
+    @unseen
+    def close(
+        self,
+    ) -> None:  # views and saved tensors keep their storage, which `open` fills again; of weights that lie once parameters let go
+        """Free the whole weights (ZeRO 3)."""
         if self.zero < 3:
             return
         if self._gathering is not None:
