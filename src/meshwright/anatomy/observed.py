@@ -35,12 +35,15 @@ def observed(model: nn.Module, parameters: Mapping[str, Span] | None = None) -> 
     hooks = [(held, held.copy()) for module in model.modules() for name in HOOKS for held in (vars(module)[name],)]
     buffers = [(module, name, buffer, _copy(buffer)) for module in model.modules() for name, buffer in module._buffers.items()]
     writes = Writes(spans_of(dict(model.named_parameters())) if parameters is None else parameters)
+    registered = [(module, dict(module._parameters)) for module in model.modules()]
     model.eval()
     try:
         with writes:
             yield writes
     finally:
         writes.restore()
+        for module, own in registered:  # torch's functional_call leaves those of a module with several paths replaced
+            module._parameters.update(own)
         for module, before in kept:
             state: dict[str, Any] = vars(module)
             for name in state.keys() - before.keys() - OWN:

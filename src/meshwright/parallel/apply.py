@@ -207,7 +207,7 @@ def _prepare(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
             config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = buffer.to(device).contiguous()  # pieces of a checkpoint are runs of it
     if recipe.compute == "float64":
         model.double()
 
@@ -243,6 +243,12 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
 def _check_recipe(model: nn.Module, mesh: Mesh, recipe: Recipe) -> None:
     """What exact sums rest on (exact.py): one thread, no draws that differ between ranks, gradients of their own size."""
     check_compiler(mesh.plan, mesh.device)
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise InputError(
+                f"{name} {tuple(parameter.shape)} is complex, and weights are trained as real numbers of the precision's type: "
+                "hold it as a real parameter with a last dimension of 2, and take torch.view_as_complex of it in forward"
+            )
     if not recipe.exact:
         return
     if recipe.loss_scaling:

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.anatomy.observed import observed
 from meshwright.anatomy.written import Span, Writes
 from meshwright.base.errors import PlanRefused
+from meshwright.parallel.drawn import generators_restored, seed_all
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.fingerprint import Difference, Fingerprint, fingerprinted
 from meshwright.parallel.objective import Batch, rows_of
@@ -257,7 +258,7 @@ def _passed(engine: Parallel, batches: Sequence[Batch], train: bool, backward: b
     with fingerprinted(engine) as gradients:
         for batch in batches:
             with quiet(engine, train):
-                torch.manual_seed(seed)
+                seed_all(seed)
                 total += engine.pipeline.run([batch], 1.0) / (alike * engine.mesh.plan.tp)
     all_reduce(total, engine.mesh.world).wait()
     return Found(float(total), gradients.over(alike))
@@ -269,7 +270,7 @@ def _loss(engine: Parallel, batches: Sequence[Batch], train: bool, seed: int = 0
     for batch in batches:
         with quiet(engine, train):
             for each in (batch,) if behind is None else (behind, batch):
-                torch.manual_seed(seed)
+                seed_all(seed)
                 last = engine.pipeline.run([each], None)
         found.append(last)
     alike = sum(batch is batches[0] for batch in batches)
@@ -285,6 +286,7 @@ def quiet(engine: Parallel, train: bool, dropout: bool = False) -> Iterator[Writ
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(generators_restored())
         if engine.mesh.plan.compile:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         lying = {

@@ -13,6 +13,7 @@ from meshwright.anatomy.keeper import recording
 from meshwright.anatomy.rows import over_batch
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import Context
+from meshwright.parallel.drawn import undrawn
 from meshwright.parallel.experts.balance import FLAG, Balance
 from meshwright.parallel.experts.dispatch import Mixture
 from meshwright.parallel.experts.ranks import ExpertRanks
@@ -168,7 +169,7 @@ class Parallel:
         for mixture in self.mixtures:
             mixture.begin_pass(batch)
         try:
-            with as_it_was(self._of_others(stage)):
+            with as_it_was(self._of_others(stage)), undrawn(self.mesh.plan, self.preflight.steps > 1):
                 output = self.model(**inputs)
         except StageDone as done:
             self._check_entered()

@@ -78,10 +78,10 @@ def _gathered(engine: Parallel, names: list[str]) -> dict[str, torch.Tensor]:
         if item.piece.name.removeprefix(KIND) in wanted
     ]
     if engine.mesh.world is None:
-        return {name: tensor.clone() for name, tensor in state.assemble(held).items()}
+        return {name: tensor.clone() for name, tensor in state.assemble(held).items()} | state.empty_ones(engine)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, [(piece, data.to("cpu", copy=True)) for piece, data in held])
-    return state.assemble(item for part in found for item in part)
+    return state.assemble(item for part in found for item in part) | state.empty_ones(engine)
 
 
 @contextmanager

@@ -236,7 +236,14 @@ def gather_state(engine: Parallel) -> dict[str, torch.Tensor] | None:
     full = gather_full(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
     if full is None:
         return None
+    full |= empty_ones(engine)
     return full | {name: full[one] for name, one in engine.beside.second.items()}
+
+
+def empty_ones(engine: Parallel) -> dict[str, torch.Tensor]:
+    """Parameters without elements, of which no rank holds a piece."""
+    dtype = torch.float32 if engine.recipe.master else getattr(torch, engine.recipe.compute)
+    return {name: torch.empty(shape, dtype=dtype) for name, shape in engine.shapes.items() if not shape.numel()}
 
 
 def gather_full(engine: Parallel, held: Iterable[Held]) -> dict[str, torch.Tensor] | None:

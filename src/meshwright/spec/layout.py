@@ -136,14 +136,13 @@ def parts(numel: int, weights: int, states: int) -> list[Part]:
 
 
 def units(layers: Sequence[LayerSlots], zero: int, shards: int, bucket: int, size: int) -> list[Unit]:
-    """The flat buffers of one virtual stage, in forward order. `size` is the bytes of one gradient element."""
+    """The flat buffers of one virtual stage, in forward order. `size` is the bytes of one gradient element. Layers without an element have none."""
+    layers = [layer for layer in layers if any(slot.numel for slot in layer.slots)]
     if zero == 3:
-        return [unit_of([layer], shards) for layer in layers if layer.slots]
+        return [unit_of([layer], shards) for layer in layers]
     groups: list[list[LayerSlots]] = []
     room = 0
     for layer in reversed(layers):
-        if not layer.slots:
-            continue
         if layer.alone:
             groups.append([layer])
             room = 0

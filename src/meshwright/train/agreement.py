@@ -119,7 +119,7 @@ def _digest(what: Any) -> int:
 
 
 def _numbers(model: nn.Module) -> list[float]:
-    there = [tensor.detach() for tensor in model.parameters() if not tensor.is_meta and tensor.numel()]
+    there = [tensor.detach() for tensor in model.parameters() if not tensor.is_meta and tensor.numel() and not tensor.is_complex()]
     looked = [float(tensor.reshape(-1)[at]) for tensor in there[:: max(1, len(there) // LOOKED_AT)] for at in (0, -1)]
     return [*looked, later_of(model).number]
 

@@ -43,6 +43,7 @@ from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.proof import Proof, ProofMode
 from meshwright.spec.record import Mixtures, RunState, StepRecord
 from meshwright.train.agreement import agree_on_batch, agree_on_model
+from meshwright.train.batches import check_batch, check_example, check_kind, on_device
 from meshwright.train.prover import Prover, proof_mode, skeleton_for
 from meshwright.train.scaler import LossScale
 from meshwright.train.uneven import divided, filled, whole_rows
@@ -96,6 +97,7 @@ def parallelize(
     """
     device = own_device()
     prove = proof_mode(beside.get("prove"))
+    check_example(model, beside.get("example"))
     plan = parse_plan(plan) if isinstance(plan, str) else plan
     agree_on_model(model, plan, str(precision))
     chosen = recipe(precision) if isinstance(precision, str) else precision
@@ -247,8 +249,10 @@ class Trainer:
             raise InputError(f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) first")
         whole = not isinstance(batch, Share)
         if whole or not self._agreed:
-            given = [batch] if isinstance(batch, dict) else batch.micro_batches
+            given = batch.micro_batches if isinstance(batch, Share) else [check_kind(batch)]
             agree_on_batch(given, self.mesh, whole=whole, numbers=self._agreed < 2)
+            for part in given:
+                check_batch(part, objective, (sum(self.plan.shares) or self.plan.dp) if whole else 1)
             self._agreed += 1
         if isinstance(batch, Share):
             batches = batch.micro_batches
@@ -271,11 +275,14 @@ class Trainer:
                 batches = divided(batch, self.plan, self.mesh.replica)
             else:
                 batches = [
-                    {name: value[first : first + size] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+                    {
+                        name: value[first : first + size] if isinstance(value, torch.Tensor) and value.ndim else value
+                        for name, value in batch.items()
+                    }
                     for first, size in self.plan.ranges(rows, self.mesh.replica)
                 ]
         self.engine.pipeline.labels = tokens
-        return [_on_device(part, self.mesh.device, getattr(torch, self.engine.recipe.compute)) for part in batches], tokens
+        return [on_device(part, self.mesh.device, getattr(torch, self.engine.recipe.compute)) for part in batches], tokens
 
     def evaluate(self, batch: Batch | Share) -> float:
         """Mean loss over the valid labels of the whole batch, without gradients, dropout off."""
@@ -370,17 +377,6 @@ class Trainer:
 
         with _in_words(self, "where a checkpoint is read"):
             return load_trainer(self, Path(path) if isinstance(path, str) else path)
-
-
-def _on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """`batch` on `device`, floating-point tensors as `dtype`."""
-
-    def move(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
-
-    return type(batch)({name: move(value) for name, value in batch.items()})
 
 
 def labels_here(engine: Parallel, batches: list[Batch]) -> int:

@@ -21,6 +21,8 @@ from meshwright.spec.plan import Plan
 
 LET_GO = ("its data is not allocated yet", "are out of bounds for storage of size 0")
 """What torch says of a tensor whose storage is empty."""
+OVERWRITTEN = r"modified by an inplace operation: \[\S+ (\[[\d, ]*\])\], which is (output \d+ of \w+)"
+"""What torch says of a tensor that backward needs and that was written to."""
 SAID = ("can't allocate memory", "out of memory")
 """What a want of memory says that has no type of its own: torch's on a CPU, the driver's of pinned memory."""
 
@@ -47,6 +49,11 @@ def in_words(holder: Holder, doing: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in SAID):
             raise OutOfMemory(line(holder, doing, str(error))) from None
+        if (overwritten := re.search(OVERWRITTEN, str(error))) is not None:
+            raise InputError(
+                f"plan {holder.plan.name}: backward needs a tensor of shape {overwritten[1]}, {overwritten[2]}, that the model's forward has overwritten in place "
+                "since: use the operation that makes a new tensor (x + y for x.add_(y)); torch.autograd.set_detect_anomaly(True) shows the line"
+            ) from None
         if holder.plan.zero == 3 and any(words in str(error) for words in LET_GO):
             raise InputError(
                 f"plan {holder.plan.name}: this model reads weights where ZeRO 3 has let them go, outside of the forward of the module or block "

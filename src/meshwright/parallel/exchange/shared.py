@@ -108,7 +108,7 @@ class Host:
         """A flat tensor of zeros that the other ranks can read where it lies. It lives as long as this object."""
         made = self.segment(numel * dtype.itemsize)
         self.passing -= made.size
-        return made.bytes.view(dtype)[:numel]
+        return made.bytes[: numel * dtype.itemsize].view(dtype)
 
     def drop(self, segment: Segment) -> None:
         """Forget memory that nobody reads any more."""
