@@ -259,9 +259,31 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
     PACE[:] = [Pace(Path(payload["folder"]), channel.rank, payload["pace"])] if "pace" in payload else []
     if "stale" in payload:
         saving.Item = Stale(channel.rank, payload["stale"])  # type: ignore[misc, assignment]
+    if "crowded" in payload:
+        recovery.PAUSE = 0.01
+        storage.free_bytes = Crowded(Path(payload["folder"]) / "checkpoints", payload["crowded"])  # type: ignore[assignment]
     loop.Pulse = Doomed  # type: ignore[misc]
     FlatUnit.take = take if any(fault["phase"] == "gradient" for fault in FAULTS) else TAKE  # type: ignore[method-assign]
     return loop.train(channel, payload["launch"])
+
+
+class Crowded:
+    """In place of `storage.free_bytes`: a disk with no room beside more than `most` checkpoints."""
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self.folder, self.most = folder, most
+
+    def __call__(self, path: Path) -> int:
+        return 0 if len(list(self.folder.glob("step-*"))) > self.most else 2**40
+
+
+def refuse(path: Path) -> OSError:
+    """In place of `storage.remove_if_possible`."""
+    return OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise ValueError("nobody expected this")
 
 
 class Disk:
@@ -285,6 +307,14 @@ def write(channel: Channel, payload: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     elif how == "slow":
         time.sleep(0.5)
+    elif how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "raise":
+        scribe.save = fail  # type: ignore[assignment]
+    elif how == "not empty":
+        storage.remove_if_possible = refuse  # type: ignore[assignment]
+    elif how == "strange":
+        channel.say("gossip", words="nobody knows this kind")
     elif how:
         storage.write_file = Disk(how)  # type: ignore[assignment]
     return scribe.write(channel, {**payload, "launch": payload["launch"]["launch"]})

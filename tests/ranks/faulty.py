@@ -20,6 +20,7 @@ from meshwright.checkpoint.load import full_tensors
 from meshwright.elastic.nursery import Nursery
 from meshwright.elastic.replan import leaner as replanned
 from meshwright.elastic.supervisor import Care, Supervisor, Work
+from meshwright.elastic.watch import CORES, Terms
 from meshwright.spec.event import Event
 from meshwright.spec.job import Job
 from meshwright.spec.launch import Launch
@@ -77,6 +78,7 @@ def train(
     leaner: Job | None = None,
     hear: Callable[[int, dict[str, Any]], None] = lambda rank, message: None,
     asks: dict[int, int] | None = None,
+    terms: Terms = CORES,
     **more: Any,
 ) -> None:
     """`plans`: what is chosen for another number of ranks. `leaner`: the question that a plan for less memory answers. `asks`: behind which steps
@@ -98,7 +100,9 @@ def train(
     replan_leaner = lambda now: work_of(work.but(plan=replanned(leaner, build(Launch, now.payload["launch"]).plan)), faults, pause, **more)
     replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause, **more)
     instead = lambda now: f"something else than {now.plan}"
-    care = Care(work.run.retries, work.run.patience, replan if plans else None, work.run.least, replan_leaner if leaner else None, instead)
+    care = Care(
+        work.run.retries, work.run.patience, replan if plans else None, work.run.least, replan_leaner if leaner else None, instead, terms=terms
+    )  # fmt: skip
     Supervisor(work_of(work, faults, pause, **more), ask, said.append, generation=next(FIRST), care=care, lent=nursery).run()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from meshwright.base import storage
 from meshwright.base.errors import InputError
+from meshwright.base.printable import printable
 from meshwright.checkpoint.manifest import MANIFEST, STEP_FOLDER, Damaged, read_manifest, step_of
 from meshwright.checkpoint.verify import verify as problems_of
 
@@ -22,15 +23,20 @@ _SERIAL = re.compile(rb'"step":(\d{1,19}),"serial":(\d{1,19}),')
 
 def checkpoints(folder: Path | str) -> list[Path]:
     """The checkpoints of `folder`, newest first ([Note: newest]); before them, highest step first, those whose place nobody can tell."""
-    folder = Path(folder)
+    return list(_placed(Path(folder)))
+
+
+def _placed(folder: Path) -> dict[Path, int | None]:
+    """`checkpoints`, each with its serial as far as it can be read."""
     try:
         found = [folder / name for name in storage.names(folder) if STEP_FOLDER.fullmatch(name) and _may_be_one(folder / name)]
     except NotADirectoryError:
-        return []
+        return {}
     except OSError as error:
         raise storage.StorageFailed(storage.failure(error, folder)) from None
     serials = {path: _serial(path) for path in found}
-    return sorted(found, key=lambda path: (serials[path] is None, serials[path] or 0, step_of(path) or 0), reverse=True)
+    ordered = sorted(found, key=lambda path: (serials[path] is None, serials[path] or 0, step_of(path) or 0), reverse=True)
+    return {path: serials[path] for path in ordered}
 
 
 def _may_be_one(path: Path) -> bool:
@@ -51,7 +57,9 @@ def _serial(path: Path) -> int | None:
 
 
 def next_serial(folder: Path) -> int:
-    return 1 + max((_serial(path) or 0 for path in checkpoints(folder)), default=0)
+    """Above that of every checkpoint there, those included whose own cannot be read."""
+    serials = list(_placed(folder).values())
+    return 1 + max((serial or 0 for serial in serials), default=0) + serials.count(None)
 
 
 def newest(folder: Path | str, verify: bool = True, say: Callable[[str], None] | None = None) -> Path | None:
@@ -61,14 +69,20 @@ def newest(folder: Path | str, verify: bool = True, say: Callable[[str], None] |
     a run must not begin anew in silence.
     """
     say = _say_of(say)
-    found = checkpoints(folder)
+    found = _placed(Path(folder))
     first = ""
-    for path in found:
+    valid: list[Path] = []
+    for path, serial in found.items():
         problem = _first_problem(path, verify)
         if problem is None:
-            return path
-        first = first or problem
-        say(f"checkpoint {path.name} is passed over: {problem}")
+            valid.append(path)
+            if serial is not None:
+                break  # else its place could not be read before: it may be older than the next one
+        else:
+            first = first or problem
+            say(f"checkpoint {path.name} is passed over: {problem}")
+    if valid:
+        return max(valid, key=lambda path: _serial(path) or 0)
     if found:
         raise Damaged(
             f"none of the {len(found)} checkpoints in {str(folder)!r} is valid: {first}; restore one, or begin anew in another folder"
@@ -77,7 +91,7 @@ def newest(folder: Path | str, verify: bool = True, say: Callable[[str], None] |
 
 
 def _say_of(say: Callable[[str], None] | None) -> Callable[[str], None]:
-    return logging.getLogger("meshwright.checkpoint").warning if say is None else say
+    return (lambda line: logging.getLogger("meshwright.checkpoint").warning("%s", printable(line))) if say is None else say
 
 
 def newest_until(folder: Path | str, step: int) -> Path | None:
@@ -107,7 +121,7 @@ def prune(folder: Path | str, keep: int, verified: Path | None = None, say: Call
     if keep < 1:
         raise InputError(f"keep = {keep}: at least one checkpoint must stay")
     try:
-        found = [path for path in checkpoints(folder) if _serial(path) is not None]
+        found = [path for path, serial in _placed(Path(folder)).items() if serial is not None]
     except storage.StorageFailed as error:
         _say_of(say)(f"old checkpoints are not removed: {error}")
         return []

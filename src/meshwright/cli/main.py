@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError, UnknownCommandError
 
 from meshwright import __version__
 from meshwright.base.errors import InputError, MeshwrightError, did_you_mean, of_the_system
+from meshwright.base.printable import printable
 from meshwright.base.signals import hearing, interrupt
 from meshwright.cli.numbers import joined
 
@@ -79,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         found = of_the_system(error, tokens)
         fault = f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of meshwright, --debug shows where"
-        print(f"meshwright: {_said(str(found), tokens[:ours]) if isinstance(found, MeshwrightError) else fault}", file=sys.stderr)
+        line = _said(str(found), tokens[:ours]) if isinstance(found, MeshwrightError) else fault
+        print(printable(f"meshwright: {line}"), file=sys.stderr)
         return found.exit_code if isinstance(found, MeshwrightError) else 1
 
 
@@ -96,10 +98,8 @@ def _said(line: str, tokens: list[str]) -> str:
 
 
 def run(tokens: list[str]) -> int:
-    """One command; what cyclopts finds wrong becomes an InputError.
-
-    Commands that answer at once run without the cyclic garbage collector: it costs an eighth of their time and finds nothing.
-    """
+    """One command; what cyclopts finds wrong becomes an InputError. Those that answer at once run without the garbage collector: it costs an eighth
+    of their time and finds nothing."""
     app, tokens = application(tokens), [*joined(tokens)]
     try:
         if tokens[:1] in QUICK:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from meshwright.base.printable import printable
+
 if TYPE_CHECKING:
     from meshwright.intake.job import JobFile
 
@@ -86,7 +88,7 @@ def check_place(option: str, path: Path | None) -> None:
 
 def say(text: str) -> None:
     """Standard output."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable(text) + "\n")
 
 
 def note(text: str, language: str | None = None) -> None:
@@ -94,7 +96,7 @@ def note(text: str, language: str | None = None) -> None:
     from meshwright.words.lines import translated
     from meshwright.words.say import language_of
 
-    sys.stderr.write(translated(text, language_of(language, os.environ)) + "\n")
+    sys.stderr.write(printable(translated(text, language_of(language, os.environ))) + "\n")
 
 
 def say_json(data: Any) -> None:

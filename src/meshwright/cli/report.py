@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from meshwright.base.files import write_whole
+from meshwright.base.storage import overdue
 from meshwright.cli.options import AsJson, Language, check_place, note, say, say_json
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def report(
         raise InputError(f"report --page shows one run: name one of the {len(runs)}")
     if page is not None:
         check_place("--page", page)
-    found = [read_run(folder) for folder in runs]
+    with overdue(lambda: note("still reading: the disk of the run is slow, or does not answer", language)):
+        found = [read_run(folder) for folder in runs]
     if page is not None:
         _page(found[0], page, language)
     if memory:

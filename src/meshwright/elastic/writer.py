@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwright.base.lines import Message
+from meshwright.base.pulse import Phase, Word
 from meshwright.base.units import show_seconds
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.journal import Journal
@@ -27,8 +28,31 @@ SCRIBE = -1
 QUIET = 10.0
 """Seconds without progress after which that is said."""
 
+STANDS = 5.0
+"""Seconds for which training waits for a checkpoint before that is said."""
+
 BURIAL = 5.0
 """Seconds that a killed process gets to be gone."""
+
+
+@dataclass
+class Standing:
+    """Training that waits for a checkpoint: a line after STANDS seconds, and after twice as many each time."""
+
+    since: float | None = None
+    limit: float = STANDS
+
+    def look(self, holdings: Holdings, now: float, note: Callable[[str], None]) -> None:
+        """Called several times a second."""
+        pulse = holdings.pulse(0)
+        if pulse.read(Word.phase) != Phase.save:
+            self.since = None
+        elif self.since is None:
+            self.since, self.limit = now, STANDS
+        elif now - self.since > self.limit:
+            self.limit *= 2
+            step, waited = pulse.read(Word.step), show_seconds(now - self.since)
+            note(f"step {step}: training has waited {waited} so far for a checkpoint to be written")
 
 
 @dataclass
@@ -57,6 +81,7 @@ class Writer:
     _moved: float = 0.0
     _said: bool = False
     _killed: float | None = None
+    _standing: Standing = field(default_factory=Standing)
 
     def begin(self, start: Callable[[Message], None], asked: Message) -> None:
         """Has `start` start the process for the save that was `asked` for, now or once the one before has ended."""
@@ -96,7 +121,8 @@ class Writer:
             self.hear(0, message)
 
     def look(self, generation: int, holdings: Holdings) -> None:
-        """Ends a process that makes no progress. Called several times a second."""
+        """Ends a process that makes no progress, and says when training stands. Called several times a second."""
+        self._standing.look(holdings, self.clock(), self.note)
         if not self.lives or not self._process:
             return
         now, signs = self.clock(), self.signs(self._process)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pydantic import Field
+
 from meshwright.base.codec import Noun
 from meshwright.base.units import show_count
 from meshwright.spec.event import Event
@@ -22,11 +24,13 @@ class Balance(Noun):
     proven: int
     samples: int
     left_out: int = 0
+    missing: int = Field(default=0, description="steps that ended and of which no record says what they read")
     problems: tuple[str, ...] = ()
 
 
-def balance(records: Sequence[StepRecord], rows: int, events: Sequence[Event]) -> Balance | None:
-    """`records`: each step once, as it was run last; `rows`: the batch of the job. None where records hold no ledger."""
+def balance(records: Sequence[StepRecord], rows: int, events: Sequence[Event], last: int = 0) -> Balance | None:
+    """`records`: each step once, as it was run last; `rows`: the batch of the job; `last`: the last step that is known to have ended. None where
+    records hold no ledger."""
     steps = [record for record in records if record.batch is not None]
     if not steps:
         return None
@@ -49,7 +53,8 @@ def balance(records: Sequence[StepRecord], rows: int, events: Sequence[Event]) -
             )
     proven = [record for record in steps if record.samples]
     return Balance(
-        steps=len(steps), proven=len(proven), samples=rows * len(steps), left_out=len(left_out), problems=tuple(problems)
+        steps=len(steps), proven=len(proven), samples=rows * len(steps), left_out=len(left_out), problems=tuple(problems),
+        missing=max(last, steps[-1].step) - len(steps),
     )  # fmt: skip
 
 
@@ -59,10 +64,14 @@ def balance_text(found: Balance) -> str:
     '80 samples in 10 steps, each once; proven for 9 of them; 4 batches left out'
     >>> balance_text(Balance(steps=10, proven=10, samples=80, problems=("step 4 read batch 2 again, not batch 3",)))
     'DOES NOT BALANCE: step 4 read batch 2 again, not batch 3'
+    >>> balance_text(Balance(steps=25, proven=25, samples=200, missing=35))
+    '200 samples in 25 steps, each once; 35 steps more have no record of what they read'
     """
     if found.problems:
         more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
         return f"DOES NOT BALANCE: {found.problems[0]}{more}"
     words = f"{show_count(found.samples)} samples in {found.steps} steps, each once"
     words += f"; proven for {found.proven} of them" if found.proven < found.steps else ""
+    if found.missing:
+        words += f"; {found.missing} step{'s' if found.missing > 1 else ''} more {'have' if found.missing > 1 else 'has'} no record of what they read"
     return words + (f"; {found.left_out} batches left out" if found.left_out else "")

@@ -6,11 +6,13 @@ Each column of the chart is a part of the step, its height the most that was all
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.base.codec import read
+from meshwright.base.codec import build, parse
 from meshwright.base.errors import InputError
+from meshwright.base.storage import StorageFailed, failure, names, read_text
 from meshwright.base.units import show_bytes, show_seconds
 from meshwright.report.run import Run
 from meshwright.report.text import columns
@@ -24,7 +26,7 @@ LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "passing": "S"
 
 def read_timelines(folder: Path) -> list[Timeline]:
     """Of all ranks that wrote one, the fullest first. Raises InputError where there is none."""
-    found = [read(Timeline, path) for path in sorted((folder / "memory").glob("rank-*.json"))]
+    found = [build(Timeline, parse(read_text(path) or "", str(path)), f"{path}: $") for path in _files(folder, ".json")]
     if not found:
         raise InputError(
             f"run {str(folder)!r} has no memory timeline: ranks write one in the third step after each start; train it for three steps"
@@ -32,12 +34,21 @@ def read_timelines(folder: Path) -> list[Timeline]:
     return sorted(found, key=lambda timeline: (-timeline.total, timeline.rank))
 
 
+def _files(folder: Path, ending: str) -> list[Path]:
+    """What the ranks of a run wrote of their memory."""
+    try:
+        found = names(folder / "memory")
+    except OSError as error:
+        raise StorageFailed(failure(error, folder / "memory")) from None
+    return [folder / "memory" / name for name in found if re.fullmatch(rf"rank-\d+\{ending}", name)]
+
+
 def read_ranks(folder: Path) -> list[dict[str, float]]:
     """Of each rank, in order, its number and the most of each kind that it has held in any step."""
     found: dict[int, dict[str, float]] = {}
-    for path in (folder / "memory").glob("rank-*.jsonl"):
+    for path in _files(folder, ".jsonl"):
         most = found.setdefault(int(path.stem.removeprefix("rank-")), {})
-        for row in path.read_text(encoding="utf-8").splitlines():
+        for row in (read_text(path) or "").splitlines():
             with suppress(ValueError):  # a line that a kill cut off
                 most |= {kind: max(size, most.get(kind, 0.0)) for kind, size in json.loads(row).items() if kind != "step"}
     return [{"rank": float(rank), **found[rank]} for rank in sorted(found)]

@@ -17,7 +17,8 @@ from statistics import median
 
 from pydantic import Field
 
-from meshwright.base.codec import Noun, NounType, build, read, read_text
+from meshwright.base import storage
+from meshwright.base.codec import Noun, NounType, build, parse
 from meshwright.base.errors import InputError, did_you_mean
 from meshwright.report.faults import Goodput, goodput, read_events
 from meshwright.report.ledger import Balance, balance
@@ -50,6 +51,12 @@ class Run:
     def steps(self) -> tuple[StepRecord, ...]:
         """The records of optimizer steps."""
         return tuple(record for record in self.records if record.tokens or record.skipped)
+
+    @property
+    def last(self) -> int:
+        """The last step that is known to have ended, by records, checkpoints and events."""
+        saves = (event.step for event in self.events if event.kind == "save")
+        return max((*self.checkpoints, *saves, *(record.step for record in self.records)), default=0)
 
     @property
     def model(self) -> str | None:
@@ -126,14 +133,20 @@ class Summary(Noun):
 def read_run(folder: Path | str) -> Run:
     """The run in `folder`. Raises InputError when it is not one."""
     path = Path(folder)
-    if not path.is_dir():
+    try:
+        is_run = storage.is_folder(path)
+        steps = _checkpoints(path / "checkpoints")
+    except OSError as error:
+        raise storage.StorageFailed(storage.failure(error, path)) from None
+    if not is_run:
         siblings = [str(path.parent / other.name) for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
         kind = "is a file; name the run's folder" if path.exists() else "does not exist; name a folder that `meshwright train` has written"
         raise InputError(f"run {str(path)!r} {kind}{did_you_mean(str(path), siblings)}")
     lines = path / "records.jsonl"
-    if not lines.exists():
+    text = storage.read_text(lines)
+    if text is None:
         raise InputError(f"run {str(path)!r} has no records.jsonl; name a folder that `meshwright train` has written")
-    records, cut = read_records(lines)
+    records, cut = records_of(text, lines)
     by_step = {record.step: record for record in records}
     return Run(
         folder=str(path),
@@ -142,7 +155,7 @@ def read_run(folder: Path | str) -> Run:
         job=_read(Job, path / "job.json"),
         estimate=_read(Estimate, path / "estimate.json"),
         launch=_read(Launch, path / "launch.json"),
-        checkpoints=_checkpoints(path / "checkpoints"),
+        checkpoints=steps,
         repeated=len(records) - len(by_step),
         cut=cut,
         events=read_events(path / EVENTS),
@@ -151,15 +164,22 @@ def read_run(folder: Path | str) -> Run:
 
 
 def _read(kind: type[NounType], path: Path) -> NounType | None:
-    return read(kind, path) if path.exists() else None
+    text = storage.read_text(path)
+    return None if text is None else build(kind, parse(text, str(path)), f"{path}: $")
 
 
 def read_records(path: Path) -> tuple[list[StepRecord], int]:
-    """The records of `path` and how many lines a kill cut off. Raises InputError for a file of something else."""
+    """The records of `path`, none where there is no such file, and how many lines a kill cut off. Raises InputError for a file of something else."""
+    return records_of(storage.read_text(path) or "", path)
+
+
+def records_of(text: str, path: Path) -> tuple[list[StepRecord], int]:
+    """The records that the lines of `text` hold, and how many lines a kill cut off. `path` is named in errors."""
     records: list[StepRecord] = []
     cut: list[tuple[int, str]] = []
-    for number, line in enumerate(read_text(path, "records").splitlines(), 1):
-        if not line.strip("\0 \t"):
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip("\0 \t")  # zeros stand where a power cut left room without bytes
+        if not line:
             continue
         try:
             data = json.loads(line)
@@ -176,7 +196,10 @@ def read_records(path: Path) -> tuple[list[StepRecord], int]:
 
 def _checkpoints(folder: Path) -> tuple[int, ...]:
     """Steps of the checkpoints in `folder`, by the number that ends a folder's name; unfinished ones have another ending."""
-    found = [re.search(r"(\d+)$", entry.name) for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    try:
+        found = [re.search(r"(\d+)$", name) for name in storage.names(folder) if storage.is_folder(folder / name)]
+    except NotADirectoryError:
+        return ()
     return tuple(sorted(int(match[1]) for match in found if match))
 
 
@@ -212,7 +235,7 @@ def summarise(run: Run) -> Summary:
         checkpoints=run.checkpoints,
         goodput=goodput(run.records, run.again, run.events),
         events=run.events,
-        ledger=balance(steps, noun.workload.batch, run.events) if (noun := run.launch or run.job) else None,
+        ledger=balance(steps, noun.workload.batch, run.events, run.last) if (noun := run.launch or run.job) else None,
     )
 
 

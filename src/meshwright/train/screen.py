@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from meshwright.base.lines import Message
+from meshwright.base.printable import printable
 from meshwright.base.units import show_bytes, show_count, show_seconds
 from meshwright.spec.record import StepRecord
 
@@ -60,7 +61,7 @@ class Screen:
         if self.quiet:
             return
         try:
-            self.console.print(text, markup=False)
+            self.console.print(printable(text), markup=False)
         except OSError:  # whoever read is gone; the run is not
             self.quiet = True
 

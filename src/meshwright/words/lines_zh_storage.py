@@ -20,5 +20,9 @@ STORAGE = {
     "the records from step {} on are written": "从第 {0} 步起的记录已写入",
     "{} records from step {} on are lost: {}": "从第 {1} 步起的 {0} 条记录丢失：{2}",
     "checkpoint {} is not needed any more and cannot be removed: {}": "检查点 {0} 不再需要，但无法删除：{1}",
+    "still reading: the disk of the run is slow, or does not answer": "仍在读取：运行目录的磁盘很慢，或没有响应",
+    "{} step more has no record of what they read": "另有 {0} 步没有读取记录",
+    "{} steps more have no record of what they read": "另有 {0} 步没有读取记录",
+    "step {}: training has waited {} so far for a checkpoint to be written": "第 {0} 步：训练已等待 {1}，等检查点写完",
     "old checkpoints are not removed: {}": "旧检查点没有删除：{0}",
 }

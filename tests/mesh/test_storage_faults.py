@@ -1,0 +1,296 @@
+"""Every operation on a run folder fails once, by its number: in a save, in pruning, in going on, in a report. Nothing is lost, and each is one line.
+
+`Failing` stands in place of the module `os` in base/storage.py, which is the only place that touches the files of a run (test_only_the_layer...).
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from checkpoint_worlds import empty, quick_folder
+
+import meshwright
+from meshwright.base import storage
+from meshwright.base.appending import Lines
+from meshwright.base.errors import MeshwrightError
+from meshwright.checkpoint.folder import checkpoints, newest, prune
+from meshwright.checkpoint.load import load
+from meshwright.checkpoint.save import SaveFailed, save
+from meshwright.checkpoint.verify import verify
+from meshwright.cli.main import main
+from meshwright.report.run import read_run, summarise
+from meshwright.report.run_text import run_text
+from meshwright.spec.data import Data
+from meshwright.spec.launch import Launch, ModelSource
+from meshwright.spec.piece import Piece
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.run import Run
+from meshwright.spec.workload import Workload
+from meshwright.train.screen import Screen
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ESTALE, errno.ENOTEMPTY)
+CALLS = {
+    "close", "fstat", "fsync", "ftruncate", "listdir", "lseek", "lstat", "mkdir", "open", "posix_fadvise", "pread", "preadv", "rename",
+    "rmdir", "stat", "statvfs", "unlink", "write",
+}  # fmt: skip
+PIECE = Piece("model/w", (300,), "float32", None, (), 0, 300)
+
+
+class Failing:
+    """The module `os` whose operation number `at` fails with `number`, or does `instead`. A write that fails has written half of its bytes."""
+
+    def __init__(self, at: int, number: int = errno.EIO, instead: Callable[[], None] | None = None) -> None:
+        self.at, self.number, self.instead, self.count, self.failed = at, number, instead, 0, ""
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in CALLS:
+            return real
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            if self.count != self.at:
+                return real(*arguments, **options)
+            self.failed = name
+            if self.instead is not None:
+                self.instead()
+                return real(*arguments, **options)
+            if name == "write":
+                real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+            if name == "close":
+                real(*arguments)
+            raise OSError(self.number, os.strerror(self.number), *(arguments[:1] if isinstance(arguments[0], Path) else ()))
+
+        return call
+
+
+@contextmanager
+def failing(at: int, number: int = errno.EIO, instead: Callable[[], None] | None = None) -> Iterator[Failing]:
+    disk = Failing(at, number, instead)
+    storage.os = disk  # type: ignore[assignment, attr-defined]
+    try:
+        yield disk
+    finally:
+        storage.os = os  # type: ignore[attr-defined]
+
+
+def saved(folder: Path, step: int) -> Path:
+    return save(folder, step, [(PIECE, torch.full((300,), float(step)))], {"step": step})
+
+
+def of_step(path: Path) -> float:
+    wanted = empty([PIECE])
+    load(path, wanted)
+    (value,) = set(wanted[0][1].tolist())
+    return value
+
+
+def is_one_line(text: str) -> bool:
+    return bool(text.strip()) and "\n" not in text.strip() and len(text) < 700
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with quick_folder() as made:
+        yield made
+
+
+def each(folder: Path, number: int) -> Iterator[tuple[Path, Failing]]:
+    """A fresh copy of `folder`/start for each operation that can fail, until none is left."""
+    for at in range(1, 2000):
+        copy = folder / str(at)
+        shutil.copytree(folder / "start", copy, symlinks=True)
+        with failing(at, number) as disk:
+            yield copy, disk
+        shutil.rmtree(copy)
+        if not disk.failed:
+            return
+    raise AssertionError("no end of operations")
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+def test_a_save_whose_nth_operation_fails_is_one_line_and_loses_no_checkpoint(folder: Path, number: int) -> None:
+    for step in (1, 2):
+        saved(folder / "start", step)
+    outcomes = []
+    for copy, disk in each(folder, number):
+        try:
+            saved(copy, 3)
+            done = True
+        except SaveFailed as error:
+            assert is_one_line(str(error)), str(error)
+            done = False
+        storage.os = os  # type: ignore[attr-defined]
+        found = newest(copy, say=lambda line: pytest.fail(line))
+        assert found is not None and of_step(found) in ((3.0,) if done else (2.0, 3.0)), disk.failed
+        assert {path.name for path in checkpoints(copy)} >= {"step-00000001", "step-00000002"}
+        saved(copy, 4)
+        assert of_step(checkpoints(copy)[0]) == 4.0 and not [name for name in os.listdir(copy) if name.startswith(".")]
+        outcomes.append(done)
+    assert len(outcomes) > 60 and outcomes[-1] and outcomes.count(False) > 20
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+def test_pruning_whose_nth_operation_fails_is_a_line_and_keeps_what_is_to_stay(folder: Path, number: int) -> None:
+    for step in range(1, 6):
+        saved(folder / "start", step)
+    for copy, _ in each(folder, number):
+        said: list[str] = []
+        prune(copy, 2, verified=copy / "step-00000005", say=said.append)
+        storage.os = os  # type: ignore[attr-defined]
+        assert all(map(is_one_line, said)) and len(said) <= 3
+        left = {path.name for path in checkpoints(copy)}
+        assert left >= {"step-00000004", "step-00000005"} and all(verify(copy / name) == [] for name in left)
+        assert said or len(left) <= 3, "one whose place cannot be read stays until the next time"
+        prune(copy, 2)
+        saved(copy, 6)
+        assert not [name for name in os.listdir(copy) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+def test_going_on_where_the_nth_operation_fails_reads_a_whole_checkpoint_or_says_why_not(folder: Path, number: int) -> None:
+    """Never from the beginning in silence, never a mixture; what is passed over is said."""
+    for step in (1, 2):
+        saved(folder / "start", step)
+    went_on = []
+    for copy, disk in each(folder, number):
+        said: list[str] = []
+        try:
+            found = newest(copy, say=said.append)
+            assert found is not None, f"began anew in silence: {disk.failed}"
+            went_on.append(of_step(found))
+        except MeshwrightError as error:
+            assert is_one_line(str(error)), str(error)
+            went_on.append(0.0)
+        assert all(map(is_one_line, said)) and (said or went_on[-1] != 1.0)
+        storage.os = os  # type: ignore[attr-defined]
+        assert of_step(newest(copy)) == 2.0
+    assert set(went_on) <= {0.0, 1.0, 2.0} and went_on[-1] == 2.0 and 1.0 in went_on
+
+
+def run_folder(folder: Path) -> None:
+    """A run of 5 steps, with a journal and two checkpoints."""
+    folder.mkdir()
+    lines = [
+        {"step": step, "loss": 3.0 / step, "tokens": 64, "gradient_norm": 1.0, "lr": 0.1, "seconds": 0.5, "batch": step - 1}
+        for step in range(1, 6)
+    ]
+    (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "events.jsonl").write_text('{"kind": "unsaved", "at": 1.0, "step": 3, "cause": "the disk is full", "seconds": 2.0}\n')
+    for step in (3, 5):
+        saved(folder / "checkpoints", step)
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+def test_a_report_whose_nth_operation_fails_is_the_whole_report_or_one_line(folder: Path, number: int) -> None:
+    """Never a report that silently knows less."""
+    run_folder(folder / "start")
+    whole = run_text(read_run(folder / "start")).replace(str(folder / "start"), "")
+    assert "the disk is full" in whole
+    refused = 0
+    for copy, disk in each(folder, number):
+        try:
+            assert run_text(read_run(copy)).replace(str(copy), "") == whole, disk.failed
+        except MeshwrightError as error:
+            assert is_one_line(str(error)) and str(copy) in str(error), str(error)
+            refused += 1
+    assert refused > 5
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+def test_lines_whose_nth_operation_fails_are_all_there_in_the_end_each_once(folder: Path, number: int) -> None:
+    (folder / "start").mkdir()
+    for copy, _ in each(folder, number):
+        lines = Lines(copy / "a.jsonl")
+        for step in range(4):
+            lines.append(json.dumps({"step": step}))
+        lines.close()
+        assert [json.loads(line)["step"] for line in (copy / "a.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_a_save_and_a_report_whose_nth_operation_hangs_are_said_while_they_hang(folder: Path) -> None:
+    """The call cannot be interrupted from within; whoever waits says so, and when the disk answers all is as ever."""
+    run_folder(folder / "start")
+    for work in (lambda copy: saved(copy / "checkpoints", 6), read_run):
+        for at in range(1, 200, 7):
+            copy = folder / f"hangs-{at}"
+            shutil.copytree(folder / "start", copy)
+            said = threading.Event()
+            answer = lambda said=said: said.wait(60.0) or pytest.fail("a silent stall")
+            with failing(at, instead=answer) as disk, storage.overdue(said.set, 0.002):
+                work(copy)
+            shutil.rmtree(copy)
+            if not disk.failed:
+                break
+
+
+def test_the_accounts_of_a_run_that_lost_records_say_what_is_missing(folder: Path) -> None:
+    """A line was torn and 55 records found no room: 5 of 60 steps are accounted for, and that is said."""
+    run_folder(folder / "run")
+    saved(folder / "run" / "checkpoints", 60)
+    with (folder / "run" / "records.jsonl").open("a") as lines:
+        lines.write('{"step": 6, "loss": 1.0, "tok')
+    workload = Workload(sequence=125, batch=8, steps=60)
+    source = ModelSource(name="tiny", module="a:b")
+    noun = Launch(model=source, workload=workload, data=Data(), plan=parse_plan("dp1"), run=Run())
+    (folder / "run" / "launch.json").write_text(noun.to_json())
+    run = read_run(folder / "run")
+    summary = summarise(run)
+    assert (run.last, run.cut, len(run.steps)) == (60, 1, 5) and summary.goodput is not None and summary.goodput.saves == 2.0
+    assert summary.ledger is not None and (summary.ledger.steps, summary.ledger.missing) == (5, 55)
+    assert "40 samples in 5 steps, each once; proven for 0 of them; 55 steps more have no record of what they read" in run_text(run)
+    assert "another" not in run_text(run, "zh") and "no record" not in run_text(run, "zh")
+
+
+def test_characters_that_control_a_terminal_are_shown_as_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the name of a tensor, of a folder, and in what a rank says."""
+    path = saved(folder / "checkpoints", 1)
+    manifest = path / "manifest.json"
+    rest = manifest.read_bytes().partition(b"\n")[2].replace(b"model/w", "model/\x9b31m\u202ew".encode())
+    manifest.write_bytes(b'{"xxh3_128": "%s",\n' % xxhash.xxh3_128(rest).hexdigest().encode() + rest)
+    (path / "rank-00000.safetensors").write_bytes(b"")
+    assert main(["checkpoint", "verify", str(folder)]) != 0
+    Screen().note("a name \x1b[31m \x9b31m \u202e")
+    shown = "".join(capsys.readouterr())
+    assert "\\x9b31m" in shown and "\\u202e" in shown and not {"\x9b", "\u202e", "\x1b"} & set(shown)
+
+
+def touching(tree: ast.AST) -> Iterator[str]:
+    """Calls that touch files without the layer."""
+    names = {"read_text", "read_bytes", "write_text", "write_bytes", "iterdir", "glob", "rglob", "unlink", "mkdir", "rmdir", "rename", "is_dir", "is_file", "exists", "touch"}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            if (
+                (owner == "os" and node.func.attr in CALLS | {"replace", "remove", "makedirs", "scandir"})
+                or owner == "shutil"
+                or (node.func.attr in names and owner != "storage")
+            ):
+                yield ast.unparse(node.func)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
+            yield "open"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "checkpoint/save.py", "checkpoint/shard.py", "checkpoint/folder.py", "checkpoint/manifest.py", "checkpoint/verify.py",
+        "checkpoint/load.py", "checkpoint/exported.py", "base/appending.py", "elastic/journal.py", "elastic/replan.py", "train/metrics.py",
+        "train/recovery.py", "train/scribe.py", "report/faults.py", "report/ledger.py", "report/memory.py",
+    ],
+)  # fmt: skip
+def test_only_the_layer_touches_the_files_of_a_run(place: str) -> None:
+    source = Path(meshwright.__file__).parent / place
+    assert list(touching(ast.parse(source.read_text()))) == []

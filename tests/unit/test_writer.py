@@ -1,0 +1,177 @@
+"""The process that writes checkpoints, as its supervisor sees it; what RUN/ranks asks for; the log of a rank on a full disk."""
+
+from __future__ import annotations
+
+import os
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.base.errors import NothingFits
+from meshwright.base.pulse import Phase, Word
+from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.journal import Journal
+from meshwright.elastic.replan import DEADLINE, Asked, plan_for
+from meshwright.elastic.signs import Signs
+from meshwright.elastic.writer import BURIAL, QUIET, SCRIBE, STANDS, Writer
+from meshwright.report.faults import read_events
+from meshwright.spec.event import EVENTS, Event
+from meshwright.spec.workload import Workload
+from meshwright.train.rank import Log
+from meshwright.train.screen import Screen
+
+
+class Stage:
+    """A writer with a clock that the test moves, and what comes of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now, self.signs = folder, 0.0, Signs("S")
+        self.notes: list[str] = []
+        self.heard: list[str] = []
+        self.started: list[int] = []
+        self.killed: list[tuple[Any, ...]] = []
+        self.holdings = Holdings(2)
+        journal = Journal(folder, self.notes.append)
+        hear = lambda rank, message: self.heard.append(message["kind"])
+        kill = lambda *words, **_: self.killed.append(words)
+        self.writer = Writer(journal, hear, self.notes.append, kill, 60.0, lambda: self.now, lambda process: self.signs)
+
+    def ask(self, step: int, waited: float = 0.0) -> None:
+        self.holdings.pulse(0).write(Word.busy, 1)
+        self.writer.begin(lambda asked: self.started.append(asked["step"]), {"step": step, "waited": waited})
+
+    def event(self, kind: str, **more: Any) -> None:
+        self.writer.heed({"event": kind, "rank": SCRIBE, "generation": 0, **more}, 0, self.holdings)
+
+    def say(self, kind: str, **more: Any) -> None:
+        self.event("said", message={"kind": kind, **more})
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+        self.writer.look(0, self.holdings)
+
+    @property
+    def is_free(self) -> bool:
+        return self.holdings.pulse(0).read(Word.busy) == 0
+
+    @property
+    def events(self) -> list[Event]:
+        return list(read_events(self.folder / EVENTS))
+
+
+@pytest.fixture
+def stage(tmp_path: Path):
+    made = Stage(tmp_path)
+    yield made
+    made.holdings.close()
+
+
+def test_an_exception_of_the_process_is_an_event_and_a_line_and_ranks_hear_that_nothing_is_written(stage: Stage) -> None:
+    for step in (1, 2):
+        stage.ask(step, waited=1.5)
+        stage.event("started", pid=7)
+        stage.say("failed", error="OSError", message="Directory not empty", place="", code=1, known=False)
+        assert not stage.is_free
+        stage.event("ended", status=1)
+        assert stage.is_free
+    assert [(event.kind, event.step, event.seconds) for event in stage.events] == [("unsaved", 1, 1.5), ("unsaved", 2, 1.5)]
+    assert stage.notes[0] == "no checkpoint at step 1: OSError: Directory not empty; training goes on"
+    assert stage.notes[1].endswith("; 2 saves in a row have failed, none since the start of this command is on disk")
+    assert stage.heard == [], "nobody else is to know of it"
+
+
+def test_a_process_that_ends_in_silence_or_after_it_had_saved_is_told_apart(stage: Stage) -> None:
+    for status, saves in ((0, False), (-9, False), (-9, True)):
+        stage.ask(4)
+        stage.event("started", pid=7)
+        if saves:
+            stage.say("saved", step=4, path="step-4", seconds=2.0)
+        stage.event("ended", status=status)
+    assert [event.kind for event in stage.events] == ["unsaved", "unsaved", "save"]
+    assert stage.holdings.pulse(1).read(Word.saved) == 2_000_000
+
+
+def test_one_that_makes_no_progress_is_said_then_killed_then_left_alone(stage: Stage) -> None:
+    stage.ask(8)
+    stage.event("started", pid=7)
+    stage.ask(12)
+    for moved in range(1, 6):  # a slow disk is not a dead one
+        stage.signs = Signs("D", moved=float(moved))
+        stage.pass_by(50.0)
+    assert stage.notes == [] and stage.killed == []
+    stage.pass_by(QUIET + 1.0)
+    assert "has made no progress for 11.0 s: its disk does not answer" in stage.notes[0]
+    stage.pass_by(50.0)
+    assert stage.killed == [("signal", SCRIBE)] and not stage.is_free
+    stage.pass_by(BURIAL + 1.0)  # not even that ended it
+    assert stage.events[-1].step == 8 and stage.started == [8, 12], "what was asked for meanwhile begins"
+    stage.event("ended", status=-9)  # of the first one, late
+    stage.event("refused", pid=7)
+    assert stage.is_free and "process 7, which wrote one before, still waits for its disk" in stage.events[-1].cause
+
+
+def test_one_that_stands_in_line_for_a_core_is_not_stuck(stage: Stage) -> None:
+    stage.ask(8)
+    stage.event("started", pid=7)
+    stage.signs = Signs("R", moved=1.0)
+    stage.pass_by(1.0)
+    stage.signs = Signs("R", in_line=500.0, moved=1.0)
+    stage.pass_by(500.0)
+    assert stage.killed == [] and stage.notes == []
+
+
+def test_training_that_waits_for_a_checkpoint_says_so_less_and_less_often(stage: Stage) -> None:
+    pulse = stage.holdings.pulse(0)
+    pulse.at(Phase.save, 20)
+    for _ in range(100):
+        stage.pass_by(1.0)
+    assert [" ".join(note.split()[5:-8]) for note in stage.notes] == [
+        "6.00 s",
+        "11.0 s",
+        "21.0 s",
+        "41.0 s",
+        "1 min 21 s",
+    ] and STANDS == 5.0
+    assert stage.notes[0] == "step 20: training has waited 6.00 s so far for a checkpoint to be written"
+
+
+def test_a_kind_of_message_that_nobody_knows_is_shown_and_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    for kind in ("gossip", "failed", "unsaved", "hear", "close", "_note"):
+        screen.hear({"kind": kind})
+    assert capsys.readouterr().err.count("which this version does not know: passed over") == 4
+
+
+@pytest.mark.parametrize("content", [b"99999", b"\xff", b"-1", b"0", b"three", b"2 3", b"9" * 5000, "٣".encode(), b"\x9b31m"])
+def test_ranks_that_cannot_be_are_one_line_and_the_run_goes_on(tmp_path: Path, content: bytes) -> None:
+    notes: list[str] = []
+    asked = Asked(tmp_path, notes.append, 4)
+    (tmp_path / "ranks").write_bytes(content)
+    assert [asked(4), asked(4)] == [None, None]
+    assert len(notes) == 1 and "a number from 1 to 4 is wanted here; goes on as before" in notes[0] and len(notes[0]) < 300
+    (tmp_path / "ranks").write_bytes(b"3\n")
+    assert [asked(4), asked(4)] == [3, None]
+
+
+def test_what_is_no_file_in_place_of_the_ranks_is_one_line_and_stays(tmp_path: Path) -> None:
+    for make in (Path.mkdir, os.mkfifo):
+        notes: list[str] = []
+        (folder := tmp_path / make.__name__).mkdir()
+        make(folder / "ranks")
+        asked = Asked(folder, notes.append, 4)
+        assert [asked(4) for _ in range(9)] == [None] * 9
+        assert len(notes) == 1 and (folder / "ranks").exists()
+
+
+def test_planning_for_another_number_of_ranks_has_a_deadline() -> None:
+    now = iter(range(0, 10**6, 7))
+    with pytest.raises(NothingFits, match=r"no plan for \d+ to 99999 ranks was found in 60 s: ask for fewer"):
+        plan_for(None, Workload(batch=7, sequence=8), 99999, lambda: float(next(now)))
+    assert DEADLINE == 60.0
+
+
+def test_a_log_on_a_full_disk_costs_lines_and_nothing_else() -> None:
+    with TextIOWrapper(Log("/dev/full", "wb"), write_through=True) as log:
+        print("a line", file=log, flush=True)
