@@ -10,6 +10,7 @@ from odd_models import Job
 
 RUNS = {
     "attention and a gated perceptron that read the same input": ("body:parallel", "tp2.mb8 tp2.sp.mb8 dp2.tp2.mb4"),
+    "dropout inside a block that is recomputed": ("inner:dropout-all", "dp1.mb8 dp1.mb2.rc-layer dp2.z3.mb2.rc-layer pp2.mb2.rc-layer"),
 }
 
 

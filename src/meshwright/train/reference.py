@@ -14,12 +14,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.anatomy.stacks import find_lists
@@ -30,6 +33,7 @@ from meshwright.parallel.experts.balance import coefficient_of
 from meshwright.parallel.experts.capacity import FACTOR, drop_beyond
 from meshwright.parallel.gather import WholeTensors
 from meshwright.parallel.objective import Batch, LossFunction, Objective, logits_of, rows_of
+from meshwright.parallel.pipeline.keeping import under
 from meshwright.parallel.tensor.loss import shifted
 from meshwright.parallel.tensor.products import use_products
 from meshwright.train.precise import precise
@@ -134,7 +138,9 @@ class Reference:
             return inner(*args, **kwargs)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            output = checkpoint(run, *args, use_reentrant=False, **kwargs) if torch.is_grad_enabled() else run(*args, **kwargs)
+            modes = function_modes()
+            again = partial(checkpoint, run, use_reentrant=False, context_fn=lambda: (nullcontext(), under(modes)))
+            output = again(*args, **kwargs) if torch.is_grad_enabled() else run(*args, **kwargs)
             self._close()
             return output
 

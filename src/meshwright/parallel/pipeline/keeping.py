@@ -9,7 +9,7 @@ Source of `selective`: Korthikanti et al., arXiv 2205.05198, section 5.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -97,11 +98,22 @@ class Keeping:
 
 def _again(forward: Forward, moving: Moving, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     before = moving.before()
-    as_before = AsBefore(before)
-    contexts: Any = {"context_fn": lambda: (nullcontext(), as_before)} if any(each.value is not None for each in before) else {}
+    as_before, modes = AsBefore(before), function_modes()
+    buffers = as_before if any(each.value is not None for each in before) else None
+    contexts: Any = {"context_fn": lambda: (nullcontext(), under(modes, buffers))} if modes or buffers else {}
     output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
     as_before.moved = moving.moved(before)
     return output
+
+
+@contextmanager
+def under(modes: Sequence[TorchFunctionMode], buffers: AbstractContextManager[Any] | None = None) -> Iterator[None]:
+    """What is recomputed runs under the function modes of its forward, such as one without dropout: torch leaves them while a backward runs."""
+    with buffers or nullcontext(), ExitStack() as stack:
+        for mode in modes:
+            if mode not in function_modes():
+                stack.enter_context(mode)
+        yield
 
 
 @contextmanager
