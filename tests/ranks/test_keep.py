@@ -15,7 +15,8 @@ from equality import anatomy_of, difference, make_batch, make_model, make_optimi
 from faulty import launch
 from torch import nn
 
-from meshwright.base.pulse import Pulse, opened
+import meshwright.train.recovery as recovery_module
+from meshwright.base.pulse import Pulse, Word, opened
 from meshwright.checkpoint.memory import Kept, Memory
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Optimizer
@@ -298,3 +299,39 @@ def test_a_save_that_is_due_where_other_ranks_go_on_finds_copies_of_theirs_or_is
     for room, expected in ((True, [(["write"], True), ([], True)]), (False, [(["saved"], True), ([], False)])):
         (folder := tmp_path / str(room)).mkdir()
         assert ranks.run(2, caught_up, str(folder), "tp2", room) == expected
+
+
+def delayed(folder: str) -> dict[str, Any]:
+    """What a rank does where saves are due while the one before is still written, and what it says of the seconds that it waited."""
+    messages: list[dict[str, Any]] = []
+    trainer = start("llama", "dp1", "fp32")
+    Path(f"{folder}/own").touch()
+    recovery = recovery_of(trainer, folder, [], f"{folder}/own", checkpoint_every=1)
+    recovery.channel.hear = messages.append
+    trainer.step(make_batch("llama", 0))
+    assert recovery.copies is not None
+    recovery.copies.begin({})
+    recovery.save(must=False)  # asked for
+    recovery_module.WAIT = 0.05
+    found = {"due": [], "asked": []}
+    for step in (1, 2, 3):
+        trainer.step(make_batch("llama", step))
+        recovery.copies.begin({})
+        if step == 3:  # the supervisor says that the one before has ended
+            recovery.pulse.write(Word.busy, 0)
+            recovery._busy = False
+        found["due"].append(recovery.due(trainer.steps))
+        recovery.save(must=False)
+        found["asked"].append([message["step"] for message in messages if message["kind"] == "write"])
+    found["waited"] = [message["waited"] for message in messages if message["kind"] == "write"]
+    return found
+
+
+def test_training_goes_on_where_the_save_before_takes_long_and_the_next_one_follows_as_soon_as_it_has_ended(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """It waited without limit; what it did wait stands with the save that follows."""
+    found = ranks.run(1, delayed, str(tmp_path))[0]
+    assert found["asked"] == [[1], [1], [1, 4]]
+    first, second = found["waited"]
+    assert first == 0.0 and 0.05 <= second < 60.0

@@ -327,6 +327,8 @@ def test_ranks_that_read_or_write_for_long_are_not_silent_where_they_do_not_trai
     assert seconds_until_named((phase, phase), moved=1e5)[0] >= 600.0
     assert seconds_until_named((phase, phase), state="D")[0] >= 600.0
     assert 60.0 < seconds_until_named((phase, phase), moved=1e3)[0] < 70.0, "looking about is no work"
+    found, words = seconds_until_named((phase, phase), most=3000.0, state="D")
+    assert 1250.0 < found < 1280.0 and "hung" in words, "a disk that never answers holds no run for ever"
     assert 60.0 < seconds_until_named((Phase.data, Phase.data), state="D", moved=1e9)[0] < 70.0
 
 

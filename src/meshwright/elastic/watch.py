@@ -12,7 +12,7 @@ machine under load kills nobody.
 
 [Note: at work] What ranks do beside training may take an hour in which none of them says a word: one encodes a corpus, one reads weights from a
 slow disk, and the others wait. So those that do not train are not silent while one of them waits for a disk or moves bytes (of files, or
-memory that it meets for the first time), or computes where there is nobody to wait for. Where ranks meet, as they join and as they agree on
+memory that it meets for the first time; one call to a disk may take DISK seconds), or computes where there is nobody to wait for. Where ranks meet, as they join and as they agree on
 what to go on from, computing shows nothing: libraries look for each other in endless loops, and one that looks in vain hangs.
 
 [Note: accelerators] There a rank hands work to its device and waits for others inside of it: it says neither that it waits nor for whom, and a first
@@ -60,6 +60,9 @@ ACCELERATORS = Terms(30.0, 300.0, Phase.update, tell=False)
 
 WORK, MOVED = 0.5, 1 << 20
 """Seconds of computing, and bytes, that show a rank to be at work. One that waits looks about it some times a second: that is much less a minute."""
+
+DISK = 1200.0
+"""Seconds that one call to a disk may take before its rank counts as hung: a disk that is mounted over a network may never answer."""
 
 ALONE = (Phase.start, Phase.build, Phase.sample)
 """Where a rank waits for no other."""
@@ -132,6 +135,8 @@ class Watch:
     _waits: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
     _work: dict[int, Signs] = field(default_factory=dict)
+    _disk: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Of a rank that waits for its disk: the bytes that it had moved when that began, and when that was."""
     _step: int = 0
     _warm: int = 0
 
@@ -177,8 +182,13 @@ class Watch:
             if self._trains(rank) or signs.state == "T":
                 continue
             beside[rank], before = signs, self._work.setdefault(rank, signs)
+            moved, since = self._disk.get(rank, (signs.moved, now))
+            if signs.state != "D" or signs.moved - moved > MOVED:
+                moved, since = signs.moved, now
+            self._disk[rank] = moved, since
+            waits_for_disk = signs.state == "D" and now - since < DISK
             computes = pulse.read(Word.phase) in ALONE and signs.computed - before.computed > WORK
-            if pulse.read(Word.waits) % WAITS == 0 and (computes or signs.state == "D" or signs.moved - before.moved > MOVED):
+            if pulse.read(Word.waits) % WAITS == 0 and (computes or waits_for_disk or signs.moved - before.moved > MOVED):
                 at_work = True
         for rank, signs in beside.items() if at_work else ():
             self._seen[rank] = _Seen(self._seen[rank].word, now, signs.in_line)
