@@ -52,12 +52,12 @@ def factor(rate: float) -> float:
 
 
 @contextmanager
-def perturbed(engine: Parallel) -> Iterator[int]:
-    """Parameters that are constant have noise inside, and are as before afterwards, bit for bit. Gives their number; all ranks call it."""
+def perturbed(engine: Parallel) -> Iterator[list[str]]:
+    """Parameters that are constant have noise inside, and are as before afterwards, bit for bit. Gives their names; all ranks call it."""
     constants = _constants(engine)
     _write(engine, constants, noisy=True)
     try:
-        yield len(constants)
+        yield list(constants)
     finally:
         _write(engine, constants, noisy=False)
 

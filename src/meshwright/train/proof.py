@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,13 @@ from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.gather import WholeTensors
-from meshwright.parallel.objective import Batch, LossFunction, rows_of
+from meshwright.parallel.objective import Batch, rows_of
 from meshwright.spec.proof import Proof
 from meshwright.train.contents import Content, contents_of
 from meshwright.train.digests import Digests, first_differing
 from meshwright.train.perturbed import perturbed
 from meshwright.train.reference import Reference, Side
+from meshwright.train.skeleton import Skeleton
 from meshwright.train.tolerance import FLOORS, STRICT, Compared, Gap, Limits, Verdict, judged, sketch
 from meshwright.train.untouched import devices_of, quiet, untouched
 
@@ -34,21 +35,25 @@ if TYPE_CHECKING:
 class Run:
     """One proof. All ranks make it and call `prove`; what rank 0 finds is the same on all."""
 
-    def __init__(self, trainer: Trainer, skeleton: nn.Module | None, loss: LossFunction | None) -> None:
-        self.trainer, self.engine, self.skeleton, self.loss = trainer, trainer.engine, skeleton, loss
+    def __init__(self, trainer: Trainer, skeleton: Skeleton, expected: Mapping[str, torch.Tensor] | None = None) -> None:
+        """`expected`: fingerprints of the model's weights, where nothing has changed these since it was given."""
+        self.trainer, self.engine, self.skeleton = trainer, trainer.engine, skeleton
         self.compute = getattr(torch, trainer.engine.recipe.compute)
         self.tensors = WholeTensors(trainer.engine, self.compute)
         self.is_first = trainer.mesh.rank == 0
         self.trains = True
+        self.expected = dict(expected or {})
+        self.misplaced: list[str] = []
         self.notes: list[str] = []
         self.stored_whole = False
 
     def prove(self, batch: Batch | Share) -> Proof:
         began = time.perf_counter()
-        trainer, contents = self.trainer, contents_of(self.engine, batch, self.loss is not None)
+        trainer, contents = self.trainer, contents_of(self.engine, batch, self.skeleton.loss is not None)
         found: list[tuple[Compared, Verdict]] = []
         first, done = "", []
-        with perturbed(self.engine):
+        with perturbed(self.engine) as constants:
+            self.expected = {name: value for name, value in self.expected.items() if name not in constants}
             for content in contents:
                 one = self._content(content)
                 if one is None:
@@ -115,10 +120,12 @@ class Run:
 
         def run() -> tuple[float, int, str]:
             nonlocal reference
-            assert self.skeleton is not None
-            reference = Reference(self.skeleton, self.engine, self.tensors, self.loss, side)
+            reference = Reference(self.skeleton, self.engine, self.tensors, side)
             self._set_modes(reference.model)
-            return (*reference.forward(content.batch, 1.0), "absent" if reference.is_absent else "")
+            reference.expected, self.expected = self.expected, {}
+            found = reference.forward(content.batch, 1.0)
+            self.misplaced += reference.misplaced
+            return (*found, "absent" if reference.is_absent else "")
 
         with quiet(self.trainer, self.trains):
             loss, labels, problem = self._on_first(run)
@@ -205,13 +212,15 @@ class Run:
     # --- where --------------------------------------------------------------------------------------------------------------
 
     def _located(self, content: Content, found: tuple[Compared, Verdict]) -> str:
-        """The first module in order of execution whose output differs, else the gradient nearest to the loss that does."""
+        """A weight that is not the model's, else the first module in order of execution whose output differs, else the loss, else the gradient nearest to
+        it that differs."""
+        if misplaced := self._shared(self.misplaced):
+            return f"first at {misplaced[0]}: the ranks have other values of it than the model had"
         ours, theirs = Digests(), Digests()
 
         def run() -> tuple[float, int, str]:
-            assert self.skeleton is not None
             side = Side(self._side().dtype, self._side().high, self.stored_whole)
-            reference = Reference(self.skeleton, self.engine, self.tensors, self.loss, side)
+            reference = Reference(self.skeleton, self.engine, self.tensors, side)
             self._set_modes(reference.model)
             with theirs.of(reference.model):
                 reference.forward(content.batch, 1.0)
@@ -224,7 +233,9 @@ class Run:
         limit = FLOORS[self.compute][1] if self.compute in FLOORS else 100 * STRICT[self.compute][0]
         named = first_differing(self.engine, self._shared(theirs.sums), ours, limit)
         _, verdict = found
-        if not named and self.is_first and verdict.beyond:
+        if not named and self.is_first and not verdict.loss <= verdict.loss_limit:
+            named = "first at the loss: the outputs of all modules agree"
+        elif not named and self.is_first and verdict.beyond:
             named = f"first in backward: gradient of {verdict.beyond[0]}"
         return self._shared(named)
 
@@ -249,7 +260,9 @@ class Run:
 
     def _is_good(self, found: tuple[Compared, Verdict]) -> bool:
         compared, verdict = found
-        return self._agreed(verdict.good and compared.labels[0] == compared.labels[1] and set(compared.reached) == compared.planned)
+        return self._agreed(
+            not self.misplaced and verdict.good and compared.labels[0] == compared.labels[1] and set(compared.reached) == compared.planned
+        )
 
     def _shared(self, value: Any) -> Any:
         """What rank 0 has."""
@@ -266,7 +279,7 @@ class Run:
         worst = worst if verdict.good else verdict
         reached = set(compared.reached)
         order = list(self.engine.shapes)
-        good = verdict.good and compared.labels[0] == compared.labels[1] and reached == compared.planned
+        good = not self.misplaced and verdict.good and compared.labels[0] == compared.labels[1] and reached == compared.planned
         return Proof(
             plan=self.trainer.plan.name,
             precision=self.engine.recipe.name,

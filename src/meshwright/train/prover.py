@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.base.errors import InputError, PlanRefused
@@ -22,7 +23,7 @@ from meshwright.spec.plan import Plan, Recompute
 from meshwright.spec.proof import Proof, ProofMode, check_mode
 from meshwright.train.contents import rows_of_proof
 from meshwright.train.proof import Run
-from meshwright.train.reference import skeleton_of
+from meshwright.train.skeleton import fingerprints_of, skeleton_of
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Share, Trainer
@@ -43,16 +44,17 @@ def proof_mode(given: ProofMode | None) -> ProofMode:
     return check_mode(int(said) if said.isdecimal() else said)  # type: ignore[arg-type]
 
 
-def skeleton_for(mode: ProofMode, model: nn.Module) -> nn.Module | None:
-    """The copy that a proof needs, of a model that nothing has changed yet; none where no proof shall run."""
-    return None if mode == "never" else skeleton_of(model)
-
-
 class Prover:
     """The schedule of proofs of one trainer. `say` is given lines for the user; `last` is the last proof."""
 
-    def __init__(self, mode: ProofMode, skeleton: nn.Module | None, loss: LossFunction | None) -> None:
-        self.mode, self.skeleton, self.loss = mode, skeleton, loss
+    def __init__(self, mode: ProofMode, model: nn.Module | None, loss: LossFunction | None, compute: str = "") -> None:
+        """`model`: as the user has given it, which nothing has changed yet; `compute`: the type of computation."""
+        self.mode, self.skeleton = mode, None if mode == "never" or model is None else skeleton_of(model, loss)
+        self.fingerprints = (
+            {} if self.skeleton is None or model is None or not _is_first() else fingerprints_of(model, getattr(torch, compute))
+        )
+        self.versions: list[int] = []
+        """Of the weights when they were laid."""
         self.required = ""
         """Why the next update waits for a proof."""
         self.reason = ""
@@ -81,13 +83,15 @@ class Prover:
 
     def prove(self, trainer: Trainer, batch: Batch | Share) -> Proof:
         """A proof now. All ranks call it."""
-        if self.mode == "never":
+        if self.skeleton is None:
             raise InputError("prove='never' has no copy of the model to compare with: call parallelize with prove='start'")
         if trainer.engine.outer is not None:
             raise InputError(
                 "replicas that take local steps have no single device to compare with: the proof runs without local steps alone"
             )
-        self.last = Run(trainer, self.skeleton, self.loss).prove(batch)
+        unchanged = trainer.steps == 0 and versions_of(trainer) == self.versions
+        self.last = Run(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(batch)
+        self.fingerprints = {}  # proven once: what ranks do to weights later is another matter
         return self.last
 
     @property
@@ -154,3 +158,12 @@ def preflight(trainer: Trainer, batch: Batch | Share) -> None:
     batches, _ = trainer._share(batch)
     trainer.engine.zero.end_broken()
     trainer.engine.preflight.check(trainer.engine, batches, True)
+
+
+def versions_of(trainer: Trainer) -> list[int]:
+    """How often the main weights of this rank were written to."""
+    return [part._version for unit in trainer.engine.zero.units for part in unit.master.parts]
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -11,7 +11,6 @@ instead of a wrong number; the run is then repeated with all weights stored whol
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils.checkpoint import checkpoint
 
@@ -31,44 +31,37 @@ from meshwright.models.output import IGNORED
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.experts.balance import coefficient_of
 from meshwright.parallel.experts.capacity import FACTOR, drop_beyond
+from meshwright.parallel.fingerprint import project
 from meshwright.parallel.gather import WholeTensors
-from meshwright.parallel.objective import Batch, LossFunction, Objective, logits_of, rows_of
+from meshwright.parallel.objective import Batch, Objective, logits_of, rows_of
 from meshwright.parallel.pipeline.keeping import under
 from meshwright.parallel.tensor.loss import shifted
 from meshwright.parallel.tensor.products import use_products
 from meshwright.train.precise import precise
+from meshwright.train.skeleton import Skeleton
 
 Compare = Callable[[str, torch.Tensor, torch.Tensor], None]
 """Given a name, one device's gradient and the plan's."""
+MISPLACED = 1e-4
+"""Relative difference of fingerprints of weights that are not those of the model."""
 AT_ONCE = 1 << 24
 """Elements of gradients that wait before they are compared."""
 
 
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of `model` without the memory of its parameters, which are on the meta device. Buffers are copied. Raises InputError."""
-    try:
-        return _copied(model, lambda parameter: torch.empty_like(parameter, device="meta"))
-    except Exception as error:
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
-        raise InputError(
-            f"{type(model).__name__} cannot be copied for the proof run ({reason}): let copy.deepcopy copy it, or train without the proof "
-            "with prove='never'"
-        ) from None
+class Apart(TorchFunctionMode):
+    """Refuses operations on the parameters of the model that is trained, which one device's side must not reach."""
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.live = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.is_paused = False
+        """While whole tensors are gathered."""
 
-def _copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A deep copy whose parameters hold what `make` gives; shared ones stay shared, hooks of gradients stay."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        twin = nn.Parameter(make(parameter.detach()), requires_grad=parameter.requires_grad)
-        for hook in (parameter._backward_hooks or {}).values() if parameter.requires_grad else ():
-            twin.register_hook(hook)
-        memo[id(parameter)] = twin
-    for module in model.modules():
-        for value in vars(module).values():  # such as the weight that old weight_norm computes
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(model, memo)
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in () if self.is_paused else args:
+            if id(value) in self.live and isinstance(value, nn.Parameter):
+                raise InputError(f"the copy of the model or the loss reads {self.live[id(value)]} of the model that is trained")
+        return function(*args, **(kwargs or {}))
 
 
 @dataclass
@@ -83,12 +76,13 @@ class Side:
 class Reference:
     """A run of the skeleton on rank 0. Use: `forward`, then `backward`."""
 
-    def __init__(self, skeleton: nn.Module, engine: Parallel, tensors: WholeTensors, loss: LossFunction | None, side: Side) -> None:
-        self.engine, self.tensors, self.loss, self.side = engine, tensors, loss, side
+    def __init__(self, skeleton: Skeleton, engine: Parallel, tensors: WholeTensors, side: Side) -> None:
+        self.engine, self.tensors, self.side = engine, tensors, side
         device = engine.mesh.device
         nan = torch.full((), math.nan, dtype=side.dtype, device=device)
         self.absent = nan
-        self.model = _copied(skeleton, lambda parameter: nan.expand(parameter.shape))
+        copied = skeleton.with_parameters(lambda parameter: nan.expand(parameter.shape))
+        self.model, self.loss = copied.model, copied.loss
         self.parameters = dict(self.model.named_parameters())
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._prepare(device)
@@ -97,6 +91,11 @@ class Reference:
         self.reached: list[str] = []
         self._waiting: dict[str, torch.Tensor] = {}
         self.compare: Compare | None = None
+        self.expected: dict[str, torch.Tensor] = {}
+        """Fingerprints of weights that nothing has changed since the model was given."""
+        self.apart = Apart(engine.model)
+        self.misplaced: list[str] = []
+        """Weights that have others."""
         self.entered: set[str] = set()
         for path in self.blocks:
             self._wrap(path)
@@ -160,8 +159,19 @@ class Reference:
         self.open = ""
 
     def _fill(self, names: Sequence[str]) -> None:
-        for name, whole in self.tensors.weights(names).items():
+        for name, whole in self._gathered(self.tensors.weights, names).items():
+            if name in self.expected:
+                expected = self.expected.pop(name)
+                off = (project(name, whole).cpu() - expected).norm() / expected.norm().clamp_min(1e-300)
+                self.misplaced += [name] if not float(off) <= MISPLACED else []
             self.parameters[name].data = whole.to(self.side.dtype)
+
+    def _gathered(self, request: Callable[[Sequence[str]], dict[str, torch.Tensor]], names: Sequence[str]) -> dict[str, torch.Tensor]:
+        self.apart.is_paused = True
+        try:
+            return request(names)
+        finally:
+            self.apart.is_paused = False
 
     # --- passes ---------------------------------------------------------------------------------------------------------------
 
@@ -172,7 +182,7 @@ class Reference:
         batch = {name: self._moved(value) for name, value in batch.items()}
         objective = Objective(self.model, self.loss, None)
         labels = objective.count(batch)
-        with torch.enable_grad():
+        with self.apart, torch.enable_grad():
             total = self._mean(objective, batch, labels)
         self._total = total * scale
         return float(total.detach()), labels
@@ -208,7 +218,8 @@ class Reference:
     def backward(self, compare: Compare) -> None:
         """Every gradient goes to `compare` with the plan's, nearest to the loss first."""
         self.compare = compare
-        self._total.backward()
+        with self.apart:
+            self._total.backward()
         self._flush()
         self._close()
         del self._total
@@ -227,7 +238,7 @@ class Reference:
     def _flush(self) -> None:
         assert self.compare is not None
         waiting, self._waiting = self._waiting, {}
-        planned = self.tensors.gradients(list(waiting))
+        planned = self._gathered(self.tensors.gradients, list(waiting))
         for name, gradient in waiting.items():
             self.compare(name, gradient, planned[name])
 

@@ -44,7 +44,7 @@ from meshwright.spec.proof import Proof, ProofMode
 from meshwright.spec.record import Mixtures, RunState, StepRecord
 from meshwright.train.agreement import agree_on_batch, agree_on_model
 from meshwright.train.batches import check_batch, check_example, check_kind, on_device
-from meshwright.train.prover import Prover, proof_mode, skeleton_for
+from meshwright.train.prover import Prover, proof_mode, versions_of
 from meshwright.train.scaler import LossScale
 from meshwright.train.uneven import divided, filled, whole_rows
 from meshwright.train.want import Holder, in_words
@@ -108,7 +108,7 @@ def parallelize(
     known = Known(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
     predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.place.pp)
     with in_words(Holder(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
-        prover = Prover(prove, skeleton_for(prove, model), known["loss"])
+        prover = Prover(prove, model, known["loss"], chosen.compute)
         engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
         give_places(engine, seed)
         give_back()
@@ -116,7 +116,7 @@ def parallelize(
         made = groups.optimizer(engine.zero.masters())
         fuse(made)
         trainer = Trainer(engine, made, clip, seed)
-    trainer.predicted, trainer.prover = predicted, prover
+    trainer.predicted, trainer.prover, prover.versions = predicted, prover, versions_of(trainer)
     return trainer
 
 

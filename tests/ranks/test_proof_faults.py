@@ -1,0 +1,181 @@
+"""Faults that are planted after `parallelize`, each a way in which a plan could train another model: the proof finds each and names the place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from equality import make_batch
+from test_proof import trainer_of
+from torch import nn
+
+from meshwright.parallel.zero.flat import FlatUnit
+from meshwright.spec.proof import Proof
+from meshwright.train.trainer import Trainer
+
+BLOCK = "model.layers.1"
+Plant = Callable[[Trainer], None]
+
+
+def module_of(trainer: Trainer, path: str) -> nn.Module:
+    return trainer.engine.model.get_submodule(path)
+
+
+def weight(trainer: Trainer, name: str) -> tuple[FlatUnit, torch.Tensor]:
+    """The unit of a parameter, and this rank's copy of it."""
+    unit = next(unit for unit in trainer.engine.zero.units if name in unit.parameters)
+    return unit, unit.view(unit.weights, name)
+
+
+def here(trainer: Trainer) -> bool:
+    return trainer.mesh.rank == 1
+
+
+def wrapped(trainer: Trainer, path: str, change: Callable[[Any, Any], Any]) -> None:
+    """The output of a module becomes `change(input, output)`."""
+    module_of(trainer, path).register_forward_hook(lambda module, args, output: change(args[0], output))
+
+
+# --- faults -------------------------------------------------------------------------------------------------------------------
+
+
+def wrong_shard_of_a_column(trainer: Trainer) -> None:
+    """Without a trace in the versions of tensors, as if they had been laid so."""
+    own = weight(trainer, f"{BLOCK}.mlp.up_proj.weight")[1]
+    own.data.copy_(own.flip(0))
+
+
+def wrong_order_of_heads(trainer: Trainer) -> None:
+    own = weight(trainer, f"{BLOCK}.self_attn.q_proj.weight")[1]
+    own.data.copy_(own.roll(16, 0))
+
+
+def flipped_bit(trainer: Trainer) -> None:
+    """In the copy of one replica; the highest bit of the mantissa."""
+    if here(trainer):
+        own = weight(trainer, f"{BLOCK}.mlp.down_proj.weight")[1].view(-1)
+        own.view(torch.int64)[7] ^= 1 << 51
+
+
+def stale_tied_weight(trainer: Trainer) -> None:
+    """The last stage has the weight of a step before."""
+    if here(trainer):
+        with torch.no_grad():
+            next(unit for unit, counts in trainer.engine.zero.tied if not counts).weights.mul_(0.99)
+
+
+def swapped_blocks(trainer: Trainer) -> None:
+    one, other = (module_of(trainer, f"model.layers.{index}") for index in (1, 2))
+    one.forward, other.forward = other.forward, one.forward  # type: ignore[method-assign]
+
+
+def lost_residual(trainer: Trainer) -> None:
+    wrapped(trainer, f"{BLOCK}.mlp", lambda given, output: output - given)
+
+
+def doubled_bias(trainer: Trainer) -> None:
+    module = module_of(trainer, "transformer.h.1.mlp.c_proj")
+    module.register_forward_hook(lambda module, args, output: output + module.bias)
+
+
+def lost_all_reduce_of_a_norm(trainer: Trainer) -> None:
+    trainer.engine.zero._partial.clear()
+
+
+def scaled_gradient_of_a_replica(trainer: Trainer) -> None:
+    if here(trainer):
+        unit, _ = weight(trainer, f"{BLOCK}.mlp.down_proj.weight")
+        unit.parameters[f"{BLOCK}.mlp.down_proj.weight"].register_hook(lambda gradient: gradient * 1.01)
+
+
+def lost_gradient_of_a_replica(trainer: Trainer) -> None:
+    if here(trainer):
+        unit, _ = weight(trainer, "model.norm.weight")
+        unit.parameters["model.norm.weight"].register_hook(torch.zeros_like)
+
+
+def skipped_micro_batch(trainer: Trainer) -> None:
+    inner = trainer.engine.pipeline.run
+    trainer.engine.pipeline.run = lambda batches, scale: inner([*batches[:-1], batches[0]], scale)  # type: ignore[method-assign]
+
+
+def mean_of_means(trainer: Trainer) -> None:
+    """Each micro-batch counts as much, whatever its number of labels."""
+    objective = trainer.engine.objective
+    inner = objective.sum
+    objective.sum = lambda output, batch: inner(output, batch) / max(objective.count(batch), 1) * 2.0  # type: ignore[method-assign]
+
+
+def wrong_label_shift(trainer: Trainer) -> None:
+    trainer.engine.objective.shift = False
+
+
+def lost_label(trainer: Trainer) -> None:
+    objective = trainer.engine.objective
+    inner = objective.count
+    objective.count = lambda batch: inner(batch) - 1  # type: ignore[method-assign]
+
+
+def detached_block(trainer: Trainer) -> None:
+    wrapped(trainer, f"{BLOCK}.mlp", lambda given, output: output.detach())
+
+
+def reversed_gradient(trainer: Trainer) -> None:
+    def turn(given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        output.register_hook(torch.neg)
+        return output
+
+    wrapped(trainer, f"{BLOCK}.mlp", turn)
+
+
+def wrong_positions(trainer: Trainer) -> None:
+    wrapped(trainer, f"{BLOCK}.self_attn.k_proj", lambda given, output: output.roll(1, 1))
+
+
+def norm_of_a_slice(trainer: Trainer) -> None:
+    if here(trainer):
+        wrapped(trainer, f"{BLOCK}.input_layernorm", lambda given, output: output * 1.0001)
+
+
+def frozen_by_mistake(trainer: Trainer) -> None:
+    """What no gradient reaches under the plan stays as it is."""
+    unit, _ = weight(trainer, "model.norm.weight")
+    unit.parameters["model.norm.weight"].requires_grad_(False)
+
+
+FAULTS: tuple[tuple[Plant, str, str, str], ...] = (
+    (wrong_shard_of_a_column, "llama", "tp2", f"{BLOCK}.mlp.up_proj"),
+    (wrong_order_of_heads, "llama", "tp2", f"{BLOCK}.self_attn.q_proj"),
+    (flipped_bit, "llama", "dp2", f"{BLOCK}.mlp"),
+    (stale_tied_weight, "llama-tied", "pp2", "lm_head"),
+    (swapped_blocks, "llama", "dp2", f"{BLOCK}."),
+    (lost_residual, "llama", "pp2", f"{BLOCK}.mlp"),
+    (doubled_bias, "gpt2", "tp2", "transformer.h.1.mlp.c_proj"),
+    (lost_all_reduce_of_a_norm, "llama", "tp2.sp", "norm"),
+    (scaled_gradient_of_a_replica, "llama", "dp2", f"{BLOCK}.mlp.down_proj.weight"),
+    (lost_gradient_of_a_replica, "llama", "dp2.z3", "model.norm.weight"),
+    (skipped_micro_batch, "llama", "dp2", "embed_tokens"),
+    (mean_of_means, "llama", "dp2", "the loss"),
+    (wrong_label_shift, "llama", "dp2", "the loss"),
+    (lost_label, "llama", "tp2", "labels"),
+    (detached_block, "llama", "pp2", f"{BLOCK}.mlp"),
+    (reversed_gradient, "llama", "dp2.z1", f"{BLOCK}.mlp"),
+    (wrong_positions, "llama", "cp2", f"{BLOCK}.self_attn"),
+    (norm_of_a_slice, "llama", "tp2.sp", f"{BLOCK}.input_layernorm"),
+    (frozen_by_mistake, "llama", "dp2", "model.norm.weight"),
+)
+
+
+def proof_with(plant: Plant, name: str, plan: str) -> Proof:
+    trainer = trainer_of(name, plan)
+    plant(trainer)
+    return trainer.prove(make_batch(name, 0))
+
+
+@pytest.mark.parametrize(("plant", "name", "plan", "place"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
+def test_a_planted_fault_is_found_and_its_place_named(ranks: Any, plant: Plant, name: str, plan: str, place: str) -> None:
+    proof = ranks.run(2, proof_with, plant, name, plan)[0]
+    assert not proof.equal
+    assert place in proof.line, proof.line
