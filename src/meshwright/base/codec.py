@@ -5,14 +5,16 @@ Promise: reading ends in the noun or in one `InputError` line that begins with t
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from meshwright.base.errors import InputError, did_you_mean
+from meshwright.base.errors import SHOWN, InputError, did_you_mean
+from meshwright.base.plain import LARGEST, parse
+
+__all__ = ["Noun", "build", "parse", "read", "read_text"]
 
 
 class Noun(BaseModel):
@@ -66,10 +68,16 @@ def _first_line(kind: type[BaseModel], error: ValidationError, where: str) -> st
     message = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"])
     if first["type"] == "literal_error" and isinstance(first.get("input"), str):
         near = did_you_mean(first["input"], re.findall(r"'([^']*)'", first["msg"]))
-        return f"{place}: {message[:1].lower() + message[1:]}, got {first['input']!r}{near}"
+        return f"{place}: {message[:1].lower() + message[1:]}, got {_short(first['input'])}{near}"
     got = first.get("input")
-    shown = f", got {got!r}" if isinstance(got, str | int | float | bool | None) and repr(got) not in message else ""
+    shown = f", got {_short(got)}" if isinstance(got, str | int | float | bool | None) and repr(got) not in message else ""
     return f"{place}: {message[:1].lower() + message[1:] if message.startswith('Input') else message}{shown}"
+
+
+def _short(value: Any) -> str:
+    """Returns `value` as Python writes it, its beginning where it is long."""
+    shown = repr(value)
+    return shown if len(shown) <= 2 * SHOWN else f"{shown[:SHOWN]}[...]"
 
 
 def _model_at(kind: type[BaseModel], steps: list[Any]) -> type[BaseModel] | None:
@@ -93,50 +101,11 @@ def _noun_in(annotation: Any) -> Any:
     return None
 
 
-def parse(text: str, where: str) -> Any:
-    """JSON or YAML text as plain data. A key written twice is an error, not a silent choice."""
-    if text.lstrip().startswith("{"):
-        try:
-            return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where))
-        except json.JSONDecodeError as error:
-            raise InputError(f"{where}:{error.lineno}: not valid JSON: {error.msg}") from None
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Safe YAML 1.1 with unique keys and numbers such as 1e-4 read as numbers."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen: set[Any] = set()
-            for key, _ in node.value:
-                if key.value in seen:
-                    raise InputError(f"{where}:{key.start_mark.line + 1}: key {key.value!r} is written twice")
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
-    try:
-        return yaml.load(text, Loader)
-    except RecursionError:
-        raise InputError(f"{where}: lists or objects inside of each other, too deep to be read") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise InputError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise InputError(f"{where}: key {key!r} is written twice")
-        result[key] = value
-    return result
-
-
 def read_text(path: Path | str, what: str = "file") -> str:
     """The text of `path`; every way in which that can fail is one InputError."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(LARGEST + 1)  # one more than is read, so that a longer one is refused
     except FileNotFoundError:
         raise InputError(f"{what} {str(path)!r} does not exist") from None
     except IsADirectoryError:

@@ -14,7 +14,11 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable
+
+SHOWN = 120
+"""Characters that are shown of a word of more than twice as many."""
 
 
 class MeshwrightError(Exception):
@@ -24,9 +28,16 @@ class MeshwrightError(Exception):
 
 
 class InputError(MeshwrightError, ValueError):
-    """What a person wrote is wrong: a name, a number, a file."""
+    """What a person wrote is wrong: a name, a number, a file. The message shows the beginning of words that no line has room for.
+
+    >>> len(str(InputError(f"steps {'9' * 5000}: too large")))
+    141
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(re.sub(rf"(\S{{{SHOWN}}})\S{{{SHOWN},}}", r"\1[...]", message))
 
 
 class PlanRefused(InputError):

@@ -11,6 +11,24 @@ import os
 import stat
 from pathlib import Path
 
+from meshwright.base.errors import InputError
+
+LONGEST_NAME = 255
+"""Bytes of a file's name."""
+
+
+def path_named(text: str) -> Path:
+    """Returns the path that `text` names, which may be a name of another kind.
+
+    Raises: InputError where no file can have that name, so that asking whether one does cannot fail.
+    """
+    if "\0" in text or any(len(part.encode("utf-8", "replace")) > LONGEST_NAME for part in text.split("/")):
+        raise InputError(f"{text!r}: neither a file nor anything else has such a name")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise InputError(f"{text!r}: there is no such user; write the folder in full") from None
+
 
 def write_whole(path: Path, text: str, private: bool = False) -> None:
     """`text` as the file `path`, with the rights that it had; `private`: readable by this user alone. Raises OSError that names `path`."""

@@ -13,14 +13,15 @@ from typing import Any
 
 from meshwright.base.codec import build, parse, read_text
 from meshwright.base.errors import InputError, did_you_mean
+from meshwright.base.files import path_named
 from meshwright.base.units import parse_quantity
 from meshwright.catalog import read as catalog
 from meshwright.intake.local import core_cluster, cores, cuda_cards, host_memory, local_count, usual_ranks
 from meshwright.intake.measured import keep, kept_cluster
 from meshwright.spec.cluster import MANY, Cluster, Device, Link, NodeGroup
 
-_GROUP = re.compile(r"(?:(\d+)x)?(\d+):([A-Za-z0-9_.+-]+)")
-_PORTS = re.compile(r"(\d+)x(.+)")
+_GROUP = re.compile(r"(?:([0-9]{1,9})x)?([0-9]{1,9}):([A-Za-z0-9_.+-]+)")
+_PORTS = re.compile(r"([0-9]{1,9})x(.+)")
 _LATENCY = "6 us"
 DEVICE_FIELDS = ("name", "memory", "bandwidth", "peak", "efficiency", "sustained", "attention", "processors", "context", "source")
 
@@ -39,7 +40,7 @@ def read_cluster(text: str, measured: bool = True) -> Cluster:
     named = catalog.clusters().get(word.lower())
     if named is not None:
         return parse_cluster(named["is"]).but(name=word)
-    path = Path(word).expanduser()
+    path = path_named(word)
     if path.suffix in (".json", ".yaml", ".yml") or path.is_file():
         return read_cluster_file(path)
     return parse_cluster(word)

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwright.base.codec import build, parse, read_text
 from meshwright.base.errors import InputError, did_you_mean
+from meshwright.base.files import path_named
 from meshwright.catalog import read as catalog
 from meshwright.intake.architecture import model_spec
 from meshwright.intake.generic import generic_sizes, size_of
@@ -27,7 +28,7 @@ def is_module(name: str) -> bool:
 
 def needs_running(name: str) -> bool:
     """Whether only a run shows what the model is: live code, or a folder of a Hugging Face family without formulas."""
-    path = Path(name).expanduser()
+    path = path_named(name)
     if path.is_dir():
         return not has_formulas(path) and catalog.find(catalog.models(), name) is None
     return is_module(name) and not path.is_file()
@@ -39,7 +40,7 @@ def read_sizes(name: str) -> Sizes:
     row = catalog.find(rows, name)
     if row is not None:
         return catalog_sizes(row)
-    path = Path(name).expanduser()
+    path = path_named(name)
     if path.is_dir():
         return read_config(path)
     if path.is_file():

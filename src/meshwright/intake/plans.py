@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from meshwright.base.codec import build, parse, read_text
 from meshwright.base.errors import InputError, did_you_mean
+from meshwright.base.files import path_named
 from meshwright.schedules.table import read_orders, read_table, shape_of
 from meshwright.spec.plan import Plan, Schedule, parse_plan
 from meshwright.spec.rules import check_plan
@@ -34,7 +35,7 @@ def read_plan(text: str) -> Plan | None:
     """
     if text == AUTO:
         return None
-    path = Path(text).expanduser()
+    path = path_named(text)
     if path.suffix in (".json", ".yaml", ".yml") or path.is_file():
         return read_plan_file(path)
     return parse_plan(text)
@@ -75,7 +76,7 @@ def read_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         name = LETTERS.get(written, written)
         if name not in PINNABLE:
             raise InputError(f"{where}: Plan has no field {written!r}{did_you_mean(written, (*PINNABLE, *LETTERS))}")
-        path = Path(value).expanduser() if name == "schedule" and isinstance(value, str) and value not in list(Schedule) else None
+        path = path_named(value) if name == "schedule" and isinstance(value, str) and value not in list(Schedule) else None
         if path is not None and (path.is_file() or path.suffix or "/" in value):
             pins |= read_schedule(path)
         else:

@@ -114,6 +114,8 @@ MACHINES = {
     "--mounts {}: there is no container; name its image with --image": "--mounts {0}：没有容器；请用 --image 写出它的镜像",
     "--least {}: nodes of {} are unlike; only equal ones can stand in for each other": "--least {0}：节点 {1} 并不相同；只有相同的节点才能互相代替",
     "torch is not installed here: whether the ranks can build the model was not checked": "这里没有安装 torch：没有检查 rank 能否构建这个模型",
+    "{}: neither a file nor anything else has such a name": "{0}：文件和别的东西都不会有这样的名字",
+    "{}: there is no such user; write the folder in full": "{0}：没有这个用户；请写出完整的文件夹",
     "not saved: with --save FOLDER it is written there, and the job file beside it as {}": "没有保存：加上 --save FOLDER 就写在那里，作业文件写在旁边，名为 {0}",
     "wrote {}": "写了 {0}",
     "next: {}": "下一步：{0}",
