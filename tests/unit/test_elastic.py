@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from meshwright.cli.options import Shared
 from meshwright.cli.preparation import Choice, choose, write_run
 from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, crashed_at, culprit, failed_here, starved, verdict
 from meshwright.elastic.fleet import THINKING, _speak
+from meshwright.elastic.generation import Generation, Work
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.replan import plan_for
 from meshwright.elastic.retries import Retries
@@ -43,10 +45,24 @@ def test_a_lost_connection_is_innocent_however_early_it_is_told(words: str) -> N
 
 
 def test_a_rank_that_the_system_killed_for_want_of_memory_is_told_from_one_that_a_person_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.elastic.failure.memory_kills", lambda: 3)
-    killed = Failure(1, 0.0, -9)
-    assert starved(killed, 2) and not starved(killed, 3) and not starved(Failure(1, 0.0, -11), 2)
-    assert starved(Failure(1, 0.0, -9, words=cause(killed)), 3) and not starved(Failure(1, 0.0, -9, words="hung: no sign of life"), 2)
+    """What the control group counted before the generation began says nothing of it."""
+    counted = [3]
+    monkeypatch.setattr("meshwright.elastic.generation.memory_kills", lambda: counted[0])
+
+    def died(before: int, after: int, status: int = -9, **more: Any) -> Failure:
+        now = Generation(Work("", 2, {}, Path("run")), 0, lambda rank, message: None, living={1: 7}, kills=before)
+        counted[0] = after
+        now.heed({"event": "ended", "generation": 0, "rank": 1, "status": status, **more})
+        return now.failures[1]
+
+    assert starved(died(3, 4)) and "for want of memory" in cause(died(3, 4)) and "(1 killed" in cause(died(3, 4))
+    plain = died(3, 3)
+    assert not starved(plain) and cause(plain) == "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
+    assert not starved(died(3, 4, -11)) and "memory" not in cause(died(3, 4, -11))
+    assert not starved(died(3, 4, kills=0))  # on another node, which has counted for itself
+    assert starved(Failure(1, 0.0, -9, words=cause(died(3, 4)))) and not starved(
+        Failure(1, 0.0, -9, words="hung: no sign of life", kills=2)
+    )
 
 
 def test_want_of_memory_twice_in_a_step_is_hopeless_under_the_same_plan_however_it_is_worded() -> None:

@@ -192,10 +192,10 @@ SYNTAX = [
 
 
 def text(seed: int) -> str:
-    """The same job as YAML or JSON, in which one or two values are another piece of syntax, or one is put between."""
+    """The same job as YAML or JSON, in which up to two values are another piece of syntax, or one is put between."""
     chance = random.Random(seed)
     written = json.dumps(job(seed)) if chance.random() < 0.3 else yaml.safe_dump(job(seed), default_flow_style=chance.random() < 0.3)
-    for _ in range(chance.choice([1, 1, 2])):
+    for _ in range(chance.choice([0, 1, 1, 2])):
         piece = chance.choice(SYNTAX)
         values = list(re.finditer(r"(?<=: )[^\n{}\[\],]+", written))
         if values and chance.random() < 0.7:

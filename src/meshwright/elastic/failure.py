@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.base.errors import InputError, MeshwrightError, of_the_system
-from meshwright.base.limits import memory_kills, memory_limit
+from meshwright.base.limits import memory_limit
 from meshwright.base.units import show_bytes
 
 MOST_LINES = 12
@@ -47,6 +47,8 @@ class Failure:
     place: str = ""
     known: bool = False
     words: str = ""
+    kills: int = 0
+    """How often the system killed for want of memory, in the control group of this rank, between the start of its generation and its end."""
 
     @property
     def innocent(self) -> bool:
@@ -58,16 +60,16 @@ class RankFailed(MeshwrightError):
     """A rank failed. The message is the report."""
 
 
-def starved(failure: Failure, kills: int) -> bool:
-    """Whether it wanted memory: it said so itself, or the system killed it for that (`kills`: how often it had done so before).
+def starved(failure: Failure) -> bool:
+    """Whether it wanted memory: it said so itself, or it was killed and the system killed for that since its generation began.
 
-    >>> starved(Failure(0, 0.0, 1, "OutOfMemory", "rank 0 is out of memory in step 2", known=True), 0)
+    >>> starved(Failure(0, 0.0, 1, "OutOfMemory", "rank 0 is out of memory in step 2", known=True))
     True
     """
     if failure.error in ("OutOfMemory", "OutOfMemoryError", "MemoryError"):
         return True
     killed = failure.status == -signal.SIGKILL
-    return killed and (WANT in failure.words if failure.words else memory_kills() > kills)
+    return killed and (WANT in failure.words if failure.words else failure.kills > 0)
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:
@@ -90,7 +92,7 @@ def cause(failure: Failure) -> str:
     if failure.status < 0:
         name = signal.Signals(-failure.status).name if -failure.status in list(signal.Signals) else f"signal {-failure.status}"
         hint = {
-            "SIGKILL": _killed(memory_kills(), memory_limit()),
+            "SIGKILL": _killed(failure.kills, memory_limit()),
             "SIGABRT": ": a library gave up (gloo does so when ranks disagree on a size)",
             "SIGSEGV": ": a native library read or wrote where it must not (under z3 such are weights read outside of the module that holds them)",
             "SIGBUS": ": a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of /dev/shm is full",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.base.errors import Interrupted
+from meshwright.base.limits import memory_kills
 from meshwright.base.lines import Message
 from meshwright.elastic.failure import Failure
 from meshwright.elastic.holdings import Holdings
@@ -56,6 +57,8 @@ class Generation:
     failures: dict[int, Failure] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     begun: bool = False
+    kills: int = field(default_factory=memory_kills)
+    """How often the system had killed for want of memory when it began."""
 
     def start(self, nursery: Nursery, holdings: Holdings, source: Holdings) -> None:
         """Ranks that keep their copies in `holdings` and go on from those of `source`."""
@@ -106,7 +109,8 @@ class Generation:
             if event["status"] == STOPPED and rank not in self.failures:
                 self.stopped.add(rank)
             elif event["status"] != 0:
-                self.failures.setdefault(rank, Failure(rank, now, event["status"], words=event.get("words", "")))
+                kills = event["kills"] if "kills" in event else memory_kills() - self.kills  # another node counts its own
+                self.failures.setdefault(rank, Failure(rank, now, event["status"], words=event.get("words", ""), kills=kills))
 
     def tell(self, nursery: Nursery, message: Message) -> None:
         for rank in self.living:

@@ -160,8 +160,9 @@ class Node:
         elif event["event"] == "ended":
             self.processes.pop(event["rank"], None)
             before, self._kills = self._kills, memory_kills()
-            if event["status"] == -signal.SIGKILL and self._kills > before:
-                event["words"] = cause(Failure(event["rank"], 0.0, event["status"]))  # as it is on this node
+            event["kills"] = self._kills - before
+            if event["status"] == -signal.SIGKILL and event["kills"]:
+                event["words"] = cause(Failure(event["rank"], 0.0, event["status"], kills=event["kills"]))  # as it is on this node
         self._say(**event)
 
     def _bury(self) -> None:

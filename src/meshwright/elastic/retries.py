@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from meshwright.base.limits import memory_kills
 from meshwright.elastic.failure import Failure, cause, starved
 
 PAUSE = 0.1
@@ -35,13 +34,11 @@ class Retries:
     _step: int = -1
     _cause: str = ""
     _rank: int = -1
-    _kills: int = field(default_factory=memory_kills)
     _culprits: list[int] = field(default_factory=list)
 
     def is_hungry(self, failure: Failure) -> bool:
         """Whether it failed for want of memory."""
-        before, self._kills = self._kills, memory_kills()
-        self.hungry = starved(failure, before)
+        self.hungry = starved(failure)
         return self.hungry
 
     def count(self, failure: Failure, step: int, starved: bool = False) -> str:
