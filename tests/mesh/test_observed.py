@@ -7,6 +7,7 @@ from torch import nn
 
 from meshwright.anatomy import read
 from meshwright.anatomy.observed import observed
+from meshwright.anatomy.run import analyse
 from meshwright.parallel.pipeline.carry import carried
 
 WORDS, WIDTH = 39, 16
@@ -53,7 +54,7 @@ def test_what_a_forward_writes_while_it_is_looked_at_does_not_stay() -> None:
         assert model.layers[0].capacity == 14
     anatomy = read(model)
     assert anatomy.beside == ("bias",)
-    assert carried(model, anatomy) is not None
+    assert carried(analyse(model, anatomy.cuts), anatomy).is_more
     for layer, training in zip(model.layers, (True, False), strict=True):
         assert (layer.capacity, layer.training, float(layer.calls), hasattr(layer, "table")) == (1000, training, 0.0, False)
         assert not layer._forward_hooks

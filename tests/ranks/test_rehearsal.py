@@ -61,10 +61,10 @@ def refused(ahead: bool) -> str:
 
 
 def test_what_fails_on_one_stage_alone_is_the_same_line_on_every_rank(ranks: Any) -> None:
-    for ahead, stage in ((True, 0), (False, 1)):
+    for ahead in (True, False):
         first, second = ranks.run(2, refused, ahead)
         assert first == second and "\n" not in first
-        assert first.startswith(f"plan pp2.mb2: stage {stage} of this model does not run without the layers of the others"), first
+        assert first.startswith("plan pp2.mb2: stage 0 of this model does not run without the layers of the others"), first
 
 
 def test_reading_a_model_leaves_what_its_forward_notes_as_it_was() -> None:
@@ -91,8 +91,8 @@ class Net(nn.Module):
 
 def far_trained(far: dict[int, int], plan: str) -> list[float] | str:
     torch.manual_seed(0)
-    trainer = parallelize(Net(far).double(), make_optimizer, plan, precision="fp64")
     try:
+        trainer = parallelize(Net(far).double(), make_optimizer, plan, precision="fp64")
         return [trainer.step(make_batch("llama", step)).loss for step in range(2)]
     except InputError as error:
         return str(error)

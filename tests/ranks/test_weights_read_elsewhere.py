@@ -1,4 +1,4 @@
-"""Weights that another module reads than the one that holds them: gathered for it under ZeRO 3, and refused where another stage would read them."""
+"""Weights that another module reads than the one that holds them: gathered for it under ZeRO 3, and held by each stage that reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy.readers import Reader, readers
+from meshwright.anatomy.readers import Reader
+from meshwright.anatomy.run import analyse
 from meshwright.base.errors import InputError
 from meshwright.train.trainer import parallelize
 
@@ -34,7 +35,7 @@ class Net(nn.Module):
     def __init__(self, named: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.layers, self.norm = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(2)), nn.LayerNorm(WIDTH)
+        self.table, self.layers, self.norm = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(4)), nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS) if named else None
         if self.head is not None:
             self.head.weight = self.table.weight
@@ -89,8 +90,8 @@ def alone(named: bool | None) -> Any:
 
 
 def test_readers_are_noted_with_the_blocks_that_had_begun() -> None:
-    found = readers(Net(False), ["layers.0", "layers.1"])
-    assert found["table.weight"] == {Reader("table", 0), Reader("", 2)}
+    found = analyse(Net(False), [f"layers.{index}" for index in range(4)]).reads
+    assert found["table.weight"] == {Reader("table", 0), Reader("", 4)}
     assert found["layers.1.up.weight"] == {Reader("layers.1.up", 2)}
 
 
@@ -103,7 +104,14 @@ def test_a_weight_that_is_read_past_its_layer_is_whole_there_under_zero_3(ranks,
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_table_that_the_last_stage_reads_past_its_layer_is_refused_in_one_line(ranks, named: bool | None) -> None:
-    said = ranks.run(2, under, named, "pp2.mb2")
-    assert said[0] == said[1]
-    assert "table.weight is read past its module" in said[0] or "head.weight is table.weight itself" in said[0]
+@pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb1.zbv", "dp1.pp2.mb2.interleaved2"])
+def test_a_table_that_the_last_stage_reads_past_its_layer_is_held_by_both(ranks, named: bool, plan: str) -> None:
+    *losses, gradients = ranks.run(2, under, named, plan)[0]
+    *expected, first = alone(named)
+    assert losses == pytest.approx(expected, rel=1e-10)
+    assert all(torch.allclose(gradients[name], gradient, rtol=1e-9, atol=1e-13) for name, gradient in first.items())
+
+
+def test_a_weight_of_a_block_that_another_stage_reads_is_refused_in_one_line(ranks) -> None:
+    first, second = ranks.run(2, under, None, "pp2.mb2")
+    assert first == second and "layers.0.down.weight is read on stage 1 and lies in a block of stage 0" in first

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice, product
 from typing import Any
 
@@ -75,7 +75,10 @@ def example_of(model: nn.Module, given: Example | None = None, length: int = LEN
         wanted = {name: value for name, value in given.items() if name != "labels" or demands(model, name)}
         rows = {len(value) for value in wanted.values() if isinstance(value, torch.Tensor) and value.ndim}
         return {name: _like(value, kind, len(rows) == 1) for name, value in wanted.items()}
-    made = [{name: _like(_empty(form), kind) for name, form in one.items()} for one in islice(_candidates(model, length, side), TRIES)]
+    made = [
+        {name: _like(_empty(form), kind) for name, form in one.items()}
+        for one in islice(_with_labels(model, length, _candidates(model, length, side)), TRIES)
+    ]
     return made[0] if len(made) == 1 else next((one for one in made if _runs(model, one)), made[0])
 
 
@@ -158,6 +161,13 @@ def _candidates(model: nn.Module, length: int, side: int) -> Iterator[dict[str, 
     for wanted in [least, more] if more != least and _parts(model) else [least]:
         for forms in product(*(_forms(model, name, length, side) for name in wanted)):
             yield dict(zip(wanted, forms, strict=True))
+
+
+def _with_labels(model: nn.Module, length: int, candidates: Iterable[dict[str, Form]]) -> Iterator[dict[str, Form]]:
+    """`candidates` with labels where forward demands them: one for each place, or for each row."""
+    forms: list[Form] = [((length,), torch.long), ((), torch.long)]
+    for one in candidates:
+        yield from [{**one, "labels": form} for form in forms] if demands(model, "labels") else [one]
 
 
 def _by_layers(model: nn.Module, length: int, side: int) -> list[Form]:

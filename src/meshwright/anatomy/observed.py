@@ -1,6 +1,6 @@
 """A model that is run only to be looked at, and is left as it was.
 
-Rule: it runs in eval mode, and what its modules keep beside their parameters is put back afterwards: modes (of each module: a part may be frozen in
+Rule: it runs in eval mode, or in the modes that it trains in, and what its modules keep beside their parameters is put back afterwards: modes (of each module: a part may be frozen in
 eval mode), attributes that a forward writes (NLLB-MoE notes a capacity of its experts, RWKV in which form its weights are, caches of positions are
 kept as plain tensors), hooks that it hangs up (transformers, where a class asks for hidden states), and the numbers of buffers. What stayed behind of a
 look would be another model from the first step on.
@@ -29,14 +29,15 @@ HOOKS = (
 
 
 @contextmanager
-def observed(model: nn.Module, parameters: Mapping[str, Span] | None = None) -> Iterator[Writes]:
-    """`model` in eval mode; it is that of before when the run ends. Gives the writes to its `parameters`, which may not lie where the model has them."""
+def observed(model: nn.Module, parameters: Mapping[str, Span] | None = None, as_it_trains: bool = False) -> Iterator[Writes]:
+    """`model` in eval mode, or in the modes that it is in; it is that of before when the run ends. Gives the writes to its `parameters`, which may not lie where the model has them."""
     kept = [(module, {name: value for name, value in vars(module).items() if name not in OWN}) for module in model.modules()]
     hooks = [(held, held.copy()) for module in model.modules() for name in HOOKS for held in (vars(module)[name],)]
     buffers = [(module, name, buffer, _copy(buffer)) for module in model.modules() for name, buffer in module._buffers.items()]
     writes = Writes(spans_of(dict(model.named_parameters())) if parameters is None else parameters)
     registered = [(module, dict(module._parameters)) for module in model.modules()]
-    model.eval()
+    if not as_it_trains:
+        model.eval()
     try:
         with writes:
             yield writes

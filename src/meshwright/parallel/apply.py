@@ -11,9 +11,8 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
-from meshwright.anatomy import Anatomy, layers, read
+from meshwright.anatomy import Anatomy, read
 from meshwright.anatomy.inputs import UNSEEN, Example, example_of
-from meshwright.anatomy.readers import Reads, readers
 from meshwright.anatomy.rows import over_batch
 from meshwright.base.errors import InputError
 from meshwright.parallel.compiled import check_compiler, compile_blocks
@@ -27,26 +26,24 @@ from meshwright.parallel.followed import check_followed
 from meshwright.parallel.full import watch_loads
 from meshwright.parallel.later import later_of
 from meshwright.parallel.lay import lay_flat
-from meshwright.parallel.mesh import Mesh, tie_group
+from meshwright.parallel.layout import layout_of
+from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import LossFunction, Objective
 from meshwright.parallel.offload.activations import storage_of
 from meshwright.parallel.pipeline.backlog import put_off_weights
-from meshwright.parallel.pipeline.carry import Carry, Wants, carried, layers_over
+from meshwright.parallel.pipeline.carry import Carry
 from meshwright.parallel.pipeline.gates import Run
 from meshwright.parallel.pipeline.gating import set_gates
 from meshwright.parallel.pipeline.keeping import Keeping
 from meshwright.parallel.pipeline.play import Pipeline
+from meshwright.parallel.pipeline.shared import Shared, ties_of
 from meshwright.parallel.place import (
     Layer,
     beside_parameters,
-    check_left_out,
-    check_read,
-    check_shared,
     drop_absent,
     give_places,
     held_of,
     kept_paths,
-    place_layers,
     second_copy,
     stage_bounds,
 )
@@ -61,7 +58,7 @@ from meshwright.parallel.update.whole import Needs, give_whole
 from meshwright.parallel.zero.in_place import make_in_place
 from meshwright.parallel.zero.local import outer_of
 from meshwright.parallel.zero.zero import Zero
-from meshwright.spec.plan import Plan, Recompute
+from meshwright.spec.plan import Recompute
 from meshwright.spec.precision import Recipe
 from meshwright.spec.rules import count_faults
 from meshwright.spec.runs import missing
@@ -94,15 +91,10 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta and later.seen(parameter) is None)
-    wants = _wants(model, anatomy, plan, example)
-    cut = anatomy.numbered() if wants else anatomy
-    _check_carried(plan, cut, wants)
-    check_left_out(model, cut, plan, wants, example)
-    table = place_layers(layers_over(model, anatomy, wants) if wants else layers(model, anatomy), cut, mesh, wants)
-    _account(table, shapes)
+    layout = layout_of(model, anatomy, mesh, example, loss is not None)
+    anatomy, cut, wants, table = layout.anatomy, layout.cut, layout.wants, layout.table
     groups, needs = _groups(model, make, table, mesh, recipe)
     beside = beside_parameters(model, cut, table)
-    reads = _reads(model, cut, table, plan, example)
     experts, context = expert_ranks(mesh, anatomy), context_of(model, anatomy, mesh, example)
     objective = Objective(model, loss, mesh.tp if anatomy.divides(anatomy.head) else None, context.cut_labels if context else None)
     with later:
@@ -110,30 +102,33 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
         mixtures = shard_experts(model, anatomy, experts, mesh)
     give_places(model, mesh.device, later)
     stages = plan.stages_of(mesh.place.pp)
-    mine = {stage: [layer for layer in table if layer.stage == stage] for stage in stages}
+    mine = {stage: [layer for layer in table if stage in layer.stages] for stage in stages}
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
     parameters = held_of(model, table, present, tie_here)
     drop_absent(model, anatomy, present, tie_here, (mesh.device, getattr(torch, recipe.compute)), kept_paths(cut, wants))
     objective.chunked = chunk_loss(model, anatomy, plan, objective.group, loss is not None)
-    second = second_copy(model, anatomy) if tie_here and 0 in stages else None
-    flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), second, needs)
+    shared = Shared.of(model, table, stages)
+    if tie_here and 0 in stages:
+        shared.add(plan.stages - 1, second_copy(model, anatomy, table))
+    flat, tied, by_layer = lay_flat(mine, table, anatomy, mesh, recipe, experts.without(parameters), shared.copies, needs)
     by_layer |= lay_experts(flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe, needs.groups)
     put_off_weights(model, cut, plan, stage_bounds(cut, mesh), flat)
     own = make_in_place(model, cut, flat, plan)
     partial = partial_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set()
-    zero = Zero(mesh, flat, partial, tied, tie_group(mesh) if anatomy.tied else None)
+    zero = Zero(mesh, flat, partial, tied, ties_of(mesh, layout.several))
     zero.unreached = zero.names = trained
+    zero.unconnected = layout.idle
     weights = {storage_of(unit.weights) for unit in zero.units}
-    run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(mesh, weights), carry=Carry(wants) if wants else None)
-    gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table}, reads)
+    run = Run(start=0, stop=max(cut.count, 1), keeping=Keeping.of(mesh, weights), carry=Carry(wants) if wants else None, shared=shared)
+    gates = set_gates(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table if not layer.also}, layout.reads)
     pipeline = Pipeline(
         mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage), recipe.exact, own
     )
     engine = Parallel(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, stage_bounds(cut, mesh), pipeline)
     engine.coupled_at_start, engine.balance = coupled, balance_of(model, loss, mesh, context.cut_labels if context else None)
     engine.beside, engine.unfilled, engine.context, engine.experts = beside, unfilled, context, experts
-    engine.mixtures = still_in(model, mixtures)
+    engine.mixtures, engine.preflight.analysed = still_in(model, mixtures), layout.analysed
     return _finished(engine, needs), groups
 
 
@@ -179,23 +174,6 @@ def _put_off(engine: Parallel) -> set[int]:
     return {
         index for stage, (start, stop) in bounds for index in range(start, stop) if plan.separates(stage) and plan.puts_off(index - start)
     }
-
-
-def _account(table: list[Layer], shapes: dict[str, torch.Size]) -> None:
-    accounted = [name for layer in table for name in layer.parameters]
-    if sorted(accounted) != sorted(shapes):
-        raise AssertionError(f"parameters lost or doubled in the cut: {sorted(set(shapes) ^ set(accounted))[:3]}")
-
-
-def _reads(model: nn.Module, anatomy: Anatomy, table: list[Layer], plan: Plan, example: Example) -> Reads:
-    """Where weights are read, for plans that have them in some places only. Raises InputError where they would be missing."""
-    if plan.stages == 1 and plan.zero < 3:
-        return {}
-    blocks = [anatomy.block(index) for index in range(anatomy.count)] if anatomy.blocks is not None else []
-    reads = readers(model, blocks, example)
-    check_shared(model, anatomy, table, plan, reads)
-    check_read(anatomy, blocks, table, plan, reads)
-    return reads
 
 
 def _prepare(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
@@ -259,37 +237,3 @@ def _check_recipe(model: nn.Module, mesh: Mesh, recipe: Recipe) -> None:
         torch.set_num_threads(1)
     else:
         torch.use_deterministic_algorithms(True)
-
-
-def _wants(model: nn.Module, anatomy: Anatomy, plan: Plan, example: Example) -> Wants | None:
-    """Blocks of several stacks are numbered as stages cut them under every plan: what recomputes, and what the planner prices, are the same ones.
-    One stage that needs no such numbers does without where they cannot be told."""
-    if plan.stages == 1 and (len(anatomy.stacks) < 2 or anatomy.embedding is None):
-        return None
-    try:
-        wants = carried(model, anatomy, example)
-        if wants is not None:
-            layers_over(model, anatomy.numbered(), wants)
-        if wants is not None and wants.turn and plan.stages > 1:
-            raise InputError(f"blocks of several lists run by turns ({wants.turn} behind one of a later list): use pp1")
-        if wants is not None and wants.unsent and plan.stages > 1:
-            raise InputError(
-                f"{wants.unsent} is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"
-            )
-        return wants
-    except InputError as error:
-        if plan.stages > 1:
-            raise
-        if plan.zero == 3 or plan.recompute != Recompute.none:
-            raise InputError(f"plan {plan.name}: {str(error).replace('use pp1', 'use z2 at most and no recompute')}") from None
-        return None
-
-
-def _check_carried(plan: Plan, anatomy: Anatomy, wants: Wants | None) -> None:
-    plan.stage_layers(max(anatomy.count, 1))
-    sequence = plan.sequence_parallel and not anatomy.against_sequence  # else shard_model says why
-    if wants is not None and (sequence or plan.cp > 1):
-        part = f"cp{plan.cp}" if plan.cp > 1 else "sp"
-        raise InputError(
-            f"plan {plan.name}: blocks of this model hand on more than a hidden state, which {part} does not cut: leave it out"
-        )

@@ -142,8 +142,7 @@ class Parallel:
     def parts(self, stage: int) -> int:
         """Tensors that a stage is sent."""
         carry = self.run.carry
-        state = 1 if carry is None else len(carry.wants.message(self.bounds[stage][0]))
-        return state + (self.balance is not None)
+        return (0 if carry is None else len(carry.wants.message(self.bounds[stage][0]))) + (self.balance is not None)
 
     def _of_others(self, stage: int) -> list[torch.Tensor]:
         """Buffers that another stage of this rank moves on: the model's own code comes by there on the way of each."""
@@ -152,18 +151,17 @@ class Parallel:
         return [buffer for name, buffer in self.model.named_buffers() if self.beside.stages.get(name, stage) != stage]
 
     def stage_forward(self, stage: int, batch: Batch, received: Tensors) -> Tensors:
-        """One micro-batch through one stage: the hidden state for the next one (or all that goes on), or the loss sum."""
+        """One micro-batch through one stage: the message to the next one, or the loss sum."""
         self.run.start, self.run.stop = self.bounds[stage]
         self.run.passes += 1
         self.run.entered.clear()
         self.run.recording = recording() if self.mesh.plan.stages > 1 else None
-        self.run.is_last = stage == self.mesh.plan.stages - 1
+        self.run.shared.put(stage)
         inputs, balance = self.objective.inputs(batch), self.balance
         if balance is not None:
             balance.begin(batch, received[-1] if received else None)
             received = received[:-1]
             inputs = {**inputs, FLAG: False}
-        self.run.received = received[0] if received and self.run.carry is None else None
         if self.run.carry is not None:
             self.run.carry.begin(self.run.start, self.run.stop, received)
         for mixture in self.mixtures:
@@ -173,11 +171,10 @@ class Parallel:
                 output = self.model(**inputs)
         except StageDone as done:
             self._check_entered()
-            state = done.hidden if isinstance(done.hidden, tuple) else (done.hidden,)
-            return state if balance is None else (*state, balance.end())
+            return done.message if balance is None else (*done.message, balance.end())
         finally:
             self.preflight.once.passed(self, stage)
-            self.run.received = self.run.recording = None
+            self.run.recording = None
             for mixture in self.mixtures:
                 mixture.end_pass()
             if self.run.carry is not None:

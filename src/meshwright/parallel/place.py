@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,24 +10,28 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
-from meshwright.anatomy.inputs import Example
-from meshwright.anatomy.readers import Reads, entered_otherwise, inside
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.later import ORIGIN, Later
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.absent import Absent
 from meshwright.parallel.pipeline.carry import Wants
+from meshwright.parallel.pipeline.holding import NOBODY, Holders
 from meshwright.spec.plan import Plan
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of the model with the names of its parameters; `stage` is where it runs."""
+    """A layer of the model with the names of its parameters; `stage` is where it runs, `also` the other stages that compute with them."""
 
     name: str
     parameters: tuple[str, ...]
     stage: int
+    also: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return (self.stage, *self.also)
 
 
 @dataclass(frozen=True)
@@ -69,21 +72,13 @@ def beside_parameters(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer]
     return Beside(buffers, {name: one for name, one in second.items() if name != one}, {name: stage(name) for name in buffers})
 
 
-def check_left_out(model: nn.Module, anatomy: Anatomy, plan: Plan, carry: Wants | None, example: Example | None = None) -> None:
-    """Raises InputError for what would be left out: hooks of blocks, and what is done between them, where stages leave and enter; hooks of parameters of which
-    shares are made."""
+def check_left_out(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
+    """Raises InputError for what would be left out: hooks of blocks, where stages leave and enter; hooks of parameters of which shares are made."""
     for index in range(anatomy.count) if plan.stages > 1 and anatomy.blocks else ():
         block = model.get_submodule(anatomy.block(index))
         if block._forward_hooks or block._forward_pre_hooks:
             raise InputError(
                 f"plan {plan.name}: {anatomy.block(index)} has a hook, and stages pass by the hooks of blocks: hang it to a layer inside, or use pp1"
-            )
-    if carry is None and plan.stages > 1 and anatomy.blocks:
-        firsts = set(itertools.accumulate(plan.stage_layers(anatomy.count)))
-        for index in sorted(firsts & entered_otherwise(model, [anatomy.block(index) for index in range(anatomy.count)], example)):
-            raise InputError(
-                f"plan {plan.name}: {anatomy.block(index)} is given something else than {anatomy.block(index - 1)} returns, which a stage that begins there is not sent: "
-                "cut elsewhere with layers per stage, or use pp1"
             )
     for name, parameter in model.named_parameters() if plan.tp > 1 else ():
         if parameter._backward_hooks and name in anatomy.splits:
@@ -101,9 +96,13 @@ def stage_bounds(anatomy: Anatomy, mesh: Mesh) -> dict[int, tuple[int, int]]:
     return bounds
 
 
-def place_layers(named: list[tuple[str, list[str]]], anatomy: Anatomy, mesh: Mesh, wants: Wants | None) -> list[Layer]:
-    bounds = stage_bounds(anatomy, mesh)
-    last = mesh.plan.stages - 1
+def place_layers(
+    named: list[tuple[str, list[str]]], anatomy: Anatomy, mesh: Mesh, wants: Wants | None, holders: Holders = NOBODY
+) -> list[Layer]:
+    """`named` with their stages: blocks by their numbers, other parameters where `holders` says that stages compute with them, and where it does not,
+    by the names of their layers. What several stages compute with stands in a layer of its own."""
+    plan, bounds = mesh.plan, stage_bounds(anatomy, mesh)
+    last = plan.stages - 1
 
     def stage_of(name: str) -> int:
         if name.startswith("block.") and anatomy.blocks is not None:
@@ -113,64 +112,34 @@ def place_layers(named: list[tuple[str, list[str]]], anatomy: Anatomy, mesh: Mes
             return stage_of(f"block.{wants.firsts[int(name.partition('.')[2]) + 1] - 1}")
         return last if name in ("back", "head") else 0
 
-    return [Layer(name, tuple(parameters), stage_of(name)) for name, parameters in named]
+    table: list[Layer] = []
+    for name, parameters in named:
+        base = stage_of(name)
+        held: dict[tuple[int, ...], list[str]] = {}
+        for parameter in parameters:
+            stages = (base,) if name.startswith("block.") else _together(holders.get(parameter) or (base,), plan)
+            held.setdefault(stages, []).append(parameter)
+        for stages, some in held.items():
+            if name == "embedding" and anatomy.tied and set(stages) <= {0, last}:
+                table.append(Layer(name, tuple(some), 0))  # the head holds the last stage's copy
+            elif name == "embedding" and anatomy.tied:
+                raise InputError(f"plan {plan.name}: {some[0]} is read between blocks and by the head that it is tied to: use pp1")
+            elif len(stages) > 1:
+                table += [Layer(f"shared.{parameter}", (parameter,), stages[0], stages[1:]) for parameter in some]
+            else:
+                table.append(Layer(name if stages == (base,) else f"{name}.{stages[0]}", tuple(some), stages[0]))
+    return table
 
 
-def check_shared(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer], plan: Plan, reads: Reads) -> None:
-    """A parameter that has several names is kept equal on two stages only where it is the embedding's and the head's of a vocabulary.
-
-    A name is used where the module that holds it was seen to read, else where it was registered: behind the blocks means on the last stage.
-    """
-    if plan.stages == 1 or anatomy.blocks is None:
-        return
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    stage_of = {name: layer.stage for layer in table for name in layer.parameters}
-    of_block = {layer.name: layer.stage for layer in table}
-    kept_equal = next((layer.parameters for layer in table if layer.name == "embedding"), ())
-    blocks = [(f"{anatomy.block(index)}.", f"block.{index}") for index in range(anatomy.count)]
-    behind = max((at for at, name in enumerate(names) if name.startswith(tuple(path for path, _ in blocks))), default=-1)
-    first: dict[int, str] = {}
-    for at, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
-        one = first.setdefault(id(parameter), name)
-        if one == name or one in kept_equal or one not in stage_of:
-            continue
-        block = next((layer for path, layer in blocks if name.startswith(path)), "")
-        owner = name.rpartition(".")[0]
-        begun = {reader.begun for held in reads.values() for reader in held if inside(reader.path, (owner,))}
-        is_last = begun == {len(blocks)} or (at > behind and begun != {0})
-        stage = of_block.get(block, (plan.stages - 1) * is_last)
-        if stage != stage_of[one]:
-            raise InputError(
-                f"plan {plan.name}: {name} is {one} itself, on stages {stage} and {stage_of[one]}; stages share only the embedding and head of "
-                "a vocabulary, where they are found: let the model return logits when it is called without labels, or use pp1"
-            )
-
-
-def check_read(anatomy: Anatomy, blocks: Sequence[str], table: Sequence[Layer], plan: Plan, reads: Reads) -> None:
-    """Raises InputError where what is read behind the last of `blocks` does not lie on the last stage, or what is read before the first on another than the
-    first."""
-    if plan.stages == 1:
-        return
-    counted = any(one.begun == len(blocks) for held in reads.values() for one in held)  # else blocks are not called as modules
-    first = ((0, 0, "before the first block"),) if counted else ()
-    for layer in table:
-        if any(name.startswith(f"{path}.") for name in layer.parameters for path in blocks):
-            continue
-        is_copied = anatomy.tied and layer.name == "embedding"  # the last stage holds it too, where its head reads it
-        around = (*blocks, anatomy.head) if is_copied and anatomy.head else blocks
-        ends = (*first, (len(blocks), plan.stages - 1, "behind the last block"))
-        for name, (begun, stage, where) in itertools.product(layer.parameters, ends):
-            astray = sorted(one.path for one in reads.get(name, ()) if one.begun == begun and not inside(one.path, around))
-            if astray and layer.stage != stage:
-                raise InputError(
-                    f"plan {plan.name}: {name} is read past its module, in {astray[0] or 'the forward of the model'}, {where}, and "
-                    f"lies on stage {layer.stage}: use pp1, or let a linear layer that is tied to it read it"
-                )
+def _together(stages: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """`stages` that have a group for the sum of their gradients: those of one rank, the first and the last, or all."""
+    few = len({plan.rank_of(stage) for stage in stages}) == 1 or set(stages) <= {0, plan.stages - 1}
+    return stages if few else tuple(range(plan.stages))
 
 
 def kept_paths(anatomy: Anatomy, wants: Wants | None) -> tuple[str, ...]:
     """Blocks and embedding that the model's own code must come to on every stage, in shapes that are right."""
-    return (*anatomy.cuts, *([anatomy.embedding] if anatomy.embedding else [])) if wants else ()
+    return (*anatomy.cuts, *([anatomy.embedding] if anatomy.embedding else [])) if wants and wants.is_more else ()
 
 
 def held_of(model: nn.Module, table: Sequence[Layer], present: Collection[str], keep_head: bool) -> dict[str, nn.Parameter]:
@@ -205,14 +174,14 @@ def drop_absent(
     give_back()  # before flat buffers are made beside it
 
 
-def second_copy(model: nn.Module, anatomy: Anatomy) -> nn.Parameter:
-    """Both ends of a V are on this rank: of a tied weight two copies, which are kept equal as on two ranks."""
+def second_copy(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer]) -> dict[str, nn.Parameter]:
+    """Both ends of a V are on this rank: of a tied weight two copies, which are kept equal as on two ranks. The head's, by name."""
     head: Any = model.get_submodule(anatomy.head or "")
     first = head.weight
     head.weight = second = nn.Parameter(first.detach().clone())
     if hasattr(first, ORIGIN):
         setattr(second, ORIGIN, getattr(first, ORIGIN))
-    return second
+    return {name: second for layer in table if layer.name == "embedding" for name in layer.parameters}
 
 
 def give_places(model: nn.Module, device: torch.device, later: Later) -> None:

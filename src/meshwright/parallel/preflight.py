@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from meshwright.parallel.analysis import Analysed
 from meshwright.parallel.divided import check_divided
 from meshwright.parallel.objective import Batch
 from meshwright.parallel.pipeline.rehearsal import rehearse
@@ -31,6 +32,8 @@ class Preflight:
     steps: int = 0
     checked: int = 0
     once: Once = field(default_factory=Once)
+    analysed: Analysed | None = None
+    """What the plan took from the analysis run, and the forms of batches that it holds for; None where the plan needs no such run."""
 
     def skip(self, stages: bool = True) -> None:
         """What the first steps are checked for is known of them: others have been, or nothing but their own passes may run. `stages`: of these too."""
@@ -44,6 +47,9 @@ class Preflight:
 
     def check(self, engine: Parallel, batches: Sequence[Batch], trains: bool) -> None:
         """What is due before the next step, which has not begun."""
+        if trains and self.analysed is not None:
+            inputs = engine.objective.inputs(batches[0])
+            self.analysed.check(inputs, engine.model.training, together=not self.steps)
         stages = engine.mesh.plan.stages > 1 and not self.stages_run
         rows = trains and self.steps + 1 in CHECKED and self.steps + 1 != self.checked
         if stages or rows:

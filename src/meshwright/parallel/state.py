@@ -74,7 +74,7 @@ def cut_of(engine: Parallel, unit: FlatUnit, name: str) -> tuple[Split | None, i
 
 
 def _units(engine: Parallel, saving: bool) -> Iterator[FlatUnit]:
-    copies = {id(unit) for unit, counts in engine.zero.tied if not counts}
+    copies = {id(unit) for unit, tied in engine.zero.tied if not tied.counts}
     for unit in engine.zero.units:
         if not (saving and id(unit) in copies):
             yield unit

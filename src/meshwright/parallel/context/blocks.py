@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from meshwright.anatomy.run import hidden_of
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.call import Attending, Call
 from meshwright.parallel.context.pieces import Pieces
-from meshwright.parallel.pipeline.absent import hidden_of
 from meshwright.parallel.pipeline.gates import with_hidden
 
 Path = tuple[int | str, ...]

@@ -36,12 +36,12 @@ from meshwright.anatomy.conditions import (
 )
 from meshwright.anatomy.inputs import Example
 from meshwright.anatomy.lent import READ
+from meshwright.anatomy.run import hidden_of
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import SEQUENCE, Context, Path, Places, Way, is_mask, tensors_of
 from meshwright.parallel.context.call import Attending, Call, attend_plainly
 from meshwright.parallel.context.pieces import Pieces
 from meshwright.parallel.objective import logits_of
-from meshwright.parallel.pipeline.absent import hidden_of
 from meshwright.parallel.pipeline.gates import map_first, with_hidden
 
 ROWS = 3

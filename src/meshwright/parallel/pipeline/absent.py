@@ -3,8 +3,8 @@
 [Note: form] The model's own code goes on from there to the blocks of the stage: it asks for types, shapes and places in a tuple, and makes masks,
 positions and rotary tables in them. So the module is kept without memory and run on the meta device, which tells the form of its output; a
 module that does not run there gives its input, an embedding NaN of its width. A block gives its input, as the model's code is only on its way
-to another. Values never matter: the stage's first block takes what arrived. Where they do, in an argument beside the hidden state, they are found
-there (`check_beside`), and whoever reads them elsewhere gets a loss that is no number: never one that is only a little wrong.
+to another. Values never matter: the stage's first block takes what arrived, and what else a stage computes with it holds (holding.py). Whoever
+reads them elsewhere gets a loss that is no number: never one that is only a little wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.base.errors import InputError
+from meshwright.anatomy.run import hidden_of
 
 
 class Absent(nn.Module):
@@ -91,11 +91,6 @@ def _without_memory(module: nn.Module) -> nn.Module | None:
     return copied.eval()
 
 
-def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What flows through: the first positional argument, or the one called hidden_states."""
-    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
-
-
 def passed_by(hidden: Any, tried: bool) -> Any:
     """What a block that is not of the stage gives: what it was given; nothing while it is tried whether that is read."""
     return _nothing(hidden.shape, hidden.dtype, hidden.device) if tried and isinstance(hidden, torch.Tensor) else hidden
@@ -104,11 +99,3 @@ def passed_by(hidden: Any, tried: bool) -> Any:
 def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
     """NaN, or zeros of integers; fresh ones, as models scale them in place."""
     return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
-
-
-def check_beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises InputError when a block is given something beside the hidden state that layers of another stage make."""
-    hidden = hidden_of(args, kwargs)
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf is not hidden and leaf.is_floating_point() and bool(leaf.isnan().any()):
-            raise InputError("its blocks are given something beside the hidden state that a layer of another stage makes: use pp1")

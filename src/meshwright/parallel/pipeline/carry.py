@@ -1,8 +1,9 @@
-"""What goes from stage to stage where blocks need more than a hidden state: an encoder's output in every block of a decoder, a bias of positions that
-the first block made for all, embeddings of another text.
+"""What goes from stage to stage: the arguments of a block that are made of parameters, which for most models is the hidden state alone. In others it
+is an encoder's output in every block of a decoder, a bias of positions that the first block made for all, embeddings of another text.
 
-[Note: carried] One run on the meta device tells of every block which of its arguments are made of parameters. A stage is left where the next one
-begins: at the entry of its first block, with just these arguments, so that the model's own code has put them together. With several stacks of
+[Note: carried] One run (anatomy/run.py) tells of every block which of its arguments are made of parameters. A stage is left where the next one
+begins: at the entry of its first block, with just these arguments, so that the model's own code has put them together: what stands between two
+blocks runs once, on the stage of the block before it, and its gradients go back there. With several stacks of
 blocks, what the entry of a later stack needs of parameters before all blocks (the embeddings of a decoder) is made by the first stage, which goes
 on to that entry, and is passed along. A stage puts what arrived in the places where its own run of the model has only stand-ins: zeros of
 absent layers, or nothing. What is passed along is a leaf of every stage's graph, so that its gradients add up on the way back.
@@ -10,25 +11,17 @@ absent layers, or nothing. What is passed along is a leaf of every stage's graph
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_flatten
 
 from meshwright.anatomy import Anatomy
-from meshwright.anatomy.experts import standing_in
-from meshwright.anatomy.inputs import Example, Unasked, arguments, example_of
-from meshwright.anatomy.learnt import Learnt
-from meshwright.anatomy.observed import observed
+from meshwright.anatomy.flow import Key
+from meshwright.anatomy.record import Entry, Exit, Op, Record, named
 from meshwright.base.errors import InputError
-
-Key = tuple[int, int]
-"""A block, and the place of one of its arguments."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +36,10 @@ class Wants:
     returns: tuple[int, ...]
     front: frozenset[str]
     between: tuple[frozenset[str], ...]
-    turn: str = ""
-    """A block that runs behind one of a later stack: stacks that run by turns, as attentions and feed-forwards in lists of their own, are cut nowhere."""
     unsent: str = ""
     """A block that is given a mask, or numbers of things, that is made of parameters: messages have none of these."""
+    overwritten: frozenset[Key] = frozenset()
+    """Arguments that the pass overwrites in place."""
 
     def message(self, block: int) -> tuple[Key, ...]:
         """What a stage that begins with `block` is sent."""
@@ -55,6 +48,15 @@ class Wants:
 
     def stack(self, block: int) -> int:
         return max(at for at, first in enumerate(self.firsts) if first <= block)
+
+    @property
+    def is_over_stacks(self) -> bool:
+        return len(self.firsts) > 1
+
+    @property
+    def is_more(self) -> bool:
+        """Whether stages send more than a hidden state."""
+        return self.is_over_stacks or any(len(places) > 1 for places in self.needs)
 
 
 @dataclass
@@ -71,6 +73,8 @@ class Carry:
     def begin(self, start: int, stop: int, received: Sequence[torch.Tensor]) -> None:
         self.start, self.stop = start, stop
         self.arrived = dict(zip(self.wants.message(start), received, strict=True)) if received else {}
+        for key in self.wants.overwritten & self.arrived.keys():  # a leaf cannot be, and what stays on this rank is read there
+            self.arrived[key] = self.arrived[key].clone()
         wanted = self.wants.message(stop) if stop < len(self.wants.needs) else ()
         self.leaving = {key: self.arrived[key] for key in wanted if key[0] != stop and key in self.arrived}
         self.stand_ins = {}
@@ -103,70 +107,30 @@ class Carry:
         return (hidden, *[None] * (self.wants.returns[block] - 1)) if self.wants.returns[block] else hidden
 
 
-def carried(model: nn.Module, anatomy: Anatomy, example: Example | None = None) -> Wants | None:
-    """What the blocks of `model` want, where it is more than a hidden state; None where that is all. Raises InputError when it cannot be told."""
-    if len(anatomy.stacks) < 2 and not anatomy.beside:
-        return None
+def carried(record: Record, anatomy: Anatomy) -> Wants:
+    """What the blocks are given that is made of parameters. Raises InputError for a block that did not run."""
     paths = anatomy.cuts
-    state = {name: _on_meta(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    calls: dict[int, list[Any]] = {}
+    entries: dict[int, Entry] = {}
     returns: dict[int, int] = {}
-    handles = []
-    for number, path in enumerate(paths):
-        block = model.get_submodule(path)
-        handles.append(block.register_forward_pre_hook(_note(calls, number), with_kwargs=True))
-        handles.append(block.register_forward_hook(_count(returns, number)))
-    learnt = Learnt({id(state[name]): name for name, _ in model.named_parameters()})
-    args, kwargs = arguments(example_of(model, example))
-    try:
-        with observed(model), torch.enable_grad(), torch.device("meta"), learnt, Unasked(), standing_in(model):
-            output = functional_call(model, state, args, kwargs)
-    except Exception as error:
-        raise InputError(
-            f"what goes from stage to stage of this model cannot be told ({(str(error).splitlines() or [type(error).__name__])[0][:80]}): give an example of what it reads, or use pp1"
-        ) from None
-    finally:
-        for handle in handles:
-            handle.remove()
-    if len(calls) < len(paths):
-        raise InputError(
-            f"block {paths[min(set(range(len(paths))) - calls.keys())]} did not run with what the model seems to read: give an example of it, or use pp1"
-        )
-    wants = _wants(model, anatomy, state, calls, returns, _idle(model, state, output), learnt)
-    unsent = (paths[at] for at, leaves in calls.items() for leaf in leaves if leaf in learnt and not leaf.is_floating_point())
-    return replace(wants, turn=next((paths[after] for before, after in pairwise(calls) if after < before), ""), unsent=next(unsent, ""))
-
-
-def _idle(model: nn.Module, state: Mapping[str, torch.Tensor], output: Any) -> set[str]:
-    """Parameters that no gradient comes to, such as a table of sines: they stand with what begins the model."""
-    weights = {name: state[name] for name, _ in model.named_parameters() if state[name].requires_grad}
-    ends = [leaf for leaf in tree_flatten(output)[0] if _is_made(leaf)]
-    found = torch.autograd.grad(ends, list(weights.values()), [torch.empty_like(end) for end in ends], retain_graph=True, allow_unused=True)
-    return {name for name, gradient in zip(weights, found, strict=True) if gradient is None}
-
-
-def _wants(
-    model: nn.Module,
-    anatomy: Anatomy,
-    state: Mapping[str, torch.Tensor],
-    calls: Mapping[int, list[Any]],
-    returns: Mapping[int, int],
-    idle: set[str],
-    learnt: Learnt,
-) -> Wants:
+    for event in record.events:
+        if isinstance(event, Entry):
+            entries.setdefault(event.block, event)
+        elif isinstance(event, Exit):
+            returns.setdefault(event.block, event.values)
+    missing = [number for number in range(len(paths)) if number not in entries]
+    if missing:
+        raise InputError(f"block {paths[missing[0]]} did not run with what the model seems to read: give an example of it, or use pp1")
     ends = [0]
     for _, count in anatomy.stacks:
         ends.append(ends[-1] + count)
-    stack_of = {name: at for at, (path, _) in enumerate(anatomy.stacks) for name in state if name.startswith(f"{path}.")}
-    needs = tuple(tuple(place for place, leaf in enumerate(calls[block]) if _is_made(leaf) or leaf in learnt) for block in range(ends[-1]))
-    weights = {name: state[name] for name, _ in model.named_parameters() if state[name].requires_grad}
+    stack_of = {name: at for at, (path, _) in enumerate(anatomy.stacks) for name in record.names if name.startswith(f"{path}.")}
     early: set[Key] = set()
-    front: set[str] = set(idle)
+    front: set[str] = set(record.idle)
     between: list[frozenset[str]] = []
     for at, first in enumerate(ends[:-1]):
         behind: set[str] = set()
-        for place in needs[first]:
-            used = _made_of(calls[first][place], weights) | learnt.made_of(calls[first][place])
+        for place, leaf in entries[first].leaves.items():
+            used = named(record.names, leaf.made)
             if any(stack_of.get(name, at) < at for name in used):
                 behind |= used
             else:
@@ -174,38 +138,19 @@ def _wants(
                 front |= used
         if at:
             between.append(frozenset(behind - stack_of.keys() - front))
+    changed = {storage for event in record.events if isinstance(event, Op) for storage in event.changed}
+    overwritten = ((block, place) for block, entry in entries.items() for place, leaf in entry.leaves.items() if leaf.copied in changed)
+    unsent = (paths[block] for block, entry in entries.items() if not all(leaf.is_sent for leaf in entry.leaves.values()))
     return Wants(
-        needs, tuple(ends[:-1]), frozenset(early), tuple(returns[block] for block in range(ends[-1])), frozenset(front), tuple(between)
+        tuple(tuple(entries[block].leaves) for block in range(len(paths))),
+        tuple(ends[:-1]),
+        frozenset(early),
+        tuple(returns[block] for block in range(len(paths))),
+        frozenset(front),
+        tuple(between),
+        next(unsent, ""),
+        frozenset(overwritten),
     )
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta", requires_grad=tensor.is_floating_point() and isinstance(tensor, nn.Parameter))
-
-
-def _is_made(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
-def _made_of(leaf: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> set[str]:
-    if not leaf.requires_grad:
-        return set()
-    found = torch.autograd.grad(leaf, list(weights.values()), torch.empty_like(leaf), retain_graph=True, allow_unused=True)
-    return {name for name, gradient in zip(weights, found, strict=True) if gradient is not None}
-
-
-def _note(calls: dict[int, list[Any]], number: int) -> Any:
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls[number] = tree_flatten((args, kwargs))[0]
-
-    return note
-
-
-def _count(returns: dict[int, int], number: int) -> Any:
-    def count(module: nn.Module, args: Any, output: Any) -> None:
-        returns[number] = len(output) if isinstance(output, tuple) else 0
-
-    return count
 
 
 def layers_over(model: nn.Module, anatomy: Anatomy, wants: Wants) -> list[tuple[str, list[str]]]:

@@ -2,8 +2,9 @@
 
 [Note: stages without stage code] Every pipeline rank calls the forward of the whole model with the same batch, so that masks, positions and
 rotary tables are made by the model's own code on every stage. Blocks that are not of the running stage hand their input on; the first block
-of the stage takes the hidden state that arrived instead of its input; after the last block of the stage the call is left by `StageDone`,
-which carries the hidden state out. What a rank does not hold is replaced by `Absent` (absent.py). Names never change.
+of the stage takes what arrived instead of what it is given; at the entry of the next stage's first block the call is left by `StageDone`,
+which carries out what that block is given (carry.py), so that what stands between two blocks runs on the stage of the first of them. What a
+rank does not hold is replaced by `Absent` (absent.py). Names never change.
 
 A gate is also where weights are gathered (ZeRO 3), where a layer is recomputed, and where the sequence is cut and joined.
 
@@ -23,32 +24,34 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.anatomy.keeper import AGAIN, recording
+from meshwright.anatomy.run import hidden_of
 from meshwright.base.errors import InputError
-from meshwright.parallel.pipeline.absent import check_beside, hidden_of, passed_by
+from meshwright.parallel.pipeline.absent import passed_by
 from meshwright.parallel.pipeline.carry import Carry
 from meshwright.parallel.pipeline.keeping import Keeping
 from meshwright.parallel.pipeline.moving import Moving
+from meshwright.parallel.pipeline.shared import Shared
 from meshwright.parallel.zero.flat import FlatUnit
 
 
 class StageDone(Exception):
-    """Leaves the model's forward with the hidden state after a stage's last block, or with all that goes on (carry.py). Not an error."""
+    """Leaves the model's forward with the message to the next stage (carry.py). Not an error."""
 
-    def __init__(self, hidden: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, message: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.message = message
 
 
 @dataclass
 class Run:
-    """Which stage is running: blocks [start, stop), the hidden state that arrived, whether the head follows."""
+    """Which stage is running: blocks [start, stop), and what arrives and leaves, where there are several stages."""
 
     start: int = 0
     stop: int = 0
-    is_last: bool = True
-    received: torch.Tensor | None = None
     keeping: Keeping = field(default_factory=Keeping)
     carry: Carry | None = None
+    shared: Shared = field(default_factory=Shared)
+    """What several stages of this rank compute with."""
     tried: bool = False
     """Nothing is trained yet: blocks of other stages give no numbers (rehearsal.py)."""
     recording: tuple[Any, bool] | None = None
@@ -76,12 +79,10 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Ten
 class Gate:
     """The forward of one module. `index` is its place among the blocks, None outside of them."""
 
-    def __init__(self, module: nn.Module, run: Run, index: int | None = None, returns: int = 0) -> None:
-        """`returns`: values that the block returns, 0 for a bare tensor."""
+    def __init__(self, module: nn.Module, run: Run, index: int | None = None) -> None:
         self.inner: Callable[..., Any] = module.forward
         self.moving = Moving(module)
-        self.run, self.index, self.returns = run, index, returns
-        self.checked = False
+        self.run, self.index = run, index
         self.units: list[FlatUnit] = []
         self.previous: list[FlatUnit] = []
         self.following: list[FlatUnit] = []
@@ -100,38 +101,20 @@ class Gate:
         run, index = self.run, self.index
         if index is not None and run.recording is not None and recording() != run.recording:
             raise InputError(f"pipeline: block {index} {AGAIN}, and stages are left and entered between blocks: use pp1")
-        if index is not None and run.carry is not None:
-            return self._carried(run.carry, index, args, kwargs)
-        if index is not None:
-            if not run.start <= index < run.stop:
-                hidden = passed_by(hidden_of(args, kwargs), run.tried)
-                return (hidden, *[None] * (self.returns - 1)) if self.returns else hidden
-            if index == run.start and run.received is not None and not self.checked:
-                check_beside(args, kwargs)
-                self.checked = True
-            hidden = run.received if index == run.start and run.received is not None else hidden_of(args, kwargs)
-            if self.before is not None:
-                hidden = self.before(hidden)
-            args, kwargs = with_hidden(args, kwargs, hidden)
-        output = self._compute(args, kwargs)
         if index is None:
-            return output
-        if self.after is not None:
-            output = map_first(self.after, output)
-        if index == run.stop - 1 and not run.is_last:
-            raise StageDone(output[0] if isinstance(output, tuple | list) else output)
-        return output
-
-    def _carried(self, carry: Carry, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block of a model whose stages hand on more than a hidden state."""
-        leaves, form = tree_flatten((args, kwargs))
-        if self.run.start <= index < self.run.stop:
-            args, kwargs = tree_unflatten(carry.filled(index, leaves), form)
             return self._compute(args, kwargs)
-        message = carry.leave(index, leaves)
-        if message is not None:
-            raise StageDone(message)
-        return carry.skipped(index, passed_by(hidden_of(args, kwargs), self.run.tried))
+        if run.carry is not None:
+            leaves, form = tree_flatten((args, kwargs))
+            if not run.start <= index < run.stop:
+                message = run.carry.leave(index, leaves)
+                if message is not None:
+                    raise StageDone(message)
+                return run.carry.skipped(index, passed_by(hidden_of(args, kwargs), run.tried))
+            args, kwargs = tree_unflatten(run.carry.filled(index, leaves), form)
+        if self.before is not None:
+            args, kwargs = with_hidden(args, kwargs, self.before(hidden_of(args, kwargs)))
+        output = self._compute(args, kwargs)
+        return output if self.after is None else map_first(self.after, output)
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.index is not None:

@@ -40,9 +40,7 @@ def set_gates(
         paths = [anatomy.block(index) for index in range(anatomy.count)]
         for index in range(anatomy.count):
             block = model.get_submodule(paths[index])
-            if isinstance(block, Absent) and run.carry is None and not anatomy.returns:
-                continue
-            gate = Gate(block, run, index, anatomy.returns)
+            gate = Gate(block, run, index)
             held = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
             gate.units = held if plan.zero == 3 and not _is_astray(paths, held, reads) else []
             gate.is_alone = plan.zero == 3 and _is_alone(paths[index], held, owners, reads)

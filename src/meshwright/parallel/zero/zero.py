@@ -10,8 +10,9 @@ the next block is gathered, on this rank as on the others, whatever the data ([N
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -69,14 +70,30 @@ class Stage:
             self.complete(unit)
 
 
+class Tied(NamedTuple):
+    """A unit whose layer several `stages` hold; the first one's `counts` in the norm, and is saved."""
+
+    layer: str
+    stages: tuple[int, ...]
+    counts: bool
+
+
 class Zero:
     """All flat units of this rank. `partial` names parameters whose gradients are partial sums over the tensor ranks."""
 
     trained: list[FlatUnit]
     """The units that are not frozen: all that is reduced, counted in the norm and updated."""
 
-    def __init__(self, mesh: Mesh, stages: dict[int, list[FlatUnit]], partial: set[str], tied: dict[int, bool], tie: Group | None) -> None:
-        self.mesh, self.tie = mesh, tie
+    def __init__(
+        self,
+        mesh: Mesh,
+        stages: dict[int, list[FlatUnit]],
+        partial: set[str],
+        tied: dict[int, Tied],
+        ties: Mapping[tuple[int, ...], Group | None],
+    ) -> None:
+        """`ties`: the pipeline ranks that hold a copy each of what stages share, by these stages."""
+        self.mesh, self.ties = mesh, ties
         self.stages: dict[tuple[int, Kind], Stage] = {}
         for number, held in stages.items():
             for kind, late in ((Kind.B, False), (Kind.W, True)):
@@ -85,7 +102,7 @@ class Zero:
                 )
         self.units = [unit for units in stages.values() for unit in units]
         self.trained = [unit for unit in self.units if not unit.frozen]
-        self.tied = [(unit, counts) for unit in self.units if (counts := tied.get(id(unit))) is not None]
+        self.tied = [(unit, found) for unit in self.units if (found := tied.get(id(unit))) is not None]
         self._partial: dict[Group, list[torch.Tensor]] = {}
         for unit in self.trained:
             if unit.sharing.tensor_group is not None and (runs := _partial_runs(unit, partial)):
@@ -95,6 +112,8 @@ class Zero:
         """All trained parameters of the model, in its order."""
         self.unreached: tuple[str, ...] = ()
         """Of them those that no gradient has come to on any rank, as far as all ranks know: their weights stay, as torch leaves one without a gradient alone."""
+        self.unconnected: frozenset[str] = frozenset()
+        """Parameters that the outputs were not seen to come from with a gradient: zeros that another stage sends back are none that came."""
         self._updated = False
         for stage in self.stages.values():
             for unit in stage.units:
@@ -155,7 +174,7 @@ class Zero:
     def settle(self) -> None:
         """Before flat buffers are written: no other rank reads them any more (ranks of one host read where a tensor lies)."""
         sharing = {id(unit.sharing): unit.sharing for unit in self.units}.values()
-        settle((*(group for each in sharing for group in (each.shard_group, each.copy_group)), self.tie))
+        settle((*(group for each in sharing for group in (each.shard_group, each.copy_group)), *self.ties.values()))
         for once in {id(unit.group): unit.once for unit in self.units if unit.once is not None}.values():
             once.meet().wait()
 
@@ -185,17 +204,25 @@ class Zero:
             all_reduce(joined, group).wait()
             for run, total in zip(runs, joined.split([run.numel() for run in runs]), strict=True):
                 run.copy_(total)
-        tied = [unit.own_gradients for unit, _ in self.tied if not unit.frozen]
-        if self.tie is None and len(tied) == 2:  # both ends of a V are on this rank
-            first, last = tied
-            last.copy_(first.add_(last))
-        for gradients in tied:
-            there = gradients.to(self.mesh.device)  # the sums of some wait on the host
-            all_reduce(there, self.tie).wait()
-            gradients.copy_(there)
+        self._sum_over_stages()
         for unit in self.trained:
             if unit.sums is not None:
                 unit.own_gradients = unit.sums.floats(unit.own_gradients)
+
+    def _sum_over_stages(self) -> None:
+        """Of what several stages hold every copy gets the sum of all."""
+        copies: dict[tuple[tuple[int, ...], str], list[FlatUnit]] = {}
+        for unit, tied in self.tied:
+            if not unit.frozen:
+                copies.setdefault((tied.stages, tied.layer), []).append(unit)
+        for stages, layer in sorted(copies):  # the same order on all ranks
+            first, *others = [unit.own_gradients for unit in copies[stages, layer]]
+            total = first.to(self.mesh.device)  # the sums of some wait on the host
+            for gradients in others:
+                total = total + gradients.to(self.mesh.device)
+            all_reduce(total, self.ties[stages]).wait()
+            for gradients in (first, *others):
+                gradients.copy_(total)
 
     def square_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each element once."""
@@ -212,7 +239,7 @@ class Zero:
 
     def _counted(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Runs of gradients that this rank counts in the norm, and how many tensor ranks count the same."""
-        uncounted = {id(unit) for unit, counts in self.tied if not counts}
+        uncounted = {id(unit) for unit, tied in self.tied if not tied.counts}
         for unit in self.trained:
             if id(unit) in uncounted:
                 continue
@@ -237,6 +264,8 @@ class Zero:
     def came(self) -> torch.Tensor:
         """Of each of `unreached` whether a gradient has come to it on this rank: ranks sum it."""
         here = {name for stage in self.stages.values() for name in stage.reached} if self.unreached else set()
+        for unit in self.trained if self.unconnected else ():
+            here -= {name for name in self.unconnected & unit.unit.offsets.keys() if not unit.own_gradients[own_run(unit, name)].any()}
         return torch.tensor([name in here for name in self.unreached], dtype=torch.float64, device=self.mesh.device)
 
     def agree(self, came: Sequence[float]) -> None:

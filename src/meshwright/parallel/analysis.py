@@ -1,0 +1,111 @@
+"""What a plan took from the analysis run of its model, held against the batches that come.
+
+The run before the model is sharded is made with an example. A batch with other inputs, of other types or dimensions, may take other branches of the
+model's code: the same run is made with it, on a copy of the model without memory, and the plan is refused where it would have been made otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.anatomy.inputs import Example
+from meshwright.anatomy.readers import Reads, inside
+from meshwright.anatomy.record import Record
+from meshwright.anatomy.run import analyse
+from meshwright.base.errors import InputError, PlanRefused
+from meshwright.parallel.pipeline.carry import Wants
+
+Form = frozenset[tuple[str, str, int]]
+"""Of the inputs of a model: names, types, dimensions."""
+
+
+def form_of(inputs: Mapping[str, Any]) -> Form:
+    """
+    >>> sorted(form_of({"ids": torch.zeros(2, 3, dtype=torch.long), "flag": True}))
+    [('flag', 'bool', 0), ('ids', 'torch.int64', 2)]
+    """
+    return frozenset(
+        (name, str(value.dtype), value.ndim) if isinstance(value, torch.Tensor) else (name, type(value).__name__, 0)
+        for name, value in inputs.items()
+    )
+
+
+@dataclass
+class Analysed:
+    """`skeleton` and `blocks`: what is run, with `example` before the model was sharded. `wants` and `held`, by name the stages that hold a parameter, and `reads`: what the plan was made by.
+    `derive` gives the first two for another record, or raises InputError."""
+
+    plan: str
+    skeleton: nn.Module | None
+    blocks: Sequence[str]
+    example: Example
+    wants: Wants | None
+    held: Mapping[str, Sequence[int]]
+    reads: Reads
+    derive: Callable[[Record], tuple[Wants | None, Mapping[str, Sequence[int]]]]
+    forms: set[Form] = field(default_factory=set)
+
+    def check(self, inputs: Mapping[str, Any], is_training: bool, together: bool) -> None:
+        """Raises PlanRefused where `inputs` would have made another plan. `together`: all ranks call it, and refuse alike."""
+        form = form_of(inputs)
+        if form in self.forms and not together:
+            return
+        line = "" if form in self.forms else self._objection(inputs, is_training)
+        if together and dist.is_initialized():
+            lines: list[str] = [line] * dist.get_world_size()
+            dist.all_gather_object(lines, line)
+            line = next(filter(None, lines), "")
+        if line:
+            raise PlanRefused(
+                f"plan {self.plan}: with {', '.join(sorted(inputs))} the model runs otherwise than with {', '.join(sorted(self.example))}, which it was "
+                f"analysed with ({line}): give parallelize a batch as it comes (example=...)"
+            )
+        self.forms.add(form)
+
+    def _objection(self, inputs: Mapping[str, Any], is_training: bool) -> str:
+        if self.skeleton is not None and self.skeleton.training != is_training:
+            self.skeleton.train(is_training)
+        try:
+            record = None if self.skeleton is None else analyse(self.skeleton, self.blocks, inputs)
+        except InputError as error:
+            if self._is_whole():
+                return str(error)
+            record = None
+        if record is None:
+            return "" if inputs.keys() <= self.example.keys() else "the model cannot be copied, so that it is not analysed again"
+        try:
+            wants, held = self.derive(record)
+        except InputError as error:
+            return str(error).removeprefix(f"plan {self.plan}: ")
+        if wants is not None and self.wants is not None:
+            if (wants.needs, wants.returns) != (self.wants.needs, self.wants.returns):
+                return "its blocks are given other things that are made of parameters"
+            if not wants.overwritten <= self.wants.overwritten:
+                return "a block overwrites what it is given"
+        astray = next((name for name, stages in held.items() if not set(stages) <= set(self.held.get(name, ()))), None)
+        if astray is not None:
+            return f"{astray} is read on a stage that does not hold it"
+        return next((f"{name} is read in {path or 'its own forward'}" for name, path in self._new_readers(record.reads)), "")
+
+    def _is_whole(self) -> bool:
+        """Whether the copy runs as the model did: methods that were put on modules by hand still belong to the modules of the model itself."""
+        assert self.skeleton is not None
+        try:
+            analyse(self.skeleton, self.blocks, self.example)
+        except InputError:
+            return False
+        return True
+
+    def _new_readers(self, reads: Reads) -> list[tuple[str, str]]:
+        """Readers outside of the modules that were seen to read, and of the one that holds the parameter."""
+        found = []
+        for name, readers in reads.items():
+            known = {reader.path for reader in self.reads.get(name, ())} | {name.rpartition(".")[0]}
+            found += [(name, reader.path) for reader in readers if not inside(reader.path, known) and reader.path not in known]
+        return found
