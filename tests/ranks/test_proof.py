@@ -76,15 +76,16 @@ def test_a_plan_that_differs_is_refused_by_all_ranks_in_one_line_before_its_firs
     assert "first at model.layers.1.mlp: its output" in lines[0], lines[0]
 
 
-def required() -> tuple[bool, str]:
-    trainer = trainer_of("llama", "dp2", prove="start")
-    trainer.step(make_batch("llama", 0))
-    trainer.step(make_batch("llama", 1))
-    before = trainer.prover.reason
+def required() -> tuple[bool, str, int]:
+    trainer = trainer_of("llama", "dp2", prove=1000)
+    for step in range(3):
+        trainer.step(make_batch("llama", step))
+    before = trainer.prover.last
     trainer.require_proof("a buffer has moved")
-    trainer.step(make_batch("llama", 2))
-    return before == "step 2", trainer.prover.reason
+    trainer.step(make_batch("llama", 3))
+    proof = trainer.prover.last
+    return proof is not before, trainer.prover.reason, proof.step if proof is not None else -1
 
 
 def test_a_proof_can_be_required_before_the_next_update(ranks: Any) -> None:
-    assert ranks.run(2, required) == [(True, "a buffer has moved")] * 2
+    assert ranks.run(2, required) == [(True, "a buffer has moved", 3)] * 2

@@ -217,9 +217,11 @@ def _unpriced(file: JobFile, reason: str, world: int | None) -> Choice:
 
 def launch_of(file: JobFile, source: ModelSource, folder: Path, choice: Choice) -> Launch:
     """What the ranks are told. Raises InputError when the batch does not divide."""
+    from meshwright.cost.proof import proof_price
     from meshwright.spec.launch import Launch
+    from meshwright.spec.proof import ProofPrice
 
-    question = choice.question
+    question, step = choice.question, choice.estimate.time.step if choice.estimate is not None else 0.0
     workload = question.workload if question is not None else file.workload
     choice.plan.micro_batches(workload.batch)
     return Launch(
@@ -230,6 +232,7 @@ def launch_of(file: JobFile, source: ModelSource, folder: Path, choice: Choice) 
         run=file.run.but(folder=str(folder.resolve())),
         parameters=question.model.parameters if question is not None else 0,
         predicted=choice.estimate.per_stage if choice.estimate is not None else (),
+        proof=proof_price(question, choice.plan, step) if question is not None and step else ProofPrice(),
     )
 
 

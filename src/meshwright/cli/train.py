@@ -50,6 +50,12 @@ class Wanted:
             help="folder on a local disk for what the plan keeps in files (off-optimizer-files, off-activations-files); else the run's own"
         ),
     ] = None
+    prove: Annotated[
+        bool | None,
+        Parameter(
+            help="prove the plan on the run's own ranks and weights: loss and every gradient are compared with one device; without either flag, where that is cheap"
+        ),
+    ] = None
     trials: Annotated[
         int, Parameter(help="before: run up to so many of the best plans for a few steps each, and train with the fastest")
     ] = 0
@@ -128,7 +134,8 @@ def _with(shared: Shared, wanted: Wanted) -> Shared:
     run = wanted.run
     named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
     where = None if wanted.offload_to is None else wanted.offload_to.expanduser().resolve()
-    entries = (("workload.steps", wanted.steps), ("run.folder", named), ("run.offload_to", where))
+    prove = None if wanted.prove is None else "start" if wanted.prove else "never"
+    entries = (("workload.steps", wanted.steps), ("run.folder", named), ("run.offload_to", where), ("run.prove", prove))
     written = (f"{name}={plain.dumps(value if name == 'workload.steps' else str(value))}" for name, value in entries if value is not None)
     return dataclasses.replace(shared, set=(*shared.set, *written))  # quoted: a path may hold what YAML reads as a comment or a mapping
 

@@ -10,6 +10,7 @@ from meshwright.base.codec import Noun
 from meshwright.spec.data import Data
 from meshwright.spec.estimate import Memory
 from meshwright.spec.plan import Plan
+from meshwright.spec.proof import ProofPrice
 from meshwright.spec.rule import Rule
 from meshwright.spec.run import Run
 from meshwright.spec.workload import Workload
@@ -41,6 +42,7 @@ class Launch(Noun):
     run: Run
     parameters: int = 0
     predicted: tuple[Memory, ...] = ()
+    proof: ProofPrice = ProofPrice()
 
     def result(self) -> dict[str, Any]:
         """What decides the result, flat: 'workload.batch' to its value. Two launches that agree here are one job under two plans.

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from meshwright.base.codec import Noun
 from meshwright.base.errors import InputError
 
-ProofMode = Literal["start", "never"] | int
-"""`start`: before the first update and on a sparse schedule after it; a number: every so many steps too."""
+ProofMode = Annotated[int, Field(ge=1)] | Literal["auto", "start", "never"]
+"""`start`: before the first update and on a sparse schedule after it; `auto`: the same where that is cheap; a number: every so many steps too."""
+
+CHEAP_SECONDS, CHEAP_PART, FIRST_STEPS = 5.0, 0.01, 1000
+"""A proof is cheap that takes less than so many seconds, or than this part of so many steps."""
+
+
+def is_cheap(seconds: float, step: float) -> bool:
+    """Whether `auto` runs a proof of `seconds` in a run whose steps take `step` seconds.
+
+    >>> is_cheap(4.0, 0.01), is_cheap(60.0, 10.0), is_cheap(60.0, 1.0)
+    (True, True, False)
+    """
+    return seconds <= CHEAP_SECONDS or seconds <= CHEAP_PART * FIRST_STEPS * step
+
+
+class ProofPrice(Noun):
+    """The planner's estimate of a proof; all 0 where nothing was priced."""
+
+    seconds: float = 0.0
+    step: float = Field(default=0.0, description="seconds of a training step")
+    length: int = Field(default=0, description="tokens of a row that the proof reads; 0: all")
 
 
 class Proof(Noun):
@@ -57,6 +77,6 @@ class Proof(Noun):
 
 def check_mode(mode: ProofMode) -> ProofMode:
     """`mode`, or InputError for what is none."""
-    if mode in ("start", "never") or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
+    if mode in ("auto", "start", "never") or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
         return mode
-    raise InputError(f"prove {mode!r} is not one of 'start', 'never' or a number of steps: use 'start'")
+    raise InputError(f"prove {mode!r} is not one of 'auto', 'start', 'never' or a number of steps: use 'auto'")

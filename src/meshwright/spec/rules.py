@@ -7,6 +7,7 @@ Why so early: ranks with unlike sizes abort inside gloo without a Python error.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -287,6 +288,24 @@ def micro_batches_of(actions: Sequence[str]) -> int:
     2
     """
     return 1 + max((int(re.sub(r".*[FBW]", "", action)) for line in actions for action in line.split()), default=-1)
+
+
+def proof_rows(plan: Plan) -> int:
+    """Rows with which a plan is compared with one device: two micro-batches of every replica and stage, or as many as the plan's actions order."""
+    return plan.rows_shared_out or plan.rows_at_once * (micro_batches_of(plan.actions) or 2 * plan.pp)
+
+
+def half_length(plan: Plan, length: int) -> int:
+    """Half of a row's `length` tokens, as far as the plan can divide them; 0 where that is less than 8.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> half_length(parse_plan("tp4.sp"), 46), half_length(parse_plan("dp2"), 12)
+    (20, 0)
+    """
+    divisor = math.lcm(plan.tp if plan.sequence_parallel else 1, 2 * plan.cp * plan.head_ranks if plan.cp > 1 else 1)
+    divisor = divisor * plan.tp if plan.sequence_parallel and plan.cp > 1 else divisor
+    half = length // 2 // divisor * divisor
+    return half if half >= max(8, divisor) else 0
 
 
 def sequence_faults(plan: Plan, sequence: int, context: int = 0, against: str = "") -> Iterator[Fault]:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from meshwright.base.codec import Noun
 from meshwright.base.oneline import OneLine
+from meshwright.spec.proof import ProofMode
 
 Every = Annotated[int, Field(ge=0)] | Literal["auto"]
 
@@ -45,6 +46,11 @@ class Run(Noun):
     compare_every: int = Field(default=50, ge=0, description="steps between comparisons of what several ranks hold alike; 0: never")
     recount_every: int = Field(
         default=0, ge=0, description="steps between gradients that are computed twice and compared; 0: only those that look wrong"
+    )
+    prove: ProofMode = Field(
+        default="auto",
+        description="when the plan is proven equal to one device, on the run's own ranks and weights: start (before the first update); a number of steps "
+        "between proofs; never; auto: at the start where that takes under 1 % of the first 1,000 steps by the estimate",
     )
     least: int = Field(
         default=0, ge=0, description="ranks to go on with, at the least, when one fails again and again; 0: as many as it began with"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +10,11 @@ import torch.distributed as dist
 
 from meshwright.models.output import IGNORED
 from meshwright.parallel.objective import Batch, rows_of
-from meshwright.spec.plan import Plan
-from meshwright.spec.rules import micro_batches_of
+from meshwright.spec.rules import half_length, micro_batches_of, proof_rows
 
 if TYPE_CHECKING:
     from meshwright.parallel.engine import Parallel
     from meshwright.train.trainer import Share
-
-SHORTEST = 8
-"""Places of the shorter sequences, at least."""
 
 
 @dataclass
@@ -31,25 +26,22 @@ class Content:
     optional: bool = False
 
 
-def rows_of_proof(plan: Plan) -> int:
-    """Rows of two micro-batches of every replica, or of as many as the schedule orders."""
-    return plan.rows_shared_out or plan.rows_at_once * (micro_batches_of(plan.actions) or 2 * plan.pp)
-
-
-def contents_of(engine: Parallel, batch: Batch | Share, own_loss: bool) -> list[Content]:
-    """Batches of a proof, the same on every rank. All ranks call it."""
-    rows = rows_of_proof(engine.mesh.plan)
+def contents_of(engine: Parallel, batch: Batch | Share, own_loss: bool, longest: int = 0) -> list[Content]:
+    """Batches of a proof, the same on every rank. All ranks call it. `longest`: tokens of a row at most, 0: all."""
+    rows = proof_rows(engine.mesh.plan)
     whole = batch if isinstance(batch, dict) else _joined(engine, batch.micro_batches)
     found = rows_of(whole)
     if found > rows:
         whole = _cut(whole, slice(0, rows))
+    length, title = _length(whole), f"{rows_of(whole)} rows of the batch"
+    if 0 < longest < length:
+        whole, length, title = shortened(whole, length, longest), longest, f"{title}, the first {longest} tokens of each"
     first = dict(whole) if own_loss else unequal(whole)
-    contents = [Content(f"{rows_of(first)} rows of the batch", first)]
+    contents = [Content(title, first)]
     other = altered(first, own_loss)
-    length = _length(first)
-    short = _shorter(engine.mesh.plan, length)
+    short = half_length(engine.mesh.plan, length)
     if short:
-        contents.append(Content(f"other values, {short} places", shortened(other, length, short), True))
+        contents.append(Content(f"other values, {short} tokens", shortened(other, length, short), True))
     else:
         contents.append(Content("other values", other, True))
     return contents
@@ -132,14 +124,6 @@ def _length(batch: Batch) -> int:
         if isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_floating_point():
             return value.shape[1]
     return 0
-
-
-def _shorter(plan: Plan, length: int) -> int:
-    """Half of `length` as far as the plan can divide it; 0 where that is too short."""
-    divisor = math.lcm(plan.tp if plan.sequence_parallel else 1, 2 * plan.cp * plan.head_ranks if plan.cp > 1 else 1)
-    divisor = divisor * plan.tp if plan.sequence_parallel and plan.cp > 1 else divisor
-    short = length // 2 // divisor * divisor
-    return short if short >= max(SHORTEST, divisor) else 0
 
 
 def shortened(batch: Batch, length: int, short: int) -> Batch:

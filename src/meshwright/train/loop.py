@@ -31,6 +31,7 @@ from meshwright.train.memory import Memories, watching
 from meshwright.train.metrics import Records, agree
 from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
 from meshwright.train.optimizer import learning_rate, optimizer_of, recipe_of
+from meshwright.train.proof_records import follow_proofs, mode_of
 from meshwright.train.rank import Channel, Connection, connect
 from meshwright.train.recount import Recount, why_not
 from meshwright.train.recovery import Recovery
@@ -82,7 +83,7 @@ class Loop:
             part.quarantine = lambda line: self.channel.say("quarantine", line=line)
         self.dataset, self.loader = dataset, Loader(dataset, launch.workload.batch, launch.workload.seed)
         rule, kind = launch.workload.optimizer, recipe_of(launch.workload, launch.plan)
-        beside = Beside(offload_to=launch.run.offload_to or self.folder, predicted=launch.predicted)
+        beside = Beside(offload_to=launch.run.offload_to or self.folder, predicted=launch.predicted, prove=mode_of(launch))
         self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **beside)
         self.device, self.memories = self.trainer.mesh.device, Memories(self.trainer, self.folder)
         self.control = self.trainer.mesh.world if self.device.type == "cpu" else of_process(self.connection.control)
@@ -114,6 +115,7 @@ class Loop:
         start = time.perf_counter()
         began = self.recovery.resume()
         self.spent["restore"] = time.perf_counter() - start
+        follow_proofs(self.trainer, self.launch, self.folder, lambda line: self._say("note", line=line))
         self._check()
         self._say(
             "begin", step=began, steps=self.steps, data=self.dataset.describe(), parameters=self.parameters,

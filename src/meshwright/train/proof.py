@@ -47,9 +47,9 @@ class Run:
         self.notes: list[str] = []
         self.stored_whole = False
 
-    def prove(self, batch: Batch | Share) -> Proof:
+    def prove(self, batch: Batch | Share, longest: int = 0) -> Proof:
         began = time.perf_counter()
-        trainer, contents = self.trainer, contents_of(self.engine, batch, self.skeleton.loss is not None)
+        trainer, contents = self.trainer, contents_of(self.engine, batch, self.skeleton.loss is not None, longest)
         found: list[tuple[Compared, Verdict]] = []
         first, done = "", []
         with perturbed(self.engine) as constants:

@@ -1,11 +1,13 @@
 """When a proof runs (train/proof.py), and what follows from it: before the first update, before the second, and sparsely after it.
 
 The decision is the same on every rank: what depends on time is decided by rank 0. A plan that differs from one device is refused by all ranks before
-the update counts. `MESHWRIGHT_PROVE` (start, never or a number of steps) is the default where `parallelize` is given no `prove`.
+the update counts. `MESHWRIGHT_PROVE` (auto, start, never or a number of steps) is the default where `parallelize` is given no `prove`, and `auto`
+without it.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -17,11 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.base.errors import InputError, PlanRefused
+from meshwright.base.units import show_seconds
 from meshwright.parallel.exchange.exchange import all_reduce
+from meshwright.parallel.exchange.group import shrink
+from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.spec.plan import Plan, Recompute
-from meshwright.spec.proof import Proof, ProofMode, check_mode
-from meshwright.train.contents import rows_of_proof
+from meshwright.spec.proof import CHEAP_PART, CHEAP_SECONDS, FIRST_STEPS, Proof, ProofMode, ProofPrice, check_mode, is_cheap
+from meshwright.spec.rules import proof_rows
 from meshwright.train.proof import Run
 from meshwright.train.skeleton import fingerprints_of, skeleton_of
 
@@ -31,21 +36,24 @@ if TYPE_CHECKING:
 SETTING = "MESHWRIGHT_PROVE"
 LATER = (1, 9, 99, 999)
 """Updates of this run after which a cheap proof is repeated: before steps 2, 10, 100 and 1000."""
-CHEAP_SECONDS, CHEAP_PART, FIRST_STEPS = 5.0, 0.01, 1000
 RATES = {"cpu": 3e10, "cuda": 2e14}
 """Operations a second that a device does in practice, for the estimate of a first proof alone."""
 
 
 def proof_mode(given: ProofMode | None) -> ProofMode:
-    """`given`, or the setting of the environment, or 'start'. Raises InputError."""
+    """Return `given`, or the setting of the environment, or 'auto'. Raises InputError."""
     if given is not None:
         return check_mode(given)
-    said = os.environ.get(SETTING, "start")
+    said = os.environ.get(SETTING, "auto")
     return check_mode(int(said) if said.isdecimal() else said)  # type: ignore[arg-type]
 
 
 class Prover:
-    """The schedule of proofs of one trainer. `say` is given lines for the user; `last` is the last proof."""
+    """The schedule of proofs of one trainer; `last` is the last proof.
+
+    Who runs the trainer may set `say`, which gets lines for the user, `record`, which gets every proof, and `predicted`, the
+    planner's estimate. Every rank calls them alike.
+    """
 
     def __init__(self, mode: ProofMode, model: nn.Module | None, loss: LossFunction | None, compute: str = "") -> None:
         """`model`: as the user has given it, which nothing has changed yet; `compute`: the type of computation."""
@@ -63,7 +71,11 @@ class Prover:
         self.skipped = ""
         """Why the proof before the first update did not run."""
         self.say: Callable[[str], None] = lambda line: None
+        self.record: Callable[[Proof], None] = lambda proof: None
+        self.predicted = ProofPrice()
         self._updates = 0
+        self._seconds = 0.0
+        """Of the last proof before an update; 0 where there was none."""
         self._began = time.perf_counter()
 
     def before(self, trainer: Trainer, batch: Batch | Share) -> None:
@@ -74,7 +86,12 @@ class Prover:
             return
         preflight(trainer, batch)
         proof = self.prove(trainer, batch)
+        shown = self.reason != reason and reason not in map(_before, LATER)
         self.reason, self.required = reason, ""
+        self._seconds = proof.seconds
+        self.record(proof)
+        if proof.equal and shown:
+            self.say(_passed(proof, reason, self.predicted.seconds))
         if not proof.equal:
             raise PlanRefused(
                 f"plan {proof.plan}: the proof run differs from one device: {proof.line}: use another plan (data parallelism alone changes least), "
@@ -84,15 +101,22 @@ class Prover:
     def prove(self, trainer: Trainer, batch: Batch | Share) -> Proof:
         """A proof now. All ranks call it."""
         if self.skeleton is None:
-            raise InputError("prove='never' has no copy of the model to compare with: call parallelize with prove='start'")
+            raise InputError("prove='never' has no copy of the model to compare with: call parallelize with prove='auto'")
         if trainer.engine.outer is not None:
             raise InputError(
                 "replicas that take local steps have no single device to compare with: the proof runs without local steps alone"
             )
         unchanged = trainer.steps == 0 and versions_of(trainer) == self.versions
-        self.last = Run(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(batch)
+        self.last = Run(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(batch, self.predicted.length)
         self.fingerprints = {}  # proven once: what ranks do to weights later is another matter
+        gc.collect()  # one device's side refers to itself, and holds weights and gradients until somebody looks
+        shrink([trainer.mesh.world])
+        give_back()
         return self.last
+
+    def resume(self, seconds: float, updates: int) -> None:
+        """Count a proof that an earlier process of this run has made under the same plan, in `seconds`, as the one before the first update."""
+        self._seconds, self._updates = seconds, max(updates, 1)
 
     @property
     def proven(self) -> bool:
@@ -111,11 +135,11 @@ class Prover:
             self.skipped = self._why_not(trainer, batch)
             if self.skipped:
                 self.say(self.skipped)
-            return "" if self.skipped else "start"
-        if self.last is None or self._updates not in LATER:
+            return "" if self.skipped else _before(0)
+        if not self._seconds or self._updates not in LATER:
             return ""
         limit = CHEAP_SECONDS if self._updates == 1 else CHEAP_PART * (time.perf_counter() - self._began)
-        return f"step {self._updates + 1}" if self._all(trainer, self.last.seconds <= limit) else ""
+        return _before(self._updates) if self._all(trainer, self._seconds <= limit) else ""
 
     def _all(self, trainer: Trainer, good: bool) -> bool:
         """Whether it is so on every rank."""
@@ -131,21 +155,43 @@ class Prover:
         count = rows // max(plan.rows_at_once, 1) if whole else len(batch.micro_batches)  # type: ignore[union-attr]
         if is_one_device(plan) and count <= 1 and not trainer.engine.recipe.products:
             return "one device with the batch as one micro-batch: nothing to prove"
+        if self.mode != "auto":
+            return ""
+        if self.predicted.seconds:
+            return self._too_dear(self.predicted.seconds, self.predicted.step, trainer)
         elements = sum(shape.numel() for shape in trainer.engine.shapes.values())
         example = batch if isinstance(batch, dict) else batch.micro_batches[0]
         places = max(
             (math.prod(value.shape[1:2]) for value in example.values() if isinstance(value, torch.Tensor) and value.ndim), default=1
         )
-        proven = min(rows, rows_of_proof(plan))
+        proven = min(rows, proof_rows(plan))
         work = 2 * 8 * elements * proven * places  # two contents; forward, recompute and backward of rank 0
         step = 6 * elements * rows * places / plan.world
-        seconds = work / RATES.get(trainer.mesh.device.type, RATES["cuda"])
-        if not self._all(trainer, seconds <= CHEAP_SECONDS or work <= CHEAP_PART * FIRST_STEPS * step):
-            return (
-                f"the plan is not proven: a proof of {proven} rows would take about {seconds:.0f} s on rank 0, more than {CHEAP_PART:.0%} of the first "
-                f"{FIRST_STEPS} steps; call trainer.prove(batch), or train with --prove"
-            )
-        return ""
+        rate = RATES.get(trainer.mesh.device.type, RATES["cuda"])
+        return self._too_dear(work / rate, step / rate, trainer)
+
+    def _too_dear(self, seconds: float, step: float, trainer: Trainer) -> str:
+        """Why a proof of `seconds` is left out by 'auto'; '' where it is not."""
+        if self._all(trainer, is_cheap(seconds, step)):
+            return ""
+        return (
+            f"the plan is not proven on these ranks: a proof would take about {show_seconds(seconds)}, more than {CHEAP_PART:.0%} of the first "
+            f"{FIRST_STEPS:,} steps; --prove runs it all the same (prove='start' in Python), `meshwright verify` proves a small model of this kind"
+        )
+
+
+def _before(updates: int) -> str:
+    return f"before step {updates + 1}"
+
+
+def _passed(proof: Proof, reason: str, predicted: float) -> str:
+    """A proof that has found the plan equal, in one line."""
+    said = f", {show_seconds(predicted)} predicted" if predicted else ""
+    more = "".join(f"; {note}" for note in proof.notes)
+    return (
+        f"proven equal to one device {reason}: loss {proof.loss:.1e}, gradients {proof.gradient:.1e}, {proof.parameters} parameters, "
+        f"{proof.rows} rows in {len(proof.contents)} batches ({show_seconds(proof.seconds)}{said}){more}"
+    )
 
 
 def is_one_device(plan: Plan) -> bool:

@@ -66,8 +66,9 @@ class Beside(Known, total=False):
     """What `parallelize` is given besides, where it is needed."""
 
     offload_to: str | Path | None
-    prove: ProofMode
-    """When a proof run compares the plan with one device (train/proof.py): 'start' (default), 'never', or every so many steps too."""
+    prove: ProofMode | None
+    """When a proof run compares the plan with one device (train/prover.py): 'auto' (default: at the start where that is cheap), 'start', 'never', or
+    every so many steps too."""
     predicted: Sequence[Memory]
     """What each pipeline rank is to take, where the plan was priced: a want of memory says what takes more."""
 

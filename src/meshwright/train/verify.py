@@ -33,7 +33,7 @@ from meshwright.parallel.experts.capacity import FACTOR, drop_beyond
 from meshwright.parallel.objective import Batch, Objective, logits_of
 from meshwright.spec.launch import ModelSource
 from meshwright.spec.plan import Plan
-from meshwright.spec.rules import micro_batches_of
+from meshwright.spec.rules import proof_rows
 from meshwright.spec.workload import Lora, Optimizer
 from meshwright.train.adapters import attach
 from meshwright.train.model import build_model, objective_of, vocabulary_of
@@ -99,11 +99,6 @@ def verify(channel: Channel, payload: Message) -> int:
                 found = found.but(first=first)
                 channel.say("found", finding=found.model_dump(), equal=found.equal)
     return 0
-
-
-def rows_of(plan: Plan) -> int:
-    """A batch with several micro-batches a replica; enough of them for any schedule of the plan."""
-    return plan.rows_shared_out or plan.rows_at_once * (micro_batches_of(plan.actions) or 2 * plan.pp)
 
 
 # --- the reduced model --------------------------------------------------------------------------------------------------------
@@ -212,7 +207,7 @@ def batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch
 
 
 def _batches(question: Question, model: nn.Module, dtype: torch.dtype) -> list[Batch]:
-    vocabulary, config, rows = _vocabulary(question, model), getattr(model, "config", None), rows_of(question.plan)
+    vocabulary, config, rows = _vocabulary(question, model), getattr(model, "config", None), proof_rows(question.plan)
     if beyond(example_of(model)):
         made = [batch_like(model, vocabulary, rows, step) for step in range(STEPS)]
         return [{name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()} for batch in made]
@@ -246,7 +241,7 @@ def _under_plan(question: Question, precision: str, spoil: Spoil | None = None) 
         spoil(trainer.engine.model)
     first, labels, gradients = trainer.gradients(batches[0])
     losses = [trainer.step(batch).loss for batch in batches]
-    rows, objective, plan = rows_of(question.plan), trainer.engine.objective, question.plan
+    rows, objective, plan = proof_rows(question.plan), trainer.engine.objective, question.plan
     borders = [plan.first_row(rows, replica) for replica in range(plan.dp)] + [rows]
     by_replica = [objective.count({name: value[a:b] for name, value in batches[0].items()}) for a, b in pairwise(borders)]
     weights = trainer.full_state_dict()

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 KEEPS = {
+    "proven equal to one device {}: loss {}, gradients {}, {} parameters, {} rows in {} batches ({}){}": "{0}已证明与单卡相等：损失 {1}，梯度 {2}，{3} 个参数，{5} 个批次共 {4} 行（{6}）{7}",
+    "before step {}": "在第 {0} 步之前",
+    "every {} steps": "每 {0} 步",
+    "{}, {} predicted": "{0}，预计 {1}",
+    "one device with the batch as one micro-batch: nothing to prove": "单卡，整个批次是一个 micro-batch：无需证明",
+    "the plan is not proven on these ranks: a proof would take about {}, more than {} of the first {} steps; --prove runs it all the same (prove='start' in Python), `meshwright verify` proves a small model of this kind": "没有在这些 rank 上证明该方案：证明约需 {0}，超过前 {2} 步的 {1}；--prove 仍会证明（Python 中用 prove='start'），`meshwright verify` 用同类的小模型证明",
+    "plan {}: the proof run differs from one device: {}: use another plan (data parallelism alone changes least), or train without the proof with prove='never'": "方案 {0}：证明运行与单卡不同：{1}：请换一个方案（单独的数据并行改动最少），或用 prove='never' 不经证明地训练",
     "recompute_layers {} counts blocks that recompute as a whole or by operation: write recompute layer or operations": "recompute_layers {0} 数的是整块重算或按运算重算的块：写 recompute layer 或 operations",
     "recompute_rest {} is of the blocks behind the first ones that recompute as a whole: write rc-layer8-operations": "recompute_rest {0} 说的是前几个整块重算的块之后的块：写 rc-layer8-operations",
     "pin recompute_rest={} is of the blocks behind the first ones that recompute: pin recompute_layers too": "固定 recompute_rest={0} 说的是前几个重算的块之后的块：请同时固定 recompute_layers",

@@ -7,7 +7,7 @@ and a process group between (tiers.py), all others through a process group of to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -148,3 +148,10 @@ def settle(groups: Sequence[Group | None]) -> None:
     for group in groups:
         if group is not None and group.lanes is not None:
             group.lanes.settle()
+
+
+def shrink(groups: Iterable[Group | None]) -> None:
+    """Free staging memory that collectives larger than those of training have left. Every rank of the groups calls it."""
+    for group in groups:
+        if group is not None and group.lanes is not None:
+            group.lanes.slots.shrink()

@@ -77,6 +77,14 @@ class Slots:
         self._turns.append(slot)
         return self._fill(slot, size)
 
+    def shrink(self) -> None:
+        """Free the memory of slots outside of turns; the next collective gets what it needs."""
+        for slot in self._all:
+            if not slot.in_turn and slot.segment.size > PAGE:
+                self._fill(slot, PAGE)
+                self.host.drop(slot.segment)
+                slot.segment = self.host.segment(PAGE)
+
     def settled(self) -> None:
         """Nobody reads any: turns begin again."""
         self._idle, self._turns, self._asked = [*self._turns, *self._idle], [], []
