@@ -52,6 +52,7 @@ from meshwright.parallel.tensor.chunked import chunk_loss
 from meshwright.parallel.tensor.layers import partial_names, shard_model, with_whole_logits
 from meshwright.parallel.tensor.products import use_products
 from meshwright.parallel.tensor.statistics import check_passes
+from meshwright.parallel.unreadable import during_loss
 from meshwright.parallel.update.door import check_rule, rule_of
 from meshwright.parallel.update.groups import Groups, MakeOptimizer
 from meshwright.parallel.update.whole import Needs, give_whole
@@ -154,6 +155,7 @@ def _finished(engine: Parallel, needs: Needs) -> Parallel:
     use_products(model, anatomy, engine.recipe)
     engine.outer = outer_of(engine.recipe, engine.zero)
     watch_loads(model, engine.mesh.plan.name)
+    engine.objective.unreadable = during_loss(engine)
     return engine
 
 

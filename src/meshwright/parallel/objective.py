@@ -18,6 +18,7 @@ from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.group import Group
 from meshwright.parallel.tensor.chunked import ChunkedHead
 from meshwright.parallel.tensor.loss import count_labels, shifted, sum_loss
+from meshwright.parallel.zero.closed import ClosedMeanwhile
 
 Batch = dict[str, Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
@@ -47,6 +48,8 @@ class Objective:
         """`piece`: this rank's positions of labels, where context ranks share a sequence."""
         self.model, self.loss, self.group, self.piece = model, loss, vocabulary_group, piece
         self.chunked: ChunkedHead | None = None
+        self.unreadable = ClosedMeanwhile({}, None)
+        """Parameters while a loss of the user's own runs (unreadable.py)."""
         if loss is not None and piece is not None:
             raise InputError(
                 "cp: a loss of one's own sees a piece of the output beside the whole batch: use cp1, or let the model return logits"
@@ -80,7 +83,9 @@ class Objective:
     def sum(self, output: Any, batch: Batch) -> torch.Tensor:
         """The sum over valid labels (or rows) of the micro-batch."""
         if self.loss is not None:
-            return self.loss(output, batch) * weight_of(batch)
+            with self.unreadable:
+                loss = self.loss(output, batch)
+            return loss * weight_of(batch)
         logits = logits_of(output)
         if logits is None or "labels" not in batch:
             raise InputError(

@@ -48,6 +48,10 @@ def proof_mode(given: ProofMode | None) -> ProofMode:
     return check_mode(int(said) if said.isdecimal() else said)  # type: ignore[arg-type]
 
 
+READS = "the loss reads parameters beside the output, and the copy of the model that a proof compares with has others"
+"""Why a plan is not proven whose data ranks hold all parameters."""
+
+
 class Prover:
     """The schedule of proofs of one trainer; `last` is the last proof.
 
@@ -85,6 +89,11 @@ class Prover:
         if not reason:
             return
         preflight(trainer, batch)
+        if trainer.engine.objective.unreadable.is_used:
+            self.required = ""
+            self.skipped = f"the plan is not proven: {READS}"
+            self.say(self.skipped)
+            return
         proof = self.prove(trainer, batch)
         shown = self.reason != reason and reason not in map(_before, LATER)
         self.reason, self.required = reason, ""
@@ -106,6 +115,8 @@ class Prover:
             raise InputError(
                 "replicas that take local steps have no single device to compare with: the proof runs without local steps alone"
             )
+        if trainer.engine.objective.unreadable.is_used:
+            raise InputError(f"no proof: {READS}")
         unchanged = trainer.steps == 0 and versions_of(trainer) == self.versions
         self.last = Run(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(batch, self.predicted.length)
         self.fingerprints = {}  # proven once: what ranks do to weights later is another matter

@@ -34,6 +34,7 @@ from meshwright.parallel.objective import Batch, rows_of
 from meshwright.parallel.offload.away import away_of
 from meshwright.parallel.offload.depot import depot_of
 from meshwright.parallel.tensor.products import check_device
+from meshwright.parallel.unreadable import close_replaced, originals
 from meshwright.parallel.update.door import fuse
 from meshwright.parallel.update.groups import MakeOptimizer
 from meshwright.parallel.update.places import give_places
@@ -110,7 +111,9 @@ def parallelize(
     predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.place.pp)
     with in_words(Holder(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
         prover = Prover(prove, model, known["loss"], chosen.compute)
+        before = originals(model)
         engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
+        close_replaced(engine, before)
         give_places(engine, seed)
         give_back()
         torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)

@@ -10,6 +10,7 @@ Cost: 0.13 us a parameter to close and as much to open.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,9 @@ FORM = frozenset(
 )
 """Properties and methods that read or write no values."""
 
+PASSES = 64
+"""Blocks that are watched for a first use: closing costs, and a loss shows what it reads in its first passes."""
+
 Line = Callable[[str, torch.Size], str]
 """What to say of a parameter of this name and shape that is used while it is closed."""
 
@@ -37,7 +41,8 @@ class Closed:
     """Mixed into the class of a tensor while it is closed. `tensor_names`: by identity."""
 
     tensor_names: ClassVar[Mapping[int, str]] = {}
-    line: ClassVar[Line]
+    used: ClassVar[Callable[[str, torch.Size], None]]
+    """Raises InputError, or opens the tensor."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +56,17 @@ class Closed:
             own, shape = type(used).tensor_names.get(id(used), "a parameter"), used.shape  # type: ignore[attr-defined]
             if name == "__repr__":
                 return f"{own} {tuple(shape)} {used.dtype}, closed"  # type: ignore[attr-defined]
-        raise InputError(type(used).line(own, shape))
+        type(used).used(own, shape)  # type: ignore[attr-defined]
+        return function(*args, **(kwargs or {}))
+
+
+def closed_kind(kind: type, names: Mapping[int, str], used: Callable[[str, torch.Size], None]) -> Any:
+    """The class that tensors of class `kind` have while they are closed; `names` by identity; `used` as in `Closed`."""
+    return type(kind)(f"Closed{kind.__name__}", (Closed, kind), {"tensor_names": names, "used": staticmethod(used)})
+
+
+def _refuse(line: Line, name: str, shape: torch.Size) -> None:
+    raise InputError(line(name, shape))
 
 
 class Closing:
@@ -59,8 +74,7 @@ class Closing:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], line: Line) -> None:
         names = {id(tensor): name for name, tensor in tensors.items()}
-        members = {"tensor_names": names, "line": staticmethod(line)}
-        kinds = {kind: type(kind)(f"Closed{kind.__name__}", (Closed, kind), dict(members)) for kind in set(map(type, tensors.values()))}
+        kinds = {kind: closed_kind(kind, names, partial(_refuse, line)) for kind in set(map(type, tensors.values()))}
         self._held = [(tensor, type(tensor), kinds[type(tensor)]) for tensor in tensors.values()]
         self.is_closed = False
 
@@ -68,13 +82,49 @@ class Closing:
         if not self.is_closed:
             self.is_closed = True
             for tensor, _, closed in self._held:
-                tensor.__class__ = closed  # type: ignore[assignment]
+                tensor.__class__ = closed
 
     def open(self) -> None:
         if self.is_closed:
             self.is_closed = False
             for tensor, kind, _ in self._held:
-                tensor.__class__ = kind  # type: ignore[assignment]
+                tensor.__class__ = kind
+
+
+class ClosedMeanwhile:
+    """Closes those of the same tensors that are open, while a block runs. With a `line` using one is refused; without, `is_used` says it from then on, and nothing
+    is closed any more; PASSES of the block are watched so."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], line: Line | None) -> None:
+        self._tensors, self._line = list(tensors.values()), line
+        self.is_used = False
+        self._passes = 0
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._kinds: dict[type, Any] = {}
+        self._before: list[tuple[torch.Tensor, type]] = []
+
+    def __enter__(self) -> None:
+        self._passes += 1
+        watches = self._line is not None or not (self.is_used or self._passes > PASSES)
+        for tensor in self._tensors if watches else ():
+            kind = type(tensor)
+            if issubclass(kind, Closed):
+                continue
+            if kind not in self._kinds:
+                self._kinds[kind] = closed_kind(kind, self._names, self._used)
+            self._before.append((tensor, kind))
+            tensor.__class__ = self._kinds[kind]
+
+    def _used(self, name: str, shape: torch.Size) -> None:
+        if self._line is not None:
+            _refuse(self._line, name, shape)
+        self.is_used = True
+        self.__exit__()
+
+    def __exit__(self, *_: Any) -> None:
+        for tensor, kind in self._before:
+            tensor.__class__ = kind  # type: ignore[assignment]
+        self._before.clear()
 
 
 def sharded(plan: str) -> Line:
@@ -82,4 +132,20 @@ def sharded(plan: str) -> Line:
     return lambda name, shape: (
         f"plan {plan}: {name} {tuple(shape)} is used outside of the forward of its module, where each rank holds a shard of it alone: "
         "read or change it inside `with trainer.full_parameters(write=...)`, or use z2 at most"
+    )
+
+
+def read_by_loss(plan: str) -> Line:
+    """The line for weights that a loss of the user's own uses where no rank holds them all."""
+    return lambda name, shape: (
+        f"plan {plan}: the loss uses {name} {tuple(shape)} beside the output of the model, and under this plan no rank holds the whole of all parameters: "
+        "give the optimizer a weight_decay in place of a penalty, or use data parallelism with z2 at most"
+    )
+
+
+def replaced(plan: str) -> Line:
+    """The line for parameters of before `parallelize` that are no part of the model any more."""
+    return lambda name, shape: (
+        f"plan {plan}: this {name} {tuple(shape)} was taken from the model before parallelize, which has put shards in its place or laid it on another "
+        "stage: take it from `with trainer.full_parameters(write=...)`"
     )
