@@ -98,6 +98,8 @@ def of_the_system(error: BaseException, words: Iterable[str]) -> BaseException:
     InputError("'/proc/out/plan.json': No such file or directory; name another path")
     >>> of_the_system(OSError(28, "No space left on device"), [])
     MeshwrightError('the disk is full (No space left on device): make room, then the same command goes on')
+    >>> of_the_system(OSError(24, "Too many open files"), [])
+    MeshwrightError('no more files can be opened (Too many open files): raise the limit (`ulimit -n`), then the same command goes on')
     """
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted; the same command goes on")
@@ -108,6 +110,10 @@ def of_the_system(error: BaseException, words: Iterable[str]) -> BaseException:
         return MeshwrightError(f"the disk is full ({path or error.strerror}): make room, then the same command goes on")
     if error.errno in FAILING and path:
         return MeshwrightError(of_disk(error, path))
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return MeshwrightError(
+            f"no more files can be opened ({error.strerror}): raise the limit (`ulimit -n`), then the same command goes on"
+        )
     named = any(path.startswith(word.rpartition("=")[2].rstrip("/") or "/") for word in words if "/" in word or word == path)
     return InputError(f"{path!r}: {error.strerror}; name another path") if path and named else error
 

@@ -1,4 +1,4 @@
-"""What the control group of this process may take of memory, and how often the system has ended one of its processes for want of it.
+"""What the control group of this process may take of memory, how often the system has ended one of its processes for want of it, and how many files it may open.
 
 Both versions of control groups; a limit of a group above counts too. Where there are no groups there is no limit.
 """
@@ -6,8 +6,18 @@ Both versions of control groups; a limit of a group above counts too. Where ther
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator
 from pathlib import Path
+
+from meshwright.base.errors import InputError
+
+OPEN, EACH_RANK = 64, 4
+"""Files that the process that supervises ranks has open, and the one that forks them: in any case, and for each rank. A rank's copies under two plans are two
+files of the former, its pipes two of the latter."""
+
+MOST_OPEN = 2**16
+"""Files that are requested at most, where the system would allow any number."""
 
 ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -64,3 +74,21 @@ def memory_kills(root: Path = ROOT, own: Path = OWN) -> int:
             counts = dict(line.split() for line in (folder / name).read_text().splitlines())
             return int(counts.get("oom_kill", 0))
     return 0
+
+
+def check_files(ranks: int) -> None:
+    """Raises the number of files that this process and its children may open as far as the system allows.
+
+    Raises: InputError where that is too few for so many ranks.
+    """
+    needed = OPEN + EACH_RANK * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, max(MOST_OPEN, needed))
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise InputError(
+            f"a process may open {soft:,} files here, and {ranks} ranks need {needed:,}: raise the limit (`ulimit -n {needed}`, or LimitNOFILE "
+            "and limits.conf where it is set), then start again"
+        )

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.limits import memory_kills
+from meshwright.base.limits import check_files, memory_kills
 from meshwright.base.lines import Message
 from meshwright.base.link import Link
 from meshwright.base.signals import hearing
@@ -48,6 +48,7 @@ class Node:
 
     def __init__(self, link: Link, host: str, token: str, number: int, environment: dict[str, str], warm: Nursery | None = None) -> None:
         """`warm`: that of this node under another leader."""
+        check_files(0)
         self.link, self.number, self.environment = link, number, environment
         self.logs = Path(link.hello["logs"])
         self.logs.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from meshwright.base.errors import Interrupted, MeshwrightError
+from meshwright.base.limits import check_files
 from meshwright.base.lines import Message
 from meshwright.base.pulse import Phase, Word
 from meshwright.base.signals import hearing
@@ -104,6 +105,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
+        check_files(max(self.work.world, self.care.full))
         self.work.logs.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self.work.folder, self.note)
         self._retries = Retries(self.care.retries)

@@ -116,6 +116,8 @@ MACHINES = {
     "torch is not installed here: whether the ranks can build the model was not checked": "这里没有安装 torch：没有检查 rank 能否构建这个模型",
     "{}: neither a file nor anything else has such a name": "{0}：文件和别的东西都不会有这样的名字",
     "{}: there is no such user; write the folder in full": "{0}：没有这个用户；请写出完整的文件夹",
+    "a process may open {} files here, and {} ranks need {}: raise the limit (`ulimit -n {}`, or LimitNOFILE and limits.conf where it is set), then start again": "这里一个进程可以打开 {0} 个文件，而 {1} 个 rank 需要 {2} 个：请提高限制（`ulimit -n {3}`，或设置它的 LimitNOFILE、limits.conf），然后重新启动",
+    "no more files can be opened ({}): raise the limit (`ulimit -n`), then the same command goes on": "不能再打开文件（{0}）：请提高限制（`ulimit -n`），然后同一条命令继续",
     "not saved: with --save FOLDER it is written there, and the job file beside it as {}": "没有保存：加上 --save FOLDER 就写在那里，作业文件写在旁边，名为 {0}",
     "wrote {}": "写了 {0}",
     "next: {}": "下一步：{0}",
