@@ -29,7 +29,7 @@ ALONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "roll": lambda x: x + x.roll(1, 1),
     "positions": lambda x: x + torch.outer(torch.arange(x.shape[1]), torch.arange(x.shape[2]).sin()).to(x),
     "softmax": lambda x: x + x.softmax(1),
-    "detached mean": lambda x: x * (1 + x.detach().mean()),
+    "detached mean": lambda x: x * (1 + x.detach().mean((1, 2), keepdim=True)),
     "rare": lambda x: x + 1e-4 * x.mean(1, keepdim=True),
     "late": lambda x: x + x.mean(1, keepdim=True) if x.shape[1] < 12 else x,
 }

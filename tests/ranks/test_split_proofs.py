@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from odd_splits import ALONE, ALONG, is_equal, outcomes
+from odd_splits import ALONE, ALONG, batch_of, is_equal, make, outcomes
 
+from meshwright.anatomy import read
 from meshwright.spec.plan import parse_plan
 
 MIXED = [name for name in ALONG if name not in ("flip", "late")]
@@ -46,3 +47,37 @@ def test_context_ranks_take_what_works_on_each_position_alone(ranks: Any) -> Non
 @pytest.mark.parametrize("plan", ["cp2.ulysses", "cp2.pp2"])
 def test_context_ranks_refuse_it_beside_other_axes(ranks: Any, plan: str) -> None:
     check(ranks, plan, ["in: first token", "in: length", "in: positions"], f"plan {parse_plan(plan).name}: cp(2) cannot cut Odd")
+
+
+TRAINING = ["training mean", "training width", "long width", "backward width", "masked width", "running mean", "columns normed", "max norm"]
+"""What a share of the features would do otherwise: in training, in a long batch, in backward, with an optional input, by what it writes."""
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2.sp"])
+def test_tensor_ranks_are_equal_or_leave_whole_what_differs_on_a_share(ranks: Any, plan: str) -> None:
+    results = ranks.run(2, outcomes, plan, TRAINING)
+    for number, way in enumerate(TRAINING):
+        found = [result[number] for result in results]
+        if isinstance(found[0], str):
+            assert plan == "tp2.sp" and found[0].startswith("sp: "), found[0]
+            assert len(set(found)) == 1
+        else:
+            assert all(is_equal(one, way) for one in found), f"{way}: trained another model"
+
+
+def test_a_region_that_trains_otherwise_on_a_share_stays_whole_with_the_reason() -> None:
+    for way in TRAINING:
+        example = {key: value for key, value in batch_of(way).items() if key != "labels"}
+        found = read(make(way), example=example)
+        columns = [path for region in found.regions for path in region.columns]
+        assert "blocks.0.qkv" in columns
+        assert "blocks.0.up" not in columns, way
+        assert any("up stay whole" in line for line in found.understood), way
+
+
+@pytest.mark.parametrize("way", ["nothing", "zero gate", "masked"])
+def test_a_region_that_trains_alike_on_shares_is_shared(way: str) -> None:
+    example = {key: value for key, value in batch_of(way).items() if key != "labels"}
+    found = read(make(way), example=example)
+    assert {"blocks.0.up", "blocks.1.qkv"} <= {path for region in found.regions for path in region.columns}
+    assert found.against_sequence == ""

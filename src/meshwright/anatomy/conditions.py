@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -73,17 +73,21 @@ def _scaled(name: str, args: Any, kwargs: Any) -> torch.Tensor:
     return args[0].mul_(1 + rate) if in_place else args[0] * (1 + rate)  # type: ignore[no-any-return]
 
 
+def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
+    """The mode in which each module is trained: its own, or training mode where the model stands in eval mode."""
+    return {module: module.training or not model.training for module in model.modules()}
+
+
 @contextmanager
-def training_conditions(model: nn.Module, exact: bool) -> Iterator[None]:
-    """`model` in the modes in which it is trained (in training mode where it stands in eval mode), as it was when the proof ends."""
-    modes = [(module, module.training or not model.training) for module in model.modules()]
+def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """`model` in `modes` (see `modes_of`), and as it was when the proof ends."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(observed(model))
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(torch.enable_grad())
-        for module, training in modes:
-            module.training = training
+        for module in model.modules():
+            module.training = modes.get(module, True)
         stack.enter_context(Repeatable(exact))
         if exact:
             torch.set_default_dtype(torch.float64)
@@ -92,11 +96,11 @@ def training_conditions(model: nn.Module, exact: bool) -> Iterator[None]:
 
 
 @contextmanager
-def proof_parameters(model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool) -> Iterator[None]:
+def proof_parameters(model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool, real: bool = True) -> Iterator[None]:
     """`model` with copies of the `needed` parameters and floating buffers, in float64 where `exact`, with noise on constant ones.
 
     Parameters without memory are lent numbers, the same on every rank. Of tables only the first `read` rows have numbers. The copies are
-    not the model's: whatever a run writes to them is gone when the proof ends.
+    not the model's: whatever a run writes to them is gone when the proof ends. Unless `real`, they are all without memory.
     """
     random = torch.Generator().manual_seed(0)
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -109,7 +113,7 @@ def proof_parameters(model: nn.Module, needed: Callable[[str], bool], read: int,
                 held: Any = module._parameters if name in module._parameters else module._buffers
                 if id(tensor) not in twins:
                     rows = read if isinstance(module, nn.Embedding) else None
-                    twins[id(tensor)] = _twin(tensor, rows, random, exact)
+                    twins[id(tensor)] = _twin(tensor, rows, random, exact) if real else _meta_twin(tensor)
                 before.append((held, name, tensor))
                 held[name] = twins[id(tensor)]
         yield
@@ -138,6 +142,11 @@ def _twin(tensor: torch.Tensor, read: int | None, random: torch.Generator, exact
         if part.ndim > 1:
             part.mul_(_raise(part))
     return nn.Parameter(found, tensor.requires_grad) if is_parameter else found
+
+
+def _meta_twin(tensor: torch.Tensor) -> torch.Tensor:
+    found = torch.empty_like(tensor.detach(), device="meta")
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
 def _raise(tensor: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy.nouns import Region, Slice
+from meshwright.anatomy.plain import is_convolution
 
 Undo = list[tuple[nn.Module, str, Any]]
 
@@ -34,6 +35,18 @@ def set_counts(model: nn.Module, region: Region, ranks: int) -> Undo:
 def restore(undo: Undo) -> None:
     for owner, name, value in reversed(undo):
         setattr(owner, name, value)
+
+
+def resize(module: nn.Module) -> None:
+    """Sizes that a module keeps beside its weight (Linear, Embedding, convolutions, and Conv1D of transformers, whose forward reads `nf`)."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim < 2:
+        return
+    names = ("num_embeddings", "embedding_dim") if isinstance(module, nn.Embedding) else ("out_features", "in_features")
+    names = ("nx", "nf") if hasattr(module, "nf") else ("out_channels", "in_channels") if is_convolution(module) else names
+    for name, size in zip(names, weight.shape, strict=False):
+        if hasattr(module, name):
+            setattr(module, name, size)
 
 
 class HeadsTaken:

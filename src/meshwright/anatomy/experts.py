@@ -46,6 +46,11 @@ class Way:
     width: int
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether any module of `model` may be one of stacked experts."""
+    return any(_count(module) or _count_by_rows(module) for module in model.modules())
+
+
 def find_experts(
     model: nn.Module, lists: Sequence[str], widths: Mapping[str, int], said: list[str], lend: bool = False
 ) -> tuple[Experts, ...]:
@@ -85,7 +90,7 @@ def add_experts(model: nn.Module, anatomy: Anatomy, inputs: Mapping[str, torch.T
         apart = tuple(f"{path}." for path in tokenwise(model, found, widths, lend))
         names_left = (name for name in names if name.startswith(f"{anatomy.blocks}.") and not name.startswith(apart or ("\n",)))
         left = next((name for name in names_left if model.get_parameter(name).ndim > 1), None)
-        against = f"{left}{WHOLE}" if left else ""
+        against = f"{left}{WHOLE}" if left else anatomy.against.get("slices", "")
     return replace(
         anatomy,
         experts=found,
@@ -356,8 +361,11 @@ def count_experts(module: nn.Module, experts: Experts, count: int) -> None:
 
 
 @contextmanager
-def standing_in(model: nn.Module) -> Iterator[None]:
-    """While shapes run through `model` without values, its experts hand on what they are given: how they sort tokens asks for values."""
+def standing_in(model: nn.Module, weighed: bool = False) -> Iterator[None]:
+    """While shapes run through `model` without values, its experts hand on what they are given: how they sort tokens asks for values.
+
+    `weighed`: each token times its weights, so that what computes these gets a gradient.
+    """
 
     def stand_in(module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
@@ -365,7 +373,13 @@ def standing_in(model: nn.Module) -> Iterator[None]:
         def hand_on(*args: Any, **kwargs: Any) -> Any:
             given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             kinds = [tensor.is_floating_point() for tensor in given]
-            return given[kinds.index(True)].clone() if sorted(kinds) == [False, True, True] else forward(*args, **kwargs)
+            if sorted(kinds) != [False, True, True]:
+                return forward(*args, **kwargs)
+            hidden, index, weights = given[kinds.index(True)], given[kinds.index(False)], given[2 - kinds[::-1].index(True)]
+            if not weighed or len(weights) != hidden.flatten(0, -2).shape[0]:
+                return hidden.clone()
+            times = weights * (index.to(weights.dtype) + 1) if index.shape == weights.shape else weights
+            return hidden * times.flatten(1).sum(1).view(*hidden.shape[:-1], 1).to(hidden.dtype)
 
         return hand_on
 

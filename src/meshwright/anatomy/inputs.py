@@ -111,22 +111,24 @@ def highest(example: Example) -> int:
 
 
 def arguments(
-    example: Example, dtype: torch.dtype | None = None, device: str = "meta", vocabulary: int = 1
+    example: Example, dtype: torch.dtype | None = None, device: str = "meta", vocabulary: int = 1, text: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Places and names of what to call a model with: what `example` has no numbers for becomes small ids below `vocabulary`, and noise."""
+    """Places and names of what to call a model with: what `example` has no numbers for becomes small ids below `vocabulary`, and noise, other
+    ones for another number `text`."""
     found = {
-        name: _placed(value, dtype, device, vocabulary) if isinstance(value, torch.Tensor) else value for name, value in example.items()
+        name: _placed(value, dtype, device, vocabulary, text) if isinstance(value, torch.Tensor) else value
+        for name, value in example.items()
     }
     return ((found.pop(""),), found) if "" in found else ((), found)
 
 
-def _placed(value: torch.Tensor, dtype: torch.dtype | None, device: str, vocabulary: int) -> torch.Tensor:
+def _placed(value: torch.Tensor, dtype: torch.dtype | None, device: str, vocabulary: int, text: int) -> torch.Tensor:
     kind = dtype if dtype and value.is_floating_point() else value.dtype
     if value.is_meta and device != "meta":
         if value.is_floating_point():
-            value = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+            value = torch.randn(value.shape, generator=torch.Generator().manual_seed(1 + text))
         else:
-            value = (torch.arange(value.numel()) * 31 % max(vocabulary, 1)).view(value.shape)
+            value = (torch.arange(value.numel()) * (31 + 2 * text) % max(vocabulary, 1)).view(value.shape)
     return value.to(device, kind)
 
 

@@ -115,7 +115,8 @@ class Anatomy:
     back: tuple[str, ...] = ()
     """Parameters outside blocks, embedding and head that are used after the blocks."""
     against: dict[str, str] = field(default_factory=dict)
-    """'sequence': why sequence parallelism would be wrong; 'rows': the module that gives tokens a place among those of other rows (counted.py);
+    """'sequence': why sequence parallelism would be wrong; 'slices': what was seen to differ on a slice of the sequence; 'proof': why splits are
+    taken without numbers; 'rows': the module that gives tokens a place among those of other rows (counted.py);
     'gathering': a parameter that the forward itself writes to; 'stages': why stages cannot be left and entered between blocks."""
     understood: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()

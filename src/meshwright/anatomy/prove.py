@@ -1,14 +1,17 @@
-"""Proves a region with numbers: the shares that a few pretended ranks compute must sum to what the whole layer computes.
+"""Proves splits with numbers: regions of a block over tensor ranks, and the hidden state along the sequence.
 
-Rule: run the model for real up to a block, catch what the block is given, and run that block up to the region's row layer, once whole and once
-for each rank with its shares of the weights and its counts of heads. A fused projection that is laid out otherwise than it seemed, or a
-count that a forward method takes from elsewhere, shows here, and the region stays whole instead of being silently wrong. Models without
-data (on the meta device) are run so for their shapes alone.
+Rule: run the model for real, catch what one block of each kind is given, and play tensor ranks on that block (split_proof.py): first forward, to
+find the counts that its methods read, then in training conditions with gradients, with two texts of two lengths and each subset of the
+inputs that the model can do without. A fused projection that is laid out otherwise than it seemed, a count that a forward method takes from
+elsewhere, code for training alone: what differs stays whole. What the model does between its blocks is played in sequence_proof.py. Models without
+data (on the meta device) are run so for their shapes alone where no numbers are lent, which proves nothing (`Proof.is_meta`).
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,151 +19,248 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from meshwright.anatomy.counts import HeadsTaken, restore, set_counts
+from meshwright.anatomy.conditions import CHEAP, EXACT, proof_parameters, training_conditions
+from meshwright.anatomy.cut_records import Arguments, Reached, Snapshot, hidden_in
 from meshwright.anatomy.experts import standing_in
-from meshwright.anatomy.inputs import Example, Unasked, arguments, example_of
+from meshwright.anatomy.inputs import WORDS, Example, Unasked, arguments, demands, highest
 from meshwright.anatomy.lent import READ
-from meshwright.anatomy.nouns import Slice, local_slice
+from meshwright.anatomy.observed import in_eval_mode
+from meshwright.anatomy.reading import Reading
 from meshwright.anatomy.regions import Found
 from meshwright.anatomy.seen import Given, Trace
+from meshwright.anatomy.split_proof import BlockRuns, Case
 
-TOLERANCE = 1e-3
-"""Relative, in float32: rounding stays below 1e-5, a wrong layout is of the order of 1."""
+MADE = (8, 4)
+"""Lengths of made texts: two and four ranks divide both, and one is half of the other."""
+LONGEST = 32
+"""Of the texts of an example that is longer."""
 
 
 class Caught(Exception):
-    """Leaves a forward with what was looked for. Not an error."""
-
-    def __init__(self, value: Any = None) -> None:
-        super().__init__()
-        self.value = value
+    """Leaves a forward when all was caught. Not an error."""
 
 
 class Proof:
-    """Some blocks of a model with what each is given when it first runs. `seen`: the run without memory, if the model runs so."""
+    """Some blocks of a model with what each is given when it first runs, for each of `calls`, ways to call the model."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[str],
-        seen: Trace | None,
-        vocabulary: int,
-        example: Example | None,
-        needed: Callable[[str], bool],
-    ) -> None:
-        """`needed`: whether what lies at a path runs before the last of `blocks` does."""
-        self.model = model
+    def __init__(self, model: nn.Module, blocks: Sequence[str], seen: Trace | None, calls: Sequence[Callable[[], Arguments]]) -> None:
+        self.model, self.blocks = model, blocks
         self.shares: Mapping[str, list[tuple[Given, frozenset[str]]]] = seen.shares if seen else {}
-        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-        self.is_meta = any(tensor.is_meta for name, tensor in tensors.items() if needed(name))
-        twins = {id(tensor): self._twin(tensor) for tensor in tensors.values()}
-        if seen and "writes" in seen.against:  # a proof leaves the model as it was
-            twins = {key: twin.clone() for key, twin in twins.items()}
-        self.state = {name: twins[id(tensor)] for name, tensor in tensors.items()}
-        device = "meta" if self.is_meta else str(next(tensor.device for name, tensor in tensors.items() if needed(name)))
-        args, kwargs = tree_map(_at_least_float32, arguments(example_of(model, example), None, device, min(vocabulary, READ)))
-        self.given: dict[str, tuple[Any, Any]] = {}
-        handles = [self._catch(path, len(blocks)) for path in blocks]
+        self.is_meta = any(tensor.is_meta for path in blocks for tensor in model.get_submodule(path).parameters())
+        self.called: list[Arguments] = []
+        self.reached: list[dict[str, Reached]] = []
+        before = Snapshot(model)
+        for number, call in enumerate(calls):
+            given = call()
+            try:
+                reached = self._run(*given)
+                before.put_back()
+                for path, learnt in self._learnt(*given).items():
+                    reached[path].learnt = learnt
+                before.put_back()
+                self.reached.append(reached)
+                self.called.append(given)
+            except Exception:
+                if not number:
+                    raise
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Reached]:
+        reached: dict[str, Reached] = {}
+        handles = [handle for path in self.blocks for handle in self._catch(path, reached)]
+        torch.manual_seed(0)
         try:
-            with self._running():
-                functional_call(model, self.state, args, kwargs)
+            with self.running(), torch.no_grad():
+                self.model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
         except Caught:
             pass
         finally:
             for handle in handles:
                 handle.remove()
+        return reached
 
-    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = _at_least_float32(tensor.detach())
-        return torch.empty_like(tensor, device="meta") if self.is_meta else tensor
+    def _learnt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
+        """Of each block, which of what it is given has a gradient."""
+        found: dict[str, tuple[bool, ...]] = {}
 
-    def _catch(self, path: str, count: int) -> Any:
-        def catch(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.given.setdefault(path, copy.deepcopy((args, kwargs)))
-            if len(self.given) == count:
+        def enter(path: str) -> Any:
+            def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+                leaves = tree_flatten((args, kwargs))[0]
+                found.setdefault(path, tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves))
+                if len(found) == len(self.blocks):
+                    raise Caught
+
+            return note
+
+        handles = [self.model.get_submodule(path).register_forward_pre_hook(enter(path), with_kwargs=True) for path in self.blocks]
+        torch.manual_seed(0)
+        try:
+            with self.running(), torch.enable_grad():
+                self.model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        except Caught:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def _catch(self, path: str, reached: dict[str, Reached]) -> list[Any]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            reached.setdefault(path, Reached(copy.deepcopy((args, kwargs))))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            reached[path].output = output
+            if len(reached) == len(self.blocks):
                 raise Caught
 
-        return self.model.get_submodule(path).register_forward_pre_hook(catch, with_kwargs=True)
+        module = self.model.get_submodule(path)
+        return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(standing_in(self.model))  # experts ask for values or types of their own; what is proven lies around them
             if self.is_meta:
                 stack.enter_context(torch.device("meta"))
                 stack.enter_context(Unasked())
             yield
 
+    def try_with(self, block: str, found: Found, ranks: int) -> str | None:
+        """Why a region cannot be shared by `ranks` ranks, forward in eval mode."""
+        if block not in self.reached[0]:
+            return "its block does not run"
+        with self.running(), in_eval_mode(self.model):
+            runs = BlockRuns(self.model, block, self.reached[0][block], self.shares.get(block, ()))
+            return runs.objections([Case([found], ranks)], gradients=False)[0]
+
     def objection(self, block: str, found: Found) -> str | None:
         """Why `found` cannot be shared by the least number of ranks that could; None when it can."""
-        ranks = _least_ranks(found, 2)
+        ranks = least_ranks([found], 2)
         return None if ranks is None else self.try_with(block, found, ranks)
 
-    def try_with(self, block: str, found: Found, ranks: int) -> str | None:
-        """Why it cannot be shared by `ranks` ranks."""
-        if block not in self.given:
-            return "its block does not run"
-        region, row = found.region, found.region.rows[0]
-        bias = self.state.get(f"{row}.bias")
-        try:
-            whole = self._row(block, row, self.state, found, 0, 1)
-            shares = [self._share(block, found, rank, ranks) for rank in range(ranks)]
-        except Exception as error:
-            return f"it does not run when shared ({(str(error).splitlines() or [type(error).__name__])[0][:100]})"
-        total = sum(shares[1:], shares[0])
-        if total.shape != whole.shape:
-            return f"shared it gives {tuple(total.shape)} instead of {tuple(whole.shape)}"
-        if self.is_meta:
-            return None
-        if bias is not None:
-            total = total - (ranks - 1) * (
-                bias
-                if isinstance(self.model.get_submodule(region.rows[0]), nn.Linear) or whole.shape[-1] == len(bias)
-                else bias.view(-1, *[1] * (whole.ndim - 2))
-            )
-        return None if (total - whole).norm() <= TOLERANCE * whole.norm() else f"the shares of {ranks} ranks do not sum to the whole"
+    def trained(self, block: str, regions: Sequence[Found], sequence: bool) -> tuple[str | None, str | None]:
+        """Why the block cannot be trained with all of `regions` shared, and why its hidden state cannot be cut along the sequence beside
+        (where `sequence` asks)."""
+        ranks = least_ranks(regions, 2)
+        if self.is_meta or ranks is None:
+            return None, None
+        cases = [Case(regions, ranks)] if regions else []
+        cases += [Case(regions, ranks, sequence=True)] if sequence else []
+        why: list[str | None] = [None for _ in cases]
+        for reached in self.reached:
+            if block in reached and cases:
+                with self.running():
+                    runs = BlockRuns(self.model, block, reached[block], self.shares.get(block, ()))
+                    why = [one or other for one, other in zip(why, runs.objections(cases, gradients=True), strict=True)]
+            if why and why[0] is not None:
+                break
+        return why[0] if regions and why else None, why[-1] if sequence and why else None
 
-    def _share(self, block: str, found: Found, rank: int, ranks: int) -> torch.Tensor:
-        region, state = found.region, dict(self.state)
-        for name, split in found.splits.items():
-            state[name] = local_slice(state[name], split, rank, ranks)
-        undo = set_counts(self.model, region, ranks)
-        for path in region.columns:
-            layer = self.model.get_submodule(path)
-            if hasattr(layer, "nf"):  # Conv1D of transformers, which reads its width
-                undo.append((layer, "nf", layer.nf))
-                layer.nf = state[f"{path}.weight"].shape[1]  # type: ignore[assignment]
-        handles = [
-            self.model.get_submodule(one.path).register_forward_pre_hook(_taking(one, rank, ranks), with_kwargs=True, prepend=True)
-            for one in region.slices
-        ]
-        try:
-            return self._row(block, region.rows[0], state, found, rank, ranks)
-        finally:
-            restore(undo)
-            for handle in handles:
-                handle.remove()
 
-    def _row(self, block: str, row: str, state: dict[str, torch.Tensor], found: Found, rank: int, ranks: int) -> torch.Tensor:
-        """What the row layer gives when the block runs with `state`."""
-        args, kwargs = copy.deepcopy(self.given[block])  # a cache of keys among them would remember the last run
-        for one, columns in self.shares.get(block, ()) if ranks > 1 else ():
-            if columns & found.weights:
-                args, kwargs = _taking(Slice(block, one.argument, one.dim, one.size), rank, ranks)(self.model, args, kwargs)
-        handle = self.model.get_submodule(row).register_forward_hook(_catch_output)
-        inside = {name.removeprefix(block + "."): tensor for name, tensor in state.items() if name.startswith(block + ".")}
-        try:
-            with self._running():
-                functional_call(self.model.get_submodule(block), inside, args, kwargs)
-        except Caught as caught:
-            return caught.value
-        finally:
-            handle.remove()
-        raise RuntimeError("a module that the first run had called was not called")
+@contextmanager
+def proving(reading: Reading, blocks: Sequence[str], needed: Callable[[str], bool], lend: bool, vocabulary: int) -> Iterator[Proof]:
+    """The proof of `blocks`, as long as its parameters stand in for the model's. `needed`: whether what lies at a path runs before the
+    last of `blocks` does; `lend`: parameters without memory are lent numbers, as they are in any case where they are few."""
+    model, example = reading.model, reading.example
+    tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
+    size = sum(tensor.numel() for name, tensor in tensors.items() if vocabulary not in tensor.shape)
+    buffers = any(tensor.is_meta for name, tensor in model.named_buffers() if needed(name))
+    real = not buffers and (lend or size <= CHEAP or not any(tensor.is_meta for tensor in tensors.values()))
+    device = next((str(tensor.device) for tensor in tensors.values() if not tensor.is_meta), "cpu") if real else "meta"
+    failed: Exception | None = None
+    for exact in (True, False) if real and size <= EXACT else (False,):
+        with ExitStack() as stack:
+            stack.enter_context(training_conditions(model, exact, reading.modes))
+            stack.enter_context(standing_in(model, weighed=True))  # experts ask for values or types of their own; see experts.py
+            stack.enter_context(proof_parameters(model, needed, max(READ, highest(example) + 1), exact, real))
+            calls = calls_of(model, example, device, min(vocabulary, READ), torch.float64 if exact else None)
+            try:
+                proof = Proof(model, blocks, reading.seen, calls)
+            except Exception as error:
+                failed = failed or error
+                continue
+            yield proof
+            return
+    assert failed is not None
+    raise failed
+
+
+# --- ways to call the model -----------------------------------------------------------------------------------------------------
+
+
+def calls_of(model: nn.Module, example: Example, device: str, vocabulary: int, kind: torch.dtype | None) -> list[Callable[[], Arguments]]:
+    """With all inputs and two texts, of two lengths where the model takes another; then without those that it can do without, and with one each."""
+    length = _length(example)
+    made = any(isinstance(value, torch.Tensor) and value.is_meta for value in example.values())
+    first, second = MADE if made else _shorter(length)
+
+    def call(chosen: Example, text: int, size: int) -> Callable[[], Arguments]:
+        resized = {name: _resized(value, length, size) for name, value in chosen.items()}
+        return lambda: tree_map(
+            _at_least_float32 if kind is None else whole_value, arguments(other_text(resized, text), kind, device, vocabulary, text)
+        )
+
+    result = [call(example, 0, first), call(example, 1, second)] if length else []
+    result += [call(example, 0, length), call(example, 1, length)] if not length or (first, second) != MADE else []
+    free = [name for name, value in example.items() if name and isinstance(value, torch.Tensor) and not demands(model, name)]
+    free = [name for name in free if name not in WORDS and name != next(iter(inspect.signature(model.forward).parameters), "")]
+    if free:
+        bound = {name: value for name, value in example.items() if name not in free}
+        result.append(call(bound, 0, first))
+        result += [call({**bound, name: example[name]}, 0, first) for name in free if len(free) > 1]
+    return result
+
+
+def whole_value(value: Any) -> Any:
+    return value
+
+
+def other_text(example: Example, text: int) -> Example:
+    """The first input with other contents where it has some and `text` is not 0."""
+    if not text:
+        return example
+    found = dict(example)
+    for name, value in example.items():
+        if isinstance(value, torch.Tensor) and not value.is_meta and (value.is_floating_point() or name in WORDS) and value.ndim > 1:
+            found[name] = value.roll(1, -1) if name in WORDS else value * 0.5 if value.unique().numel() > 2 else value
+            break
+    return found
+
+
+def _length(example: Example) -> int:
+    """Of the sequence in it; 0 where it has none that may change."""
+    tensors = [value for value in example.values() if isinstance(value, torch.Tensor)]
+    words = next((value for value in tensors if not value.is_floating_point() and value.ndim > 1), None)
+    rows = next((value for value in tensors if value.ndim == 3), None)
+    return int(words.shape[1] if words is not None else rows.shape[1] if rows is not None else 0)
+
+
+def _shorter(length: int) -> tuple[int, int]:
+    """Two even lengths within that of an example.
+
+    >>> _shorter(16), _shorter(2048), _shorter(7), _shorter(1)
+    ((16, 8), (32, 16), (6, 2), (1, 1))
+    """
+    first = min(length - length % 2, LONGEST)
+    return (first, max(2, first // 2 - first // 2 % 2)) if first else (length, length)
+
+
+def _resized(value: Any, length: int, size: int) -> Any:
+    """`value` with `size` places along every dimension of `length` behind the rows."""
+    if not isinstance(value, torch.Tensor) or not length or size == length:
+        return value
+    for dim in range(1, value.ndim):
+        if value.shape[dim] == length:
+            value = value.index_select(dim, torch.arange(size, device=value.device) % length)
+    return value
+
+
+def _at_least_float32(value: Any) -> Any:
+    narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if narrow else value
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------------------
 
 
 def proven(proof: Proof, block: str, found: Found, guesses: Sequence[tuple[Any, ...]]) -> tuple[Found, str | None]:
@@ -186,28 +286,57 @@ def proven(proof: Proof, block: str, found: Found, guesses: Sequence[tuple[Any, 
 def _runs_with_many(proof: Proof, block: str, found: Found) -> bool:
     """More ranks than key-value heads: each rank has one of them, and some have the same."""
     kv_heads = found.region.kv_heads
-    ranks = _least_ranks(found, kv_heads + 1)
+    ranks = least_ranks([found], kv_heads + 1)
     return not kv_heads or kv_heads == found.region.heads or ranks is None or proof.try_with(block, found, ranks) is None
 
 
-def _least_ranks(found: Found, least: int) -> int | None:
+def least_ranks(regions: Sequence[Found], least: int) -> int | None:
     """The fewest ranks from `least` on that every size allows."""
-    sizes = dict(found.sizes)
+    sizes: dict[str, int] = {}
+    for found in regions:
+        for name, size in found.sizes.items():
+            sizes[name] = math.gcd(sizes.get(name, 0), size)
     kv_heads = sizes.pop("kv_heads", 0)
-    for ranks in range(least, max(sizes.values(), default=1) + 1):
+    for ranks in range(least, max(sizes.values(), default=least) + 1):
         if all(size % ranks == 0 for size in sizes.values()) and (not kv_heads or kv_heads % ranks == 0 or ranks % kv_heads == 0):
             return ranks
     return None
 
 
-def _taking(one: Slice, rank: int, ranks: int) -> HeadsTaken:
-    return HeadsTaken(one, ranks, lambda tensor, dim: tensor.chunk(ranks, dim)[rank])
+# --- blocks that do not run -------------------------------------------------------------------------------------------------------
 
 
-def _catch_output(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-    raise Caught(output)
+@contextmanager
+def passing(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
+    """Blocks of `lists` that are not in `run` hand their hidden state on, in the form in which the others of their list return it."""
+    form: dict[str, Any] = {}
+    undo: list[tuple[nn.Module, Any]] = []
+
+    def change(path: str, stack: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if path in run:
+                form[stack] = forward(*args, **kwargs)
+                return form[stack]
+            return with_first(form[stack], hidden_in(args, kwargs)) if stack in form else hidden_in(args, kwargs)
+
+        return call
+
+    try:
+        for stack in lists:
+            for name, block in model.get_submodule(stack).named_children():
+                undo.append((block, vars(block).get("forward")))
+                block.forward = change(f"{stack}.{name}", stack, block.forward)  # type: ignore[method-assign]
+        yield
+    finally:
+        for block, own in undo:
+            if own is None:
+                del block.forward
+            else:
+                block.forward = own
 
 
-def _at_least_float32(value: Any) -> Any:
-    narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if narrow else value
+def with_first(form: Any, hidden: torch.Tensor) -> Any:
+    """`form`, what a block returned, with `hidden` for its first tensor."""
+    leaves, spec = tree_flatten(form)
+    place = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
+    return hidden if place is None else tree_unflatten([*leaves[:place], hidden, *leaves[place + 1 :]], spec)

@@ -9,24 +9,22 @@ there falls back on the tensor-parallel plan that Hugging Face models carry (`ba
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.anatomy.accept import accept
 from meshwright.anatomy.adapters import unwrapped, with_adapters, wrapped_layers
+from meshwright.anatomy.conditions import modes_of
 from meshwright.anatomy.experts import WHOLE, add_experts
-from meshwright.anatomy.inputs import UNSEEN, Example, example_of, highest, words
+from meshwright.anatomy.inputs import UNSEEN, Example, example_of, words
 from meshwright.anatomy.layers import check_apart
-from meshwright.anatomy.lent import READ, lent
 from meshwright.anatomy.nouns import Anatomy, Split
 from meshwright.anatomy.observed import observed
-from meshwright.anatomy.prove import Proof, proven
 from meshwright.anatomy.published import published_regions
-from meshwright.anatomy.regions import Found, guesses, regions_of_block
+from meshwright.anatomy.reading import Outline, Reading
+from meshwright.anatomy.regions import Found, regions_of_block
 from meshwright.anatomy.ruled import check, propose
 from meshwright.anatomy.seen import Trace
 from meshwright.anatomy.stacks import between, find_lists, main_stack, stacks_of, used
@@ -35,27 +33,6 @@ from meshwright.anatomy.trace import trace
 FORM = "they change the form of what they are given"
 PASSES = 24
 """Runs at most: in each block each takes the first columns that must be as whole."""
-
-
-CHEAP = 1 << 25
-"""Parameters that are lent numbers without being asked: a proof with numbers is then no slower than one of shapes."""
-
-
-@dataclass
-class Reading:
-    """What is found on the way."""
-
-    model: nn.Module
-    lists: list[str]
-    said: list[str]
-    example: Example
-    seen: Trace | None = None
-    found: dict[str, list[Found]] = field(default_factory=dict)
-    """By block, in the order in which they run."""
-    whole: dict[str, str] = field(default_factory=dict)
-    """Column weights that stay whole, and why."""
-    stacks: list[str] = field(default_factory=list)
-    """Those of the lists that stages cut (stacks.py)."""
 
 
 def read(model: nn.Module, lend: bool = False, example: Example | None = None) -> Anatomy:
@@ -75,7 +52,7 @@ def read(model: nn.Module, lend: bool = False, example: Example | None = None) -
         return Anatomy(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
     check_apart(model, lists)
     counts = [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists]
-    reading = Reading(model, lists, counts, example_of(model, example))
+    reading = Reading(model, lists, counts, example_of(model, example), modes_of(model))
     modules = {path: id(module) for path, module in model.named_modules()}
     with observed(model):
         _trace_all(reading)
@@ -91,21 +68,9 @@ def read(model: nn.Module, lend: bool = False, example: Example | None = None) -
         made = propose(model, [f"{path}.{name}" for path in lists for name in model.get_submodule(path)._modules], reading.found)
         for weight in made:
             reading.whole.pop(weight, None)
-        _prove(reading, outline, lend)
+        accept(reading, outline, lend)
         check(made, reading.whole)
         return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, lend)
-
-
-@dataclass(frozen=True)
-class Outline:
-    """What lies around the blocks: paths of the embedding and the head, names of the parameters behind the blocks; how each of them that
-    has a number for each word is cut, and why others are not."""
-
-    embedding: str | None
-    head: str | None
-    back: tuple[str, ...]
-    splits: dict[str, Split] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------------------
@@ -209,86 +174,6 @@ def _published(reading: Reading) -> None:
     )
 
 
-# --- proof --------------------------------------------------------------------------------------------------------------------
-
-
-def _signature(block: str, one: Found) -> tuple[Any, ...]:
-    """What the regions of like blocks have in common."""
-    text = repr((one.region, sorted(one.splits.items()), one.sizes)).replace(f"'{block}.", "'").replace(f"'{block}'", "''")
-    return (text,)
-
-
-def _prove(reading: Reading, outline: Outline, lend: bool) -> None:
-    """Keeps the regions whose shares were seen to sum to the whole: of each kind of block the first is tried."""
-    model = reading.model
-    first: dict[tuple[Any, ...], tuple[str, Found]] = {}
-    for block, regions in reading.found.items():
-        for one in regions:
-            first.setdefault(_signature(block, one), (block, one))
-    vocabulary = model.get_parameter(f"{outline.embedding}.weight").shape[0] if outline.embedding else 0
-    kinds = list(dict.fromkeys(block for block, _ in first.values()))
-    needed = _runs_before(reading, kinds[-1] if kinds else "")
-    answers: dict[tuple[Any, ...], tuple[Found, str | None]] = {}
-    sizes = {id(parameter): parameter.numel() for name, parameter in model.named_parameters() if needed(name)}
-    lend = lend or sum(sizes.values()) <= CHEAP
-    with lent(model, needed, max(READ, highest(reading.example) + 1)) if lend else nullcontext():
-        proof, why = None, None
-        try:
-            proof = Proof(model, kinds, reading.seen, vocabulary, reading.example, needed) if kinds else None
-        except Exception as error:
-            if reading.seen is not None:  # a plan that the model carries is believed without a run
-                why = f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that nothing is proven"
-        if proof and proof.is_meta:
-            reading.said.append("regions are tried by their shapes alone: the model has no numbers here, a run proves them with numbers")
-        for signature, (block, one) in first.items():
-            answers[signature] = proven(proof, block, one, guesses(model, block, one)) if proof else (one, why)
-    for block, regions in reading.found.items():
-        reading.found[block] = [found for one in regions if (found := _like(reading, block, one, first, answers)) is not None]
-    _agree(reading)
-
-
-def _runs_before(reading: Reading, last: str) -> Callable[[str], bool]:
-    """Whether what lies at a path is outside of all blocks, or in one that runs no later than `last`."""
-    order = list(reading.found)
-    early = [f"{block}." for block in order[: order.index(last) + 1]] if last in order else []
-
-    def needed(path: str) -> bool:
-        inside = any(path.startswith(f"{blocks}.") for blocks in reading.lists)
-        return not inside or any(path.startswith(block) for block in early)
-
-    return needed
-
-
-def _like(reading: Reading, block: str, one: Found, first: Mapping[Any, tuple[str, Found]], answers: Mapping[Any, Any]) -> Found | None:
-    """`one` with the counts and sizes that its kind was proven with."""
-    signature = _signature(block, one)
-    pattern, (answer, objection) = first[signature][0], answers[signature]
-    if objection is not None:
-        reading.whole |= dict.fromkeys((f"{path}.weight" for path in one.region.columns), objection)
-        return None
-
-    def here(path: str) -> str:
-        return block + path.removeprefix(pattern) if path.startswith(pattern) else path
-
-    moved = tuple(type(count)(here(count.path), count.name, count.kind) for count in answer.region.counts)
-    kept = {here(name): split for name, split in answer.splits.items()}
-    splits = {name: kept.get(name, split) for name, split in one.splits.items()}
-    region = type(one.region)(**{**vars(one.region), "counts": moved})
-    return one._replace(region=region, splits=splits, sizes=answer.sizes)
-
-
-def _agree(reading: Reading) -> None:
-    """A region that reads shares of another block, such as a bias by position, stands and falls with it."""
-    changed = True
-    while changed:
-        good = {name for regions in reading.found.values() for one in regions for name in one.splits}
-        changed = False
-        for block, regions in reading.found.items():
-            kept = [one for one in regions if one.weights <= good]
-            changed |= len(kept) < len(regions)
-            reading.found[block] = kept
-
-
 # --- the result ---------------------------------------------------------------------------------------------------------------
 
 
@@ -366,7 +251,11 @@ def _words(reading: Reading) -> list[str]:
 
 
 def _against(reading: Reading, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, Split]) -> dict[str, str]:
-    found = {"sequence": _against_sequence(reading, blocks, shapes, splits)}
+    found = {
+        "sequence": _against_sequence(reading, blocks, shapes, splits) or reading.along,
+        "slices": reading.along,
+        "proof": reading.unproven,
+    }
     if reading.seen:
         said = reading.seen.against
         found |= {

@@ -81,7 +81,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
     plan, later = mesh.plan, later_of(model)
     check_followed(model, later)
     loss, example = known.get("loss"), example_of(model, known.get("example"))
-    anatomy = (known.get("anatomy") or read(model, lend=True, example=example)).over(plan.tp)
+    anatomy = _understood(model, plan, known.get("anatomy"), example)
     anatomy = anatomy if loss is None else with_whole_logits(model, anatomy)
     _check(anatomy, mesh)
     _check_recipe(model, mesh, recipe)
@@ -131,6 +131,13 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
     engine.beside, engine.unfilled, engine.context, engine.experts = beside, unfilled, context, experts
     engine.mixtures, engine.preflight.analysed = still_in(model, mixtures), layout.analysed
     return _finished(engine, needs), groups
+
+
+def _understood(model: nn.Module, plan: Plan, known: Anatomy | None, example: Example) -> Anatomy:
+    """What the model is made of; read anew, with numbers, where what is known of it was taken by shapes alone."""
+    if known is None or (plan.tp > 1 and known.against.get("proof")):
+        known = read(model, lend=True, example=example)
+    return known.over(plan.tp)
 
 
 def _groups(model: nn.Module, make: MakeOptimizer, table: list[Layer], mesh: Mesh, recipe: Recipe) -> tuple[Groups, Needs]:
@@ -204,6 +211,10 @@ def _check(anatomy: Anatomy, mesh: Mesh) -> None:
         way = "give parallelize an example of its batch, or use tp1" if unseen else "use tp1"
         raise InputError(
             f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none{why}: {way}"
+        )
+    if plan.tp > 1 and (unproven := anatomy.against.get("proof")):
+        raise InputError(
+            f"plan {plan.name}: tp({plan.tp}): {unproven}: give parallelize an example of its batch that it runs with, or use tp1"
         )
     if plan.zero == 3 and (written := anatomy.against.get("gathering")):
         raise InputError(

@@ -31,6 +31,7 @@ from meshwright.anatomy.conditions import (
     differs,
     kinds_of_blocks,
     leaf_of,
+    modes_of,
     proof_parameters,
     training_conditions,
 )
@@ -71,7 +72,7 @@ def prove(model: nn.Module, anatomy: Anatomy, example: Example | None = None) ->
         return not name.startswith(prefix) or int(name.removeprefix(prefix).partition(".")[0]) in first
 
     exact = sum(size for name, size in sizes.items() if needed(name)) <= EXACT
-    with training_conditions(model, exact), proof_parameters(model, needed, READ, exact), passing(blocks, first):
+    with training_conditions(model, exact, modes_of(model)), proof_parameters(model, needed, READ, exact), passing(blocks, first):
         ways: list[Way] = []
         for others in _inputs_besides(model, example):
             noted, other = _noted(model, anatomy, others)
@@ -129,7 +130,7 @@ class Noted:
     def _attend(self, call: Call) -> torch.Tensor:
         result = leaf_of(attend_plainly(call))
         self.calls.append((call, result))
-        return result
+        return result.clone()
 
     def gradients(self, model: nn.Module) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
         """Of the results of attention, and of the parameters."""
@@ -253,7 +254,7 @@ def _compare(
         if call.mask is not None and whole.mask is not None and not torch.equal(call.mask, whole.mask):
             raise Objection(f"the mask of attention {number} is another one")
         leaves.append(leaf_of(pieces.cut(result, -2)))
-        return leaves[-1]
+        return leaves[-1].clone()
 
     torch.manual_seed(0)
     with on_pieces(model, anatomy, Context(pieces, attend, way)):

@@ -29,6 +29,7 @@ from meshwright.anatomy import (
     is_convolution,
     is_plain,
     local_slice,
+    resize,
     set_counts,
     share_of,
 )  # fmt: skip
@@ -139,23 +140,11 @@ def _shard_parameters(model: nn.Module, anatomy: Anatomy, index: int, ranks: int
                 local = local_slice(full.detach(), by_identity[id(full)], index, ranks)
                 shares[id(full)] = nn.Parameter(local, requires_grad=full.requires_grad)
             module._parameters[name] = shares[id(full)]
-            _resize(module)
+            resize(module)
     for name in anatomy.splits.keys() & dict(model.named_buffers()).keys():  # statistics of channels
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
         owner._buffers[last] = local_slice(owner.get_buffer(last), anatomy.splits[name], index, ranks)
-
-
-def _resize(module: nn.Module) -> None:
-    """Sizes that a module keeps beside its weight (Linear, Embedding, convolutions, and Conv1D of transformers, whose forward reads `nf`)."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.ndim < 2:
-        return
-    names = ("num_embeddings", "embedding_dim") if isinstance(module, nn.Embedding) else ("out_features", "in_features")
-    names = ("nx", "nf") if hasattr(module, "nf") else ("out_channels", "in_channels") if is_convolution(module) else names
-    for name, size in zip(names, weight.shape, strict=False):
-        if hasattr(module, name):
-            setattr(module, name, size)
 
 
 def _enter_region(model: nn.Module, region: Region, anatomy: Anatomy, group: Group, sequence_parallel: bool) -> None:

@@ -1,0 +1,42 @@
+"""Sequence parallelism cuts only what is seen to work on each position alone; anything else is refused in one line, and tp alone is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from odd_splits import ALONE, ALONG
+from test_split_proofs import check
+
+BETWEEN = [name for name in ALONG if name != "late"]
+
+
+@pytest.mark.parametrize("plan", ["tp2.sp", "tp2.sp.pp2"])
+def test_what_mixes_positions_in_a_block_is_refused_with_the_block(ranks: Any, plan: str) -> None:
+    names = list(ALONG) if plan == "tp2.sp" else ["mean", "first token", "length", "shift"]
+    check(ranks, plan, [f"in: {name}" for name in names], "sp: blocks.0: on a slice of the sequence")
+
+
+def test_one_odd_block_training_code_and_a_gate_of_zero_are_seen(ranks: Any) -> None:
+    check(ranks, "tp2.sp", ["first block: first token", "training: mean", "gated: mean"], "sp: blocks.0: on a slice of the sequence")
+
+
+def test_what_mixes_positions_between_blocks_is_refused_with_the_block_behind(ranks: Any) -> None:
+    check(ranks, "tp2.sp", [f"between: {name}" for name in BETWEEN], "sp: on a slice of the sequence the input of blocks.1 ")
+
+
+def test_a_layer_between_blocks_would_get_a_part_of_its_gradient(ranks: Any) -> None:
+    check(ranks, "tp2.sp", ["between: layer"], "sp: on a slice of the sequence the gradient of between.weight differs")
+
+
+def test_what_works_on_each_position_alone_is_cut_and_exact(ranks: Any) -> None:
+    check(ranks, "tp2.sp", [f"{place}: {name}" for place in ("in", "between") for name in ALONE] + ["zero gate"], None)
+    check(ranks, "tp2.sp.pp2", [f"in: {name}" for name in ALONE], None)
+
+
+def test_behind_the_blocks_every_rank_has_the_whole_sequence(ranks: Any) -> None:
+    check(ranks, "tp2.sp", [f"behind: {name}" for name in ALONG], None)
+
+
+def test_tensor_ranks_alone_hold_the_whole_sequence(ranks: Any) -> None:
+    check(ranks, "tp2", [f"{place}: {name}" for place in ("in", "between") for name in ALONG], None)
