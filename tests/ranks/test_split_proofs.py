@@ -59,7 +59,8 @@ def test_tensor_ranks_are_equal_or_leave_whole_what_differs_on_a_share(ranks: An
     for number, way in enumerate(TRAINING):
         found = [result[number] for result in results]
         if isinstance(found[0], str):
-            assert plan == "tp2.sp" and found[0].startswith("sp: "), found[0]
+            said = "keeps something of each forward" if way == "running mean" else "sp: "
+            assert said in found[0], found[0]
             assert len(set(found)) == 1
         else:
             assert all(is_equal(one, way) for one in found), f"{way}: trained another model"
