@@ -26,11 +26,12 @@ CHECKED = frozenset({1, 2, 3, 10, 100, 1000})
 @dataclass
 class Preflight:
     """`stages_run`: every stage has been seen to. `steps`: training steps that have begun. `checked`: the last step before which rows were.
-    `once`: buffers that move once a step."""
+    `once`: buffers that move once a step. `began`: passes of stages that were made before this step's."""
 
     stages_run: bool = False
     steps: int = 0
     checked: int = 0
+    began: int = 0
     once: Once = field(default_factory=Once)
     analysed: Analysed | None = None
     """What the plan took from the analysis run, and the forms of batches that it holds for; None where the plan needs no such run."""
@@ -44,6 +45,7 @@ class Preflight:
         """Before all micro-batches of a step pass, or of an evaluation. Raises PlanRefused on every rank. Every rank calls it."""
         self.check(engine, batches, trains)
         self.steps += trains
+        self.began = engine.run.passes
 
     def check(self, engine: Parallel, batches: Sequence[Batch], trains: bool) -> None:
         """What is due before the next step, which has not begun."""
@@ -64,6 +66,14 @@ class Preflight:
             self.stages_run = True
             engine.forget()
         self.once.made = {}
+
+    def again(self, engine: Parallel, batches: Sequence[Batch]) -> None:
+        """Behind the passes of a step that is outside of what was checked, before its update; gradients stay where they are."""
+        self.steps, self.checked, steps = 0, -1, self.steps
+        try:
+            self.check(engine, batches, True)
+        finally:
+            self.steps = self.checked = steps
 
     def after(self, engine: Parallel, batches: Sequence[Batch], trains: bool) -> None:
         """After all micro-batches have passed."""

@@ -47,6 +47,7 @@ from meshwright.train.agreement import agree_on_batch, agree_on_model
 from meshwright.train.batches import check_batch, check_example, check_kind, on_device
 from meshwright.train.prover import Prover, proof_mode, versions_of
 from meshwright.train.scaler import LossScale
+from meshwright.train.sentinel import SUMS, Sentinel
 from meshwright.train.uneven import divided, filled, whole_rows
 from meshwright.train.want import Holder, in_words
 
@@ -138,10 +139,9 @@ class Trainer:
         """Told what begins: backward, reduce, agree (after it every rank has been here), update."""
         self.recount: Recount | None = None
         """Computes gradients again that look wrong."""
-        self.predicted: Memory | None = None
-        """What this rank is to take, where the plan was priced."""
-        self.prover = Prover("never", None, None)
-        """Compares the plan with one device before updates that are due."""
+        self.predicted: Memory | None = None  # what this rank is to take, where the plan was priced
+        self.prover = Prover("never", None, None)  # compares the plan with one device before updates that are due
+        self.sentinel = Sentinel(engine)
 
     # --- steps ----------------------------------------------------------------------------------------------------------------
 
@@ -229,13 +229,16 @@ class Trainer:
         balanced = torch.zeros_like(total) if balance is None else balance.total / self.plan.tp
         square = self.engine.zero.square_norm()
         squares = square.view(1) if outer is None else outer.apart(square)
-        sums = torch.cat([torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.came()])
+        sums = torch.cat(
+            [torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.came(), self.sentinel.sums(self, batches)]
+        )
         all_reduce(sums, self.mesh.world).wait()
-        sums, came = sums.split([2 + len(squares) + len(pairs), len(self.engine.zero.unreached)])
+        sums, came, seen = sums.split([2 + len(squares) + len(pairs), len(self.engine.zero.unreached), SUMS])
         self.engine.zero.agree(came.tolist())
         loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
         self._balance = None if balance is None else balanced_by / max(every, 1)
         self._loads, self._dropped = loads(sums[2 + len(squares) :], self.engine.anatomy)
+        self.sentinel.check(self, seen.tolist(), (loss, sum(each), every), batches)
         return loss / max(every, 1), every, each
 
     def load_weights(self, path: str | Path) -> None:

@@ -13,11 +13,12 @@ from meshwright.parallel.exchange.compression import Ways
 from meshwright.parallel.preflight import Preflight
 from meshwright.parallel.tensor.chance import drops
 from meshwright.train.perturbed import Scaled
+from meshwright.train.sentinel import Sentinel
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
-FIELDS = ("_rows", "_agreed", "_balance", "_loads", "_dropped", "on_phase")
+FIELDS = ("_rows", "_agreed", "_balance", "_loads", "_dropped", "on_phase", "sentinel")
 """What a backward pass of a trainer writes on it, or calls."""
 SEED = 314159
 FREE_STEP = 4
@@ -33,6 +34,7 @@ def untouched(trainer: Trainer) -> Iterator[None]:
     reached = [stage.reached for stage in zero.stages.values()]
     engine.preflight = Preflight(preflight.stages_run, FREE_STEP)
     trainer.on_phase = lambda phase: None
+    trainer.sentinel = Sentinel(None)
     zero.unreached = zero.names
     for stage in zero.stages.values():
         stage.reached = set()

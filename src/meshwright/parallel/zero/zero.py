@@ -272,9 +272,14 @@ class Zero:
         """`came`, summed over all ranks."""
         self.unreached = tuple(name for name, ranks in zip(self.unreached, came, strict=True) if not ranks)
 
+    def _left_alone(self) -> set[str]:
+        """Parameters that an update does not change: what no loss has reached, and what was frozen since the optimizer was made."""
+        frozen = {name for unit in self.trained for name, parameter in unit.parameters.items() if not parameter.requires_grad}
+        return {*self.unreached, *(frozen & set(self.names))}
+
     def _staying(self) -> list[tuple[FlatUnit, torch.Tensor, torch.Tensor]]:
         """Runs of weights that an update leaves alone, and their values; what waits elsewhere sees to its own (offload/update.py)."""
-        names = set(self.unreached)
+        names = self._left_alone()
         held = [
             (unit, own_run(unit, name))
             for unit in self.trained
@@ -287,9 +292,9 @@ class Zero:
     def update(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
         """Gradients times `scale` through the optimizer (update/step.py)."""
         self.settle()
-        staying = self._staying() if self.unreached else []
+        staying = self._staying()
         if self.mesh.away is not None and any(isinstance(unit.master, AwayMaster) for unit in self.trained):
-            update_away(self.mesh.away, self.trained, optimizer, scale, self.unreached)
+            update_away(self.mesh.away, self.trained, optimizer, scale, self._left_alone())
         else:
             update(self.trained, optimizer, scale, step, not self._updated)
         self._updated = True

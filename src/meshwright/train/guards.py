@@ -1,0 +1,134 @@
+"""Guards: what was assumed when the passes of a step were checked, compared before each later update.
+
+Recorded: the keys of the batch, type, dimensions and sizes of each value but for rows, numbers of no dimension; the mode of each module, `requires_grad` of each
+parameter, how many hooks hang on modules, plain numbers, truth values and words that the user's modules and the user's loss hold (a schedule's weight, say).
+A difference makes the checks of the first step run again on this batch before the update, and a proof before the next one. Sizes, and numbers that change
+again and again, count as known after two further values, as torch.compile takes them for dynamic; a new key, type or number of dimensions never does.
+A parameter that is frozen later is honoured (zero.py); one that is trained later is refused, for the optimizer has no state of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from meshwright.parallel.objective import Batch
+
+if TYPE_CHECKING:
+    from meshwright.parallel.engine import Parallel
+
+PLAIN = (bool, int, float, str)
+VALUES = 2
+"""Further values that are checked before all count as known."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Guards:
+    """Of one rank. `changed` compares, `accept` records what has been checked."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Hashable, set[Hashable]] = {}
+        """Sizes and numbers that were checked, by keys, types and dimensions."""
+        self._places: list[tuple[str, Mapping[str, Any], str]] = []
+        self._values: list[Any] = []
+        self._times: dict[str, int] = {}
+        self._trained: list[bool] = []
+
+    def untrained(self, engine: Parallel) -> str:
+        """A parameter that is trained and was not before; '' where there is none."""
+        now = [parameter.requires_grad for _, parameter in _parameters(engine)]
+        before, self._trained = self._trained or now, now
+        return next((name for (name, _), was, is_ in zip(_parameters(engine), before, now, strict=True) if is_ and not was), "")
+
+    def changed(self, batches: Sequence[Batch]) -> str:
+        """What is otherwise than when it was checked; '' where nothing is, or nothing was checked yet."""
+        for form, sizes in map(_form, batches) if self._forms else ():
+            if form not in self._forms:
+                return f"the batch has other keys, types or dimensions: {', '.join(str(each[0]) for each in form)}"
+            if sizes not in self._forms[form] and len(self._forms[form]) <= VALUES:
+                return f"the batch has other sizes: {sizes}"
+        now = [held.get(key) for _, held, key in self._places]
+        if now == self._values:
+            return ""
+        at = next(at for at, (one, other) in enumerate(zip(now, self._values, strict=True)) if one != other)
+        return f"{self._places[at][0]} is {now[at]!r} and was {self._values[at]!r}"
+
+    def accept(self, engine: Parallel, batches: Sequence[Batch]) -> None:
+        """This step's passes are checked."""
+        for form, sizes in map(_form, batches):
+            self._forms.setdefault(form, set()).add(sizes)
+        before = {name: value for (name, _, _), value in zip(self._places, self._values, strict=True)}
+        places = [each for each in _held(engine) if self._times.get(each[0], 0) <= VALUES]
+        for name, held, key in places:
+            if name in before and before[name] != held.get(key):
+                self._times[name] = self._times.get(name, 0) + 1
+        self._places = [each for each in places if self._times.get(each[0], 0) <= VALUES]
+        self._values = [held.get(key) for _, held, key in self._places]
+
+
+def _parameters(engine: Parallel) -> list[tuple[str, nn.Parameter]]:
+    return [each for unit in engine.zero.units for each in unit.parameters.items()]
+
+
+def _form(batch: Batch) -> tuple[tuple[Any, ...], Hashable]:
+    """Keys, types and dimensions; sizes but for rows, and numbers."""
+    forms: list[Any] = []
+    sizes: list[Any] = []
+    for name, value in sorted(batch.items()):
+        if isinstance(value, torch.Tensor):
+            forms.append((name, str(value.dtype), value.ndim))
+            sizes.append(tuple(value.shape[1:]) if value.ndim else value.item())
+        else:
+            forms.append((name, type(value).__name__))
+            sizes.append(value if isinstance(value, PLAIN) else None)
+    return tuple(forms), tuple(sizes)
+
+
+def _held(engine: Parallel) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Where plain values stand that the user's code may read: what to call each, in what, under which key."""
+    for path, module in engine.model.named_modules():
+        own = vars(module)
+        name = path or "the model"
+        yield f"{name}.training", own, "training"
+        for hooks in HOOKS:
+            yield f"the number of hooks of {name} ({hooks})", _Length(own.get(hooks, ())), "length"
+        if not type(module).__module__.startswith(("torch.", "meshwright.")):
+            yield from ((f"{name}.{key}", own, key) for key, value in own.items() if isinstance(value, PLAIN) and key != "training")
+    loss: Any = engine.objective.loss
+    for holder in (loss, getattr(loss, "__self__", None)):
+        held = getattr(holder, "__dict__", {})
+        yield from ((f"{key} of the loss", held, key) for key, value in held.items() if isinstance(value, PLAIN))
+    code = getattr(loss, "__code__", None)
+    if code is not None:
+        cells = zip(code.co_freevars, loss.__closure__ or (), strict=True)
+        yield from ((f"{name} of the loss", _Cell(cell), "value") for name, cell in cells if isinstance(_Cell(cell).get("value"), PLAIN))
+        around = loss.__globals__
+        yield from ((f"{name} of the loss", around, name) for name in code.co_names if isinstance(around.get(name), PLAIN))
+
+
+class _Length(dict[str, Any]):
+    """How many there are now."""
+
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.of = of
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return len(self.of)
+
+
+class _Cell(dict[str, Any]):
+    """What a closure holds now."""
+
+    def __init__(self, cell: Any) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # nothing yet
+            return default

@@ -1,0 +1,157 @@
+"""The sentinel: invariants of every step, in the one reduction that a step makes anyway. What drifts later is noticed where it begins.
+
+| invariant | compared | sees |
+|---|---|---|
+| labels | valid labels that replicas have passed, and those that the loss was divided by | a wrong count, a lost or doubled row |
+| passes | forward passes of all stages of all ranks, and micro-batches times stages | a lost micro-batch |
+| weights | the sum of the weights of every rank that holds the same | a replica that drifts, a bit that flips |
+| gradients | the sum of the reduced gradients of every rank that holds the same | a shard that was scaled, a reduction that lost a part |
+| loss | finite where the gradient is | a loss that is none |
+
+The norm of a step sums a part of each copy (zero.py); the sums here take all of every copy: the second way of the two. Of ranks that hold the same, the first counts
+with the number of the others, and these with minus one: equal sums add up to nothing, whatever else is summed. Sums are of bits, as whole numbers, of `WINDOW` elements of a unit at least, or of
+a `PARTS`th of it, in turn. Weights are those that the passes of this step read. What is held once is compared with nothing.
+Cost: bench/results/sentinel.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from meshwright.base.errors import MeshwrightError, PlanRefused
+from meshwright.parallel.objective import Batch, Weightless
+from meshwright.parallel.perturbed import BITS
+from meshwright.train.guards import Guards
+
+if TYPE_CHECKING:
+    from meshwright.parallel.engine import Parallel
+    from meshwright.train.trainer import Trainer
+
+WINDOW, PARTS = 1 << 16, 16
+SUMS = 6
+"""Numbers that a rank adds to the reduction."""
+T = TypeVar("T")
+PRIME = 2**31 - 1
+"""Sums of bits are taken modulo this, so that those of 1,000 units and 2,000 ranks add up exactly in float64."""
+
+
+class Drifted(MeshwrightError):
+    """An invariant of a step does not hold: what was trained since is not to be used."""
+
+
+class Sentinel:
+    """Of one rank; all ranks find the same. Without an engine nothing is compared."""
+
+    def __init__(self, engine: Parallel | None) -> None:
+        self.on, self.guards = engine is not None, Guards()
+        self._mine = torch.zeros(2, 2)
+        self._said = ("", "")
+        if engine is not None:
+            self.guards.untrained(engine)
+
+    def sums(self, trainer: Trainer, batches: Sequence[Batch]) -> torch.Tensor:
+        """What this rank adds, float64 (SUMS,), after the gradients of the step are reduced."""
+        found = torch.zeros(SUMS, dtype=torch.float64)
+        if self.on:
+            engine, plan = trainer.engine, trainer.plan
+            same = plan.pp * plan.tp * plan.cp
+            found[0] = sum(map(engine.objective.count, batches)) / same if not _is_uneven(batches) else math.nan
+            found[1] = engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(trainer.mesh.place.pp))
+            self._said = (self.guards.untrained(engine), self.guards.changed(batches))
+            found[4:6] = torch.tensor([float(bool(each)) for each in self._said])
+        found = found.to(trainer.mesh.device)
+        if self.on:
+            self._mine = _held_sums(trainer)
+            found[2:4] = self._mine[:, 0]
+        return found
+
+    def check(self, trainer: Trainer, sums: Sequence[float], made: tuple[float, float, int], batches: Sequence[Batch]) -> None:
+        """`sums` over all ranks; `made`: the loss, the squared norm of the gradient and the number of labels of the step. Raises Drifted, or PlanRefused where the step is outside of what the plan was checked for, on every rank."""
+        if not self.on:
+            return
+        loss, norm, tokens = made
+        labels, passes, weights, gradients, trained, changed = sums
+        step = f"step {trainer.steps + 1}"
+        end = "the step is not made; go on from a checkpoint of an earlier step"
+        if labels == labels and trainer.engine.outer is None and round(labels) != tokens:
+            raise Drifted(
+                f"{step}: the replicas have passed {labels:.0f} valid labels and the loss is divided by {tokens}: {end}, and look at what counts them"
+            )
+        if passes:
+            raise Drifted(
+                f"{step}: {self._ranks(trainer, 'passes')} made {abs(passes):.0f} passes {'less' if passes < 0 else 'more'} than micro-batches: {end}"
+            )
+        for what, off in (("weights", weights), ("gradients", gradients)):
+            if off:
+                raise Drifted(f"{step}: {what} that are held alike differ: {self._ranks(trainer, what)}: {end}, and test these devices")
+        if math.isfinite(norm) and not math.isfinite(loss):
+            raise Drifted(f"{step}: the loss is {loss} and the gradient is finite: {end}")
+        if trained or changed:
+            self._outside(trainer, batches)
+        elif trainer.engine.preflight.checked == trainer.engine.preflight.steps:
+            self.guards.accept(trainer.engine, batches)
+
+    def _outside(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        """A step outside of the guards is checked again before it counts."""
+        everyone = _everyone(self._said)
+        name = next((trained for trained, _ in everyone if trained), "")
+        if name:
+            raise PlanRefused(
+                f"plan {trainer.plan.name}: {name} is trained since step {trainer.steps + 1} and was frozen when the optimizer was made, which has no state of it: "
+                "let it require gradients before parallelize, or go on from a checkpoint"
+            )
+        reason = next((changed for _, changed in everyone if changed), "")
+        trainer.engine.preflight.again(trainer.engine, batches)
+        self.guards.accept(trainer.engine, batches)
+        if trainer.prover.proven:
+            trainer.require_proof(reason)
+
+    def _ranks(self, trainer: Trainer, what: str) -> str:
+        """Which ranks have what the fewest have; those of one value of two on two ranks are both named."""
+        at = 0 if what == "weights" else 1
+        if what == "passes":
+            off = trainer.engine.run.passes - trainer.engine.preflight.began
+            found = _everyone(float(off))
+        else:
+            found = _everyone(float(self._mine[at, 1]))
+        shown = ", ".join(f"rank {rank} has {value:.0f}" for rank, value in enumerate(found[:8]))
+        return shown if len(found) <= 8 else f"{shown}, ..."
+
+
+def _everyone(mine: T) -> list[T]:
+    found = [mine]
+    if dist.is_initialized():
+        found = [mine] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+    return found
+
+
+def _is_uneven(batches: Sequence[Batch]) -> bool:
+    return any(isinstance(batch, Weightless) for batch in batches)
+
+
+def _held_sums(trainer: Trainer) -> torch.Tensor:
+    """Of weights and of reduced gradients: what this rank adds, and the sum itself; float64 (2, 2), on the device."""
+    totals = torch.zeros(2, 2, dtype=torch.float64, device=trainer.mesh.device)
+    zero, step = trainer.plan.zero, trainer.steps
+    for unit in trainer.engine.zero.units:
+        sharing = unit.sharing
+        if zero < 3 and sharing.shards * sharing.copies > 1:
+            totals[0] += _counted(unit.weights, step, sharing.shards * sharing.copies, sharing.shard + sharing.copy)
+        if not unit.frozen and unit.on_host is None and sharing.copies > 1:
+            totals[1] += _counted(unit.own_gradients, step, sharing.copies, sharing.copy)
+    return totals
+
+
+def _counted(tensor: torch.Tensor, step: int, alike: int, index: int) -> torch.Tensor:
+    """`index` is 0 for one of the `alike` ranks alone."""
+    size = max(WINDOW, -(-tensor.numel() // PARTS))
+    first = step % max(-(-tensor.numel() // size), 1) * size
+    bits = tensor[first : first + size].view(BITS[tensor.element_size()])
+    value = bits.sum(dtype=torch.int64).remainder(PRIME).double()
+    return torch.stack([value * (alike - 1 if index == 0 else -1), value])

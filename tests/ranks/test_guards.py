@@ -1,0 +1,130 @@
+"""What a script changes between steps is trained as on one device, checked again, or refused in one line before the step counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.base.errors import InputError
+from meshwright.train.trainer import parallelize
+
+WORDS, WIDTH, ROWS, LENGTH = 40, 16, 4, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    shift_labels = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.coupled = 0.0
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, shift: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        if shift is not None:
+            x = x + shift[..., None] - shift.mean()
+        logits: torch.Tensor = self.head(x + self.coupled * x.mean(0, keepdim=True))
+        return logits
+
+
+def batch_of(step: int, length: int = LENGTH) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, WORDS, (ROWS, length), generator=random)
+    return {"input_ids": ids, "labels": ids.roll(-1, 1)}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def change(model: Any, step: int, what: str, batch: dict[str, torch.Tensor]) -> None:
+    """Before step number `step`, counted from 0."""
+    if what == "froze" and step == 4:
+        model.layers[0].up.weight.requires_grad = False
+        model.head.requires_grad_(False)
+    if what == "froze first" and step == 0:
+        model.layers[1].requires_grad_(False)
+    if what == "thawed" and step == 4:
+        model.table.weight.requires_grad = True
+    if what == "coupled" and step == 5:
+        model.coupled = 0.5
+    if what == "key" and step == 4:
+        batch["shift"] = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(step)).double()
+
+
+def run(what: str, plan: str) -> list[Any]:
+    model, found = Net().double(), []
+    model.table.weight.requires_grad = what != "thawed"
+    try:
+        trainer = parallelize(model, adamw, plan, precision="fp64")
+        for step in range(7):
+            batch = batch_of(step, LENGTH + step % 4 if what == "lengths" else LENGTH)
+            change(model, step, what, batch)
+            found.append(trainer.step(batch).loss)
+    except InputError as error:
+        found.append(str(error))
+    return found
+
+
+def alone(what: str) -> list[float]:
+    model, losses = Net().double(), []
+    optimizer = adamw(model.parameters())
+    for step in range(7):
+        batch = batch_of(step, LENGTH + step % 4 if what == "lengths" else LENGTH)
+        change(model, step, what, batch)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch["input_ids"], shift=batch.get("shift")).flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "dp2.z1.mb2.off-optimizer"])
+@pytest.mark.parametrize("what", ["froze", "froze first"])
+def test_a_parameter_that_is_frozen_after_parallelize_stays_as_it_is(ranks: Any, what: str, plan: str) -> None:
+    for losses in ranks.run(2, run, what, plan):
+        assert losses == pytest.approx(alone(what), rel=1e-10)
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb2", "pp2.mb2"])
+def test_a_parameter_that_is_trained_later_is_refused_at_that_step_by_all_ranks(ranks: Any, plan: str) -> None:
+    found = ranks.run(2, run, "thawed", plan)
+    assert found[0] == found[1] and len(found[0]) == 5
+    assert "table.weight is trained since step 5 and was frozen" in found[0][-1] and "\n" not in found[0][-1]
+
+
+@pytest.mark.parametrize(("what", "steps"), [("coupled", 5), ("key", 4)])
+@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])
+def test_what_couples_rows_from_a_step_that_no_schedule_checks_is_refused_at_that_step(
+    ranks: Any, what: str, steps: int, plan: str
+) -> None:
+    found = ranks.run(2, run, what, plan)
+    assert found[0] == found[1] and len(found[0]) == steps + 1, found[0]
+    assert isinstance(found[0][-1], str) and "\n" not in found[0][-1]
+    if what == "coupled" or not plan.startswith("pp"):
+        assert "rows of a batch see each other" in found[0][-1]
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])
+def test_batches_of_many_lengths_train_as_on_one_device(ranks: Any, plan: str) -> None:
+    for losses in ranks.run(2, run, "lengths", plan):
+        assert losses == pytest.approx(alone("lengths"), rel=1e-10)

@@ -1,0 +1,72 @@
+"""Drift that is planted in a run is noticed by all ranks at the step where it begins, and named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equality import make_batch, make_model
+
+from meshwright.train.sentinel import Drifted
+from meshwright.train.trainer import Share, Trainer, parallelize
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def drifting(plan: str, fault: str, at: int) -> tuple[int, str]:
+    """Steps that counted, and the line; `fault` is planted before step `at`."""
+    trainer = parallelize(make_model("llama").double(), adamw, plan, precision="fp64")
+    try:
+        for step in range(9):
+            batch: Any = make_batch("llama", step)
+            if step + 1 == at:
+                batch = planted(trainer, fault, batch)
+            trainer.step(batch)
+    except Drifted as drift:
+        return trainer.steps, str(drift)
+    return trainer.steps, ""
+
+
+def planted(trainer: Trainer, fault: str, batch: Any) -> Any:
+    engine, pipeline = trainer.engine, trainer.engine.pipeline
+    if fault == "weight" and trainer.mesh.rank == 1:
+        engine.zero.units[0].weights[3] *= 1 + 1e-6
+    if fault == "micro-batch":
+        run = pipeline.run
+        pipeline.run = lambda batches, scale: run(batches[1:], scale)  # type: ignore[method-assign]
+    if fault == "gradient":
+        finish = engine.zero.finish_gradients
+
+        def scaled() -> None:
+            finish()
+            engine.zero.trained[-1].own_gradients.mul_(1.01 if trainer.mesh.rank == 1 else 1.0)
+
+        engine.zero.finish_gradients = scaled  # type: ignore[method-assign]
+    if fault == "labels":
+        rows = [{name: value[first : first + 4] for name, value in batch.items()} for first in (0, 4)]
+        return Share([rows[trainer.mesh.replica]], trainer.engine.objective.count(batch) + 3)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("plan", "fault", "at", "said"),
+    [
+        ("dp2.mb4", "weight", 7, "weights that are held alike differ: rank 0 has"),
+        ("dp2.z2.mb4", "weight", 7, "weights that are held alike differ: rank 0 has"),
+        ("dp2.mb1", "micro-batch", 5, "passes less than micro-batches"),
+        ("dp2.mb4", "gradient", 6, "gradients that are held alike differ: rank 0 has"),
+        ("dp2.mb4", "labels", 4, "valid labels and the loss is divided by"),
+    ],
+)
+def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(ranks: Any, plan: str, fault: str, at: int, said: str) -> None:
+    for steps, line in ranks.run(2, drifting, plan, fault, at):
+        assert steps == at - 1, (steps, line)
+        assert line.startswith(f"step {at}: ") and said in line and "\n" not in line
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "tp2.mb4", "cp2.mb4", "pp2.mb2.zbv"])
+def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
+    assert ranks.run(2, drifting, plan, "", 0) == [(9, "")] * 2
