@@ -26,10 +26,14 @@ from meshwright.train.perturbed import perturbed
 from meshwright.train.reference import Reference, Side
 from meshwright.train.skeleton import Skeleton
 from meshwright.train.tolerance import FLOORS, STRICT, Compared, Gap, Limits, Verdict, judged, sketch
-from meshwright.train.untouched import devices_of, quiet, untouched
+from meshwright.train.untouched import quiet, untouched
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Share, Trainer
+
+
+DRAWN = 1e-9
+"""Relative difference of two runs of one device that draw other numbers, and of no others."""
 
 
 class Run:
@@ -41,7 +45,7 @@ class Run:
         self.compute = getattr(torch, trainer.engine.recipe.compute)
         self.tensors = WholeTensors(trainer.engine, self.compute)
         self.is_first = trainer.mesh.rank == 0
-        self.trains = True
+        self.trains, self.seed = True, 1
         self.expected = dict(expected or {})
         self.misplaced: list[str] = []
         self.notes: list[str] = []
@@ -93,21 +97,13 @@ class Run:
         sketches: dict[str, torch.Tensor] = {}
         self._backward(reference, compared, scale, sketches if low else None)
         limits = Limits(*(FLOORS if low else STRICT)[self.compute], eps=torch.finfo(torch.float32 if low else self.compute).eps)
+        del reference
         verdict = judged(compared, limits)
-        if not low and not self._agreed(verdict.good):
-            if self._draws(content, loss):
-                return self._content(content)
-            compared.gaps.clear()
-            compared.reached.clear()
-            high, (loss, _, problem) = self._forward(content, Side(torch.float64, high=True, whole=self.stored_whole))
-            if problem:
-                self.notes.append(f"{content.title}: rounding was not measured ({problem})")
-                return compared, verdict
-            compared.losses = (loss, planned)
-            self._backward(high, compared, scale, sketches)
         if low or not self._agreed(verdict.good):
-            self._measure(content, compared, sketches)
+            self._measure(content, compared, sketches, scale)
             verdict = judged(compared, limits)
+        if not self._agreed(verdict.good) and self._draws(content, loss):
+            return self._content(content)
         return compared, verdict
 
     def _side(self) -> Side:
@@ -127,7 +123,7 @@ class Run:
             self.misplaced += reference.misplaced
             return (*found, "absent" if reference.is_absent else "")
 
-        with quiet(self.trainer, self.trains):
+        with quiet(self.trainer, self.trains, self.seed):
             loss, labels, problem = self._on_first(run)
         if (problem or math.isnan(loss)) and not side.whole:
             self.stored_whole = True
@@ -149,22 +145,30 @@ class Run:
             compared.reached = reference.reached
             return 0.0, 0, ""
 
-        with quiet(self.trainer, self.trains):
+        with quiet(self.trainer, self.trains, self.seed):
             problem = self._on_first(run)[2]
         if problem:
             raise InputError(
                 f"plan {self.trainer.plan.name}: the proof run cannot compute one device's gradients ({problem}): use prove='never'"
             )
 
-    def _measure(self, content: Content, compared: Compared, sketches: dict[str, torch.Tensor]) -> None:
-        """Rounding of one device in the plan's own precision, against the more precise run that `sketches` are of."""
+    def _measure(self, content: Content, compared: Compared, sketches: dict[str, torch.Tensor], scale: float) -> None:
+        """The plan against one device in the next higher precision, and rounding of one device in the plan's own; in `compared`. `sketches`: of the gradients in
+        the higher precision, where they are there."""
+        if not sketches and self.compute not in FLOORS:
+            high, (loss, _, problem) = self._forward(content, Side(torch.float64, high=True, whole=self.stored_whole))
+            if problem:
+                self.notes.append(f"{content.title}: rounding was not measured ({problem})")
+                return
+            compared.losses = (loss, compared.losses[1])
+            self._backward(high, compared, scale, sketches)
+            del high
         low, (loss, _, problem) = self._forward(content, Side(self.compute, whole=self.stored_whole))
         if problem:
             self.notes.append(f"{content.title}: rounding was not measured ({problem})")
             return
-        own = Compared((loss, 0.0), (0, 0))
         mine: dict[str, torch.Tensor] = {}
-        self._backward(low, own, 1.0, mine)
+        self._backward(low, Compared((loss, 0.0), (0, 0)), 1.0, mine)
         compared.rounded = abs(loss - compared.losses[0])
         for name, gap in compared.gaps.items():
             if name in mine:
@@ -174,10 +178,9 @@ class Run:
         """Whether one device's loss depends on random numbers; both sides are then in eval mode from here on."""
         if not self.trains:
             return False
-        with torch.random.fork_rng(devices=devices_of(self.trainer)):
-            torch.manual_seed(271828)
-            again = self._forward(content, self._side())[1][0]
-        if abs(again - loss) <= STRICT[self.compute][0] * abs(loss):
+        self.seed += 1
+        again = self._forward(content, self._side())[1][0]
+        if abs(again - loss) <= DRAWN * abs(loss):
             return False
         self.trains = False
         self.notes.append("the model draws random numbers beside dropout: compared in eval mode")
@@ -191,7 +194,7 @@ class Run:
         factor = trainer.scale.factor
         try:
             while True:
-                with quiet(self.trainer, self.trains), untouched(self.trainer):
+                with quiet(self.trainer, self.trains, self.seed), untouched(self.trainer):
                     loss, labels, squares = trainer._backward(dict(batch))
                     reached = set(zero.names) - set(zero.unreached)
                 if all(map(math.isfinite, squares)) or trainer.scale.factor <= 1.0:
@@ -226,9 +229,9 @@ class Run:
                 reference.forward(content.batch, 1.0)
             return 0.0, 0, ""
 
-        with quiet(self.trainer, self.trains):
+        with quiet(self.trainer, self.trains, self.seed):
             self._on_first(run)
-        with quiet(self.trainer, self.trains), untouched(self.trainer), ours.of_plan(self.engine):
+        with quiet(self.trainer, self.trains, self.seed), untouched(self.trainer), ours.of_plan(self.engine):
             self.trainer._backward(dict(content.batch))
         limit = FLOORS[self.compute][1] if self.compute in FLOORS else 100 * STRICT[self.compute][0]
         named = first_differing(self.engine, self._shared(theirs.sums), ours, limit)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 FIELDS = ("_rows", "_agreed", "_balance", "_loads", "_dropped", "on_phase", "sentinel")
 """What a backward pass of a trainer writes on it, or calls."""
-SEED = 314159
 FREE_STEP = 4
 """Before the step behind it nothing is checked."""
 
@@ -54,13 +53,13 @@ def untouched(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def quiet(trainer: Trainer, trains: bool) -> Iterator[None]:
+def quiet(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
     """Random states and the model are as before afterwards; dropout is a factor. `trains`: modules have the modes that they have."""
     model, compiles = trainer.engine.model, trainer.plan.compile
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices_of(trainer)))
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
         stack.enter_context(observed(model))
         for module, mode in modes if trains else ():
             module.training = mode
