@@ -132,3 +132,41 @@ def test_a_last_batch_of_any_number_of_rows_counts_each_row_once_in_an_own_mean_
 
 def test_an_own_loss_whose_first_batch_is_odd_is_that_of_one_device(ranks: Any) -> None:
     check(ranks.run(2, under, "batch", "dp2.mb2", (3, 8), True), alone("batch", (3, 8), True))
+
+
+class Sharing(nn.Module):
+    """Two of its blocks have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers[2].up.weight = self.layers[0].up.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def sharing(plan: str | None) -> Any:
+    torch.manual_seed(0)
+    model, losses, first = Sharing().double(), [], {}
+    if plan is not None:
+        return run(parallelize(model, adamw, plan, precision="fp64", prove="never"), [batch_of(step) for step in range(3)])
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        batch = batch_of(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        first = first or {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        optimizer.step()
+        losses.append(loss.item())
+    return [losses[0], *losses], first
+
+
+@pytest.mark.parametrize("plan", ["dp2.z3.mb2", "dp2.z3.mb4.rc-layer"])
+def test_a_weight_that_two_blocks_share_trains_under_zero_3(ranks: Any, plan: str) -> None:
+    check(ranks.run(2, sharing, plan), sharing(None))

@@ -59,7 +59,7 @@ from meshwright.parallel.update.whole import Needs, give_whole
 from meshwright.parallel.zero.in_place import make_in_place
 from meshwright.parallel.zero.local import outer_of
 from meshwright.parallel.zero.zero import Zero
-from meshwright.spec.plan import Recompute
+from meshwright.spec.plan import Plan, Recompute
 from meshwright.spec.precision import Recipe
 from meshwright.spec.rules import count_faults
 from meshwright.spec.runs import missing

@@ -42,7 +42,7 @@ def set_gates(
             block = model.get_submodule(paths[index])
             gate = Gate(block, run, index)
             held = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
-            gate.units = held if plan.zero == 3 and not _is_astray(paths, held, reads) else []
+            gate.units = held if plan.zero == 3 and not _is_astray(paths[index], held, reads) else []
             gate.is_alone = plan.zero == 3 and _is_alone(paths[index], held, owners, reads)
             if region is not None:
                 gate.before = region.enter if index == 0 else None
@@ -108,9 +108,9 @@ def _outer_gates(
     return gates
 
 
-def _is_astray(blocks: Sequence[str], held: Sequence[FlatUnit], reads: Reads) -> bool:
-    """Whether what runs outside of all blocks reads a parameter of the units: they stay whole through the step."""
-    return any(not inside(reader.path, blocks) for unit in held for name in unit.parameters for reader in reads.get(name, ()))
+def _is_astray(block: str, held: Sequence[FlatUnit], reads: Reads) -> bool:
+    """Whether what runs outside of `block` reads a parameter of its units, another block or none: they stay whole through the step."""
+    return any(not inside(reader.path, (block,)) for unit in held for name in unit.parameters for reader in reads.get(name, ()))
 
 
 def _is_alone(block: str, held: Sequence[FlatUnit], owners: Mapping[int, Sequence[str]], reads: Reads) -> bool:
