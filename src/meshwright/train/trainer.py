@@ -48,7 +48,7 @@ from meshwright.train.batches import check_batch, check_example, check_kind, on_
 from meshwright.train.prover import Prover, proof_mode, versions_of
 from meshwright.train.scaler import LossScale
 from meshwright.train.sentinel import SUMS, Sentinel
-from meshwright.train.uneven import divided, filled, whole_rows
+from meshwright.train.uneven import divided, filled
 from meshwright.train.want import Holder, in_words
 
 if TYPE_CHECKING:
@@ -273,21 +273,11 @@ class Trainer:
                 tokens = round(float(valid) / (self.plan.pp * self.plan.tp * self.plan.cp))
         else:
             tokens = objective.count(batch)
-            self._rows = rows = rows_of(batch)
+            self._rows = rows_of(batch)
             alone = not self.engine.statistics and self.engine.balance is None
             if objective.loss is None and "labels" in batch and alone:
                 batch = filled(batch, self.plan)
-                rows = rows_of(batch)
-            if objective.loss is not None and alone and whole_rows(self.plan, rows) > rows:
-                batches = divided(batch, self.plan, self.mesh.replica)
-            else:
-                batches = [
-                    {
-                        name: value[first : first + size] if isinstance(value, torch.Tensor) and value.ndim else value
-                        for name, value in batch.items()
-                    }
-                    for first, size in self.plan.ranges(rows, self.mesh.replica)
-                ]
+            batches = divided(batch, self.plan, self.mesh.replica, is_odd=objective.loss is not None and alone)
         self.engine.pipeline.labels = tokens
         return [on_device(part, self.mesh.device, getattr(torch, self.engine.recipe.compute)) for part in batches], tokens
 

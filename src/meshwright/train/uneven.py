@@ -49,8 +49,8 @@ def filled(batch: Batch, plan: Plan) -> Batch:
     return {name: longer(name, value) for name, value in batch.items()}
 
 
-def divided(batch: Batch, plan: Plan, replica: int) -> list[Batch]:
-    """The micro-batches of `replica`, of as many rows as `batch` has for them; a `Weightless` one where it has none."""
+def divided(batch: Batch, plan: Plan, replica: int, is_odd: bool) -> list[Batch]:
+    """The micro-batches of `replica`. Where the batch `is_odd`, of as many rows as it has for them, and a `Weightless` one where it has none."""
     rows = rows_of(batch)
 
     def part(first: int, size: int) -> Batch:
@@ -58,5 +58,5 @@ def divided(batch: Batch, plan: Plan, replica: int) -> list[Batch]:
             name: value[first : first + size] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
         }
 
-    ranges = plan.ranges(whole_rows(plan, rows), replica)
+    ranges = plan.ranges(whole_rows(plan, rows) if is_odd else rows, replica)
     return [part(first, min(size, rows - first)) if first < rows else Weightless(part(0, 1)) for first, size in ranges]
