@@ -26,6 +26,7 @@ from meshwright.parallel import state
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.pipeline.absent import Absent
 from meshwright.parallel.zero.closed import Closed
+from meshwright.parallel.zero.written import checksum
 from meshwright.spec.piece import Piece
 
 KIND = "model/"
@@ -42,14 +43,15 @@ def full_parameters(engine: Parallel, module: nn.Module | None, write: bool) -> 
         raise InputError(
             "full_parameters: replicas that make local steps have weights of their own: read them, or write a checkpoint and load it"
         )
+    engine.zero.written.settle(engine)
     engine.zero.settle()
     values = _gathered(engine, names)
     full = {name: nn.Parameter(values[name].to(engine.mesh.device), requires_grad=False) for name in names}
-    before = {name: _checksum(parameter) for name, parameter in full.items()}
-    with _installed(engine, full) as installed:
+    before = {name: checksum(parameter) for name, parameter in full.items()}
+    with engine.zero.written.ours(), _installed(engine, full) as installed:
         yield installed
         values = {name: parameter.detach() for name, parameter in installed.items()}
-    after = {name: _checksum(value) for name, value in values.items()}
+    after = {name: checksum(value) for name, value in values.items()}
     changed = [name for name in full if after[name] != before[name]]
     if not write:
         if changed:
@@ -120,12 +122,6 @@ def _installed(engine: Parallel, full: dict[str, nn.Parameter]) -> Iterator[dict
             vars(module).update(before)
         for unit in closed:
             unit.closing.close()
-
-
-def _checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """Shape, and the sum of the bits of all elements."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(tensor.element_size(), 8)]
-    return tuple(tensor.shape), int(tensor.detach().contiguous().view(-1).view(bits).sum(dtype=torch.int64))
 
 
 def _check_equal(engine: Parallel, after: dict[str, tuple[tuple[int, ...], int]]) -> None:

@@ -233,6 +233,7 @@ def assemble(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Te
 
 def gather_state(engine: Parallel) -> dict[str, torch.Tensor] | None:
     """The plain model's state dict on rank 0, whole and in its order of kinds: weights, shared ones under each of their names, buffers."""
+    engine.zero.written.settle(engine)
     full = gather_full(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
     if full is None:
         return None

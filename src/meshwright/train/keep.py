@@ -49,6 +49,7 @@ def ranks_of(mesh: Mesh) -> Ranks:
 
 def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
     """FOLDER/step-N, durable and read back."""
+    trainer.engine.zero.written.settle(trainer.engine)
     ranks, mine = ranks_of(trainer.mesh), state_of(trainer, extra)
     everyones = [{"optimizer": json.loads(text)} for text in ranks.share(json.dumps(mine["optimizer"]))]
     whole = mine | state_of_all(everyones)
@@ -116,6 +117,7 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
         for unit in engine.zero.units:
             unit.write_back()
             unit.share().wait()
+        engine.zero.written.names = {}
         if engine.outer is not None and not apart:
             engine.outer.begin_again()
     engine.unfilled = frozenset()

@@ -117,6 +117,7 @@ class Prover:
             )
         if trainer.engine.objective.unreadable.is_used:
             raise InputError(f"no proof: {READS}")
+        trainer.engine.zero.written.settle(trainer.engine)
         unchanged = trainer.steps == 0 and versions_of(trainer) == self.versions
         self.last = Run(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(batch, self.predicted.length)
         self.fingerprints = {}  # proven once: what ranks do to weights later is another matter

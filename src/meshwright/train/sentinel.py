@@ -26,6 +26,7 @@ import torch.distributed as dist
 from meshwright.base.errors import MeshwrightError, PlanRefused
 from meshwright.parallel.objective import Batch, Weightless
 from meshwright.parallel.perturbed import BITS
+from meshwright.parallel.preflight import CHECKED
 from meshwright.train.guards import Guards
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 WINDOW, PARTS = 1 << 16, 16
-SUMS = 6
+SUMS = 7
 """Numbers that a rank adds to the reduction."""
 T = TypeVar("T")
 PRIME = 2**31 - 1
@@ -63,7 +64,9 @@ class Sentinel:
             found[0] = sum(map(engine.objective.count, batches)) / same if not _is_uneven(batches) else math.nan
             found[1] = engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(trainer.mesh.place.pp))
             self._said = (self.guards.untrained(engine), self.guards.changed(batches))
-            found[4:6] = torch.tensor([float(bool(each)) for each in self._said])
+            found[4:] = torch.tensor(
+                [float(bool(each)) for each in (*self._said, engine.zero.written.is_due(engine.preflight.steps in CHECKED))]
+            )
         found = found.to(trainer.mesh.device)
         if self.on:
             self._mine = _held_sums(trainer)
@@ -75,7 +78,9 @@ class Sentinel:
         if not self.on:
             return
         loss, norm, tokens = made
-        labels, passes, weights, gradients, trained, changed = sums
+        labels, passes, weights, gradients, trained, changed, written = sums
+        if written:
+            trainer.engine.zero.written.take(trainer.engine)
         step = f"step {trainer.steps + 1}"
         end = "the step is not made; go on from a checkpoint of an earlier step"
         if labels == labels and trainer.engine.outer is None and round(labels) != tokens:

@@ -387,5 +387,6 @@ def labels_here(engine: Parallel, batches: list[Batch]) -> int:
 
 
 def _in_words(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
-    """A want of memory inside is said in words."""
-    return in_words(Holder(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted), doing)
+    """A want of memory inside is said in words, and writes to weights inside are the trainer's own."""
+    holder = Holder(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted)
+    return trainer.engine.zero.written.ours(in_words(holder, doing))

@@ -26,6 +26,7 @@ from meshwright.parallel.update.step import update
 from meshwright.parallel.zero import exact
 from meshwright.parallel.zero.flat import FlatUnit, own_run
 from meshwright.parallel.zero.master import Run
+from meshwright.parallel.zero.written import Written
 from meshwright.schedules.action import Action, Kind
 
 IN_FLIGHT = 2
@@ -115,6 +116,7 @@ class Zero:
         self.unconnected: frozenset[str] = frozenset()
         """Parameters that the outputs were not seen to come from with a gradient: zeros that another stage sends back are none that came."""
         self._updated = False
+        self.written = Written(self.units)
         for stage in self.stages.values():
             for unit in stage.units:
                 unit.stage = stage
@@ -303,6 +305,8 @@ class Zero:
             unit.write_back()
         for pending in [unit.share() for unit in self.trained]:
             pending.wait()
+        if self.mesh.plan.zero in (1, 2):  # the user's code may write to weights now, whose shards other ranks may still be reading
+            self.settle()
 
     def close_all(self) -> None:
         for unit in self.units:
