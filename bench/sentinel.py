@@ -1,88 +1,95 @@
 """What the sentinel and the guards cost: steps with and without them, in turn, on two ranks of this machine.
 
 python -m bench.sentinel            # writes bench/results/sentinel.md
+
+Seconds within pairs say what a user waits; on a machine that does other work they vary by more than the sentinel takes. So its seconds of the processor are
+compared with those of the whole process, which waiting does not change, and the bytes that it reads with those that a step reads of parameters and states at least.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as processes
 
+from bench.peers import batch_of
+from bench.ranks import run
+from bench.systems import Sizes
 from meshwright.models.registry import build
-from meshwright.train.sentinel import Sentinel
+from meshwright.train.sentinel import PARTS, WINDOW, Sentinel
 from meshwright.train.trainer import parallelize
 
-PAIRS, WARM = 16, 3
-SIZES: dict[str, Any] = {
-    "kind": "llama",
-    "layers": 6,
-    "hidden": 256,
-    "heads": 8,
-    "kv_heads": 8,
-    "ffn": 704,
-    "vocab": 4096,
-    "seq": 256,
-    "tied": False,
-}
+LEAST = 28
+"""Bytes of float32 that a step reads of each parameter: two passes, the reduction, and the update with its gradient and two states."""
 
 
-def measured(rank: int, port: int, out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = build(SIZES)
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    trainer = parallelize(model, lambda given: torch.optim.AdamW(given, lr=1e-4), "dp2", prove="never")
-    ids = torch.randint(0, SIZES["vocab"], (8, SIZES["seq"]), generator=torch.Generator().manual_seed(1))
-    on, off = trainer.sentinel, Sentinel(None)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    own: list[float] = []
-    sums = on.sums
+class Timed(Sentinel):
+    """Counts the seconds of the processor that it takes."""
 
-    def timed(*given: Any) -> torch.Tensor:
-        began = time.perf_counter()
-        found = sums(*given)
-        own.append(time.perf_counter() - began)
+    spent = 0.0
+
+    def sums(self, *given: Any) -> torch.Tensor:
+        began = time.thread_time()
+        found = super().sums(*given)
+        self.spent += time.thread_time() - began
         return found
 
-    on.sums = timed  # type: ignore[method-assign]
-    for pair in range(PAIRS + WARM):
-        for is_on in (True, False) if pair % 2 else (False, True):
-            trainer.sentinel = on if is_on else off
-            trainer.engine.preflight.steps = 4  # no checks of first steps
-            began = time.perf_counter()
-            trainer.step({"input_ids": ids, "labels": ids})
-            if pair >= WARM:
-                seconds[is_on].append(time.perf_counter() - began)
-    if rank == 0:
-        out.put((elements, seconds, own[WARM:]))
-    dist.destroy_process_group()
+    def check(self, *given: Any) -> None:
+        began = time.thread_time()
+        super().check(*given)
+        self.spent += time.thread_time() - began
+
+
+def measured(pairs: int, warm: int) -> dict[str, Any]:
+    """On every rank: seconds of steps with and without, in turn, and what of them is the sentinel's."""
+    sizes = Sizes()
+    torch.manual_seed(0)
+    heads = {"heads": sizes.heads, "kv_heads": sizes.heads}
+    shape = {"layers": sizes.layers, "hidden": sizes.hidden, "ffn": sizes.ffn, "vocab": sizes.vocab, "seq": sizes.sequence, **heads}
+    model = build({"kind": "llama", **shape, "tied": False})
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    trainer = parallelize(model, lambda given: torch.optim.AdamW(given, lr=1e-4), "dp2.mb4", prove="never")
+    on, off = Timed(trainer.engine), Sentinel(None)
+    found: dict[str, Any] = {"elements": elements, "with": [], "without": [], "processor": [], "own": []}
+    for pair in range(warm + pairs):
+        for name, sentinel in (("with", on), ("without", off)) if pair % 2 else (("without", off), ("with", on)):
+            trainer.sentinel, trainer.engine.preflight.steps, on.spent = sentinel, 4, 0.0  # no checks of first steps
+            began, processor = time.perf_counter(), time.process_time()
+            trainer.step(batch_of(sizes, pair))
+            if pair >= warm:
+                found[name].append(time.perf_counter() - began)
+                if sentinel is on:
+                    found["processor"].append(time.process_time() - processor)
+                    found["own"].append(on.spent)
+    units = trainer.engine.zero.units
+    found["bytes"] = sum(2 * 4 * min(unit.weights.numel(), max(WINDOW, -(-unit.weights.numel() // PARTS))) for unit in units)
+    return found
 
 
 def main() -> None:
-    context = processes.get_context("spawn")
-    out = context.Queue()
-    ranks = [context.Process(target=measured, args=(rank, 29731, out)) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    elements, seconds, own = out.get()
-    for each in ranks:
-        each.join()
-    with_it, without = median(seconds[True]), median(seconds[False])
-    paired = median(one - other for one, other in zip(seconds[True], seconds[False], strict=True))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15)
+    chosen = parser.parse_args()
+    found, *_ = run(2, measured, chosen.pairs, 1)
+    sizes, elements, without = Sizes(), found["elements"], median(found["without"])
+    within = median((one - other) / other for one, other in zip(found["with"], found["without"], strict=True))
+    share = median(own / whole for own, whole in zip(found["own"], found["processor"], strict=True))
     text = (
         "# What the sentinel costs\n\n"
-        f"llama of {elements / 1e6:.1f} M parameters, 8 rows of {SIZES['seq']} tokens, dp2 on 2 cores, float32; {PAIRS} pairs of steps with and without, in turn; "
-        "medians. `python -m bench.sentinel`\n\n"
+        f"llama of {elements / 1e6:.2f} M parameters, {sizes.batch} rows of {sizes.sequence} tokens a step, dp2.mb4 on 2 processes, float32; {chosen.pairs} pairs of "
+        f"steps with and without, in turn; medians. Load of the machine: {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores; seconds that differ within pairs mean "
+        "something where it is no more than the two processes. `python -m bench.sentinel`\n\n"
         "| | a step |\n|---|---|\n"
-        f"| without | {without * 1e3:.1f} ms |\n| with | {with_it * 1e3:.1f} ms |\n| difference within pairs | {paired * 1e3:+.2f} ms ({paired / without:+.2%}) |\n"
-        f"| time inside of the sentinel and the guards | {median(own) * 1e3:.2f} ms ({median(own) / without:.2%}) |\n"
+        f"| seconds without | {without * 1e3:.0f} ms |\n"
+        f"| seconds with, difference within pairs | {within:+.2%} |\n"
+        f"| seconds of the processor, the whole step | {median(found['processor']) * 1e3:.0f} ms |\n"
+        f"| of these in the sentinel and the guards | {median(found['own']) * 1e3:.2f} ms, {share:.3%} |\n"
+        f"| bytes that it reads, per parameter | {found['bytes'] / elements:.2f} of at least {LEAST} that a step reads |\n"
     )
     Path(__file__).with_name("results").joinpath("sentinel.md").write_text(text)
     print(text)

@@ -87,7 +87,7 @@ def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: Nursery, t
     train(
         nursery,
         launch(text, tmp_path / "run", "dp4.mb2", compare_every=0),
-        [{"rank": 2, "step": STEPS, "phase": "backward", "how": "flip"}],
+        [{"rank": 2, "step": STEPS, "phase": "update", "how": "flip"}],
     )
     assert not (tmp_path / "run" / "events.jsonl").exists() or events(tmp_path / "run") == []
 
@@ -95,7 +95,20 @@ def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: Nursery, t
 def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_right(nursery: Nursery, tmp_path: Path, text: Path) -> None:
     work = launch(text, tmp_path / "run", "dp2.mb4", compare_every=4)
     with pytest.raises(MeshwrightError, match="the states of ranks 0, 1 differ after step 8 and there is no majority"):
+        train(nursery, work, [{"rank": 1, "step": 8, "phase": "update", "how": "flip"}])
+
+
+def test_a_run_whose_weights_drift_ends_in_one_line_because_its_copies_may_have_drifted_too(
+    nursery: Nursery, tmp_path: Path, text: Path
+) -> None:
+    """Nothing starts again by itself: the copies in memory are those of the step before, and hold what a window of the sentinel has not come to yet."""
+    work = launch(text, tmp_path / "run", "dp2.mb4", compare_every=0)
+    with pytest.raises(
+        MeshwrightError, match=r"^step 7: weights that are held alike differ: rank 0 has [0-9]+, rank 1 has [0-9]+: "
+    ) as caught:
         train(nursery, work, [{"rank": 1, "step": 7, "phase": "backward", "how": "flip"}])
+    assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
+    assert max(losses(tmp_path / "run")) == 6
 
 
 def test_ranks_that_share_rows_and_read_other_bytes_end_the_run_with_their_names(nursery: Nursery, tmp_path: Path, text: Path) -> None:

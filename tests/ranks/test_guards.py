@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,7 +31,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.coupled = 0.0
+        self.coupled, self.tag = 0.0, 0
         self.table = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
@@ -66,6 +67,10 @@ def change(model: Any, step: int, what: str, batch: dict[str, torch.Tensor]) -> 
         model.table.weight.requires_grad = True
     if what == "coupled" and step == 5:
         model.coupled = 0.5
+    if what == "coupled on one rank" and step == 5 and dist.get_rank() == 1:
+        model.coupled = 0.5
+    if what == "tagged on one rank" and step in (3, 5) and dist.is_initialized() and dist.get_rank() == 1:
+        model.tag += 1
     if what == "key" and step == 4:
         batch["shift"] = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(step)).double()
 
@@ -122,6 +127,19 @@ def test_what_couples_rows_from_a_step_that_no_schedule_checks_is_refused_at_tha
     assert isinstance(found[0][-1], str) and "\n" not in found[0][-1]
     if what == "coupled" or not plan.startswith("pp"):
         assert "rows of a batch see each other" in found[0][-1]
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2"])
+def test_a_number_that_couples_rows_on_one_rank_alone_is_refused_by_all_ranks(ranks: Any, plan: str) -> None:
+    found = ranks.run(2, run, "coupled on one rank", plan)
+    assert found[0] == found[1] and len(found[0]) == 6, found[0]
+    assert "rows of a batch see each other" in found[0][-1] and "\n" not in found[0][-1]
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])
+def test_a_number_that_changes_on_one_rank_alone_and_nobody_reads_lets_all_ranks_go_on(ranks: Any, plan: str) -> None:
+    for losses in ranks.run(2, run, "tagged on one rank", plan):
+        assert losses == pytest.approx(alone("tagged on one rank"), rel=1e-10)
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])

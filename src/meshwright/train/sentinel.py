@@ -141,22 +141,37 @@ def _is_uneven(batches: Sequence[Batch]) -> bool:
 
 
 def _held_sums(trainer: Trainer) -> torch.Tensor:
-    """Of weights and of reduced gradients: what this rank adds, and the sum itself; float64 (2, 2), on the device."""
-    totals = torch.zeros(2, 2, dtype=torch.float64, device=trainer.mesh.device)
+    """Of weights and of reduced gradients: what this rank adds, and the sum itself; float64 (2, 2), on the device.
+
+    One pass over a window per unit, and one small product for all units together: many small operations cost more than the windows do.
+    """
     zero, step = trainer.plan.zero, trainer.steps
+    sums: list[torch.Tensor] = []
+    factors: list[list[float]] = []
     for unit in trainer.engine.zero.units:
         sharing = unit.sharing
-        if zero < 3 and sharing.shards * sharing.copies > 1:
-            totals[0] += _counted(unit.weights, step, sharing.shards * sharing.copies, sharing.shard + sharing.copy)
+        alike = sharing.shards * sharing.copies
+        if zero < 3 and alike > 1:
+            sums.append(_window_sum(unit.weights, step))
+            factors.append([_factor(alike, sharing.shard + sharing.copy), 1.0, 0.0, 0.0])
         if not unit.frozen and unit.on_host is None and sharing.copies > 1:
-            totals[1] += _counted(unit.own_gradients, step, sharing.copies, sharing.copy)
-    return totals
+            sums.append(_window_sum(unit.own_gradients, step))
+            factors.append([0.0, 0.0, _factor(sharing.copies, sharing.copy), 1.0])
+    if not sums:
+        return torch.zeros(2, 2, dtype=torch.float64, device=trainer.mesh.device)
+    values = torch.stack(sums).remainder(PRIME).double()
+    return (values @ torch.tensor(factors, dtype=torch.float64, device=values.device)).view(2, 2)
 
 
-def _counted(tensor: torch.Tensor, step: int, alike: int, index: int) -> torch.Tensor:
-    """`index` is 0 for one of the `alike` ranks alone."""
-    size = max(WINDOW, -(-tensor.numel() // PARTS))
+def _factor(alike: int, index: int) -> float:
+    """`index` is 0 for one of the `alike` ranks alone; the factors of all of them add up to nothing."""
+    return alike - 1.0 if index == 0 else -1.0
+
+
+def _window_sum(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """The sum of the bits of the window that is due at `step`, as words of 64 bits where the window is made of whole ones; int64, modulo 2^64."""
+    size = max(WINDOW, -(-tensor.numel() // (8 * PARTS)) * 8)
     first = step % max(-(-tensor.numel() // size), 1) * size
-    bits = tensor[first : first + size].view(BITS[tensor.element_size()])
-    value = bits.sum(dtype=torch.int64).remainder(PRIME).double()
-    return torch.stack([value * (alike - 1 if index == 0 else -1), value])
+    window, width = tensor[first : first + size], tensor.element_size()
+    is_whole = not (window.numel() * width % 8 or window.storage_offset() * width % 8)
+    return window.view(BITS[8 if is_whole else width]).sum(dtype=torch.int64)
