@@ -53,6 +53,11 @@ class Writes(TorchDispatchMode):
                 if not span.of.is_meta:
                     self._held[span.of.untyped_storage()._cdata].append((name, span))
 
+    @property
+    def has_spans(self) -> bool:
+        """Whether there is anything to write to."""
+        return bool(self._held)
+
     def restore(self) -> None:
         """The values of before; of weights that ZeRO 3 has freed meanwhile nothing is left to restore."""
         for tensor, value in self.before.values():

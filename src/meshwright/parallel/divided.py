@@ -280,8 +280,9 @@ def _loss(engine: Parallel, batches: Sequence[Batch], train: bool, seed: int = 0
 
 
 @contextmanager
-def quiet(engine: Parallel, train: bool, dropout: bool = False) -> Iterator[Writes]:
-    """The model as it trains, without `dropout`, or in eval mode; afterwards it and the random state are those of before. Gives the writes to its parameters."""
+def quiet(engine: Parallel, train: bool, dropout: bool = False, every: bool = False) -> Iterator[Writes]:
+    """The model as it trains, without `dropout`, or in eval mode; afterwards it and the random state are those of before. Gives the writes to its parameters,
+    to `every` one, or to those that a pass is known to write to (writes.py, which comes first)."""
     model, device = engine.model, engine.mesh.device
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
@@ -293,6 +294,7 @@ def quiet(engine: Parallel, train: bool, dropout: bool = False) -> Iterator[Writ
             name: Span(unit.weights, unit.unit.offsets[name], unit.unit.offsets[name] + parameter.numel())
             for unit in engine.zero.units
             for name, parameter in unit.parameters.items()
+            if every or name in engine.preflight.written
         }
         writes = stack.enter_context(observed(model, lying))
         if train:

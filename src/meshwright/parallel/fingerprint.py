@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -67,15 +68,20 @@ def project(name: str, gradient: torch.Tensor) -> torch.Tensor:
     flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     flat = flat if flat.dtype == torch.float64 else flat.float()
-    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    rows = -(-flat.numel() // COLUMNS)
-    width = min(COLUMNS, flat.numel())
-    right = torch.randn(width, DIRECTIONS, generator=random, dtype=torch.float64).to(flat)
-    left = torch.randn(rows, DIRECTIONS, generator=random, dtype=torch.float64).to(flat.device)
-    whole = flat.numel() // COLUMNS if rows > 1 else 0
+    right, left = _directions(name, flat.numel())
+    right, left = right.to(flat), left.to(flat.device)
+    whole = flat.numel() // COLUMNS if flat.numel() > COLUMNS else 0
     found = (left[:whole] * (flat[: whole * COLUMNS].view(whole, COLUMNS) @ right).double()).sum(0) if whole else left.new_zeros(DIRECTIONS)
     rest = flat[whole * COLUMNS :]
     return found if not rest.numel() else found + left[whole] * (rest @ right[: rest.numel()]).double()
+
+
+@lru_cache(maxsize=256)
+def _directions(name: str, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of the directions of a gradient: of its columns and of its rows."""
+    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    right = torch.randn(min(COLUMNS, elements), DIRECTIONS, generator=random, dtype=torch.float64)
+    return right, torch.randn(-(-elements // COLUMNS), DIRECTIONS, generator=random, dtype=torch.float64)
 
 
 @contextmanager

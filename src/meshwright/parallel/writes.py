@@ -76,6 +76,7 @@ def check_writes(engine: Parallel, batches: Sequence[Batch]) -> frozenset[str]:
     first = batches[0]
     own = _written(engine, first)
     other = _written(engine, several(first, 3 if rows_of(first) == 2 else 2))
+    engine.preflight.written |= own.parameters.keys() | other.parameters.keys() | renormed
     mine = {name: _said(own, other, name, True) for name in (own.parameters.keys() | other.parameters.keys()) - renormed}
     held = _checked_buffers(engine)
     mine |= {name: _said(own, other, name, False) for name in (own.buffers.keys() | other.buffers.keys()) & held}
@@ -152,7 +153,7 @@ def _written(engine: Parallel, batch: Batch) -> Written:
     """Forward and backward of `batch` in training mode, which leave everything as it was."""
     before = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
     once, forward = engine.preflight.once, Once(frozenset(before))
-    with fingerprinted(engine), quiet(engine, True, dropout=True) as writes:
+    with fingerprinted(engine), quiet(engine, True, dropout=True, every=True) as writes:
         torch.manual_seed(0)
         engine.preflight.once = forward
         try:

@@ -121,6 +121,7 @@ def parallelize(
         made = groups.optimizer(engine.zero.masters())
         fuse(made)
         trainer = Trainer(engine, made, clip, seed)
+    engine.preflight.repeats = prover.mode != "never"
     trainer.predicted, trainer.prover, prover.versions = predicted, prover, versions_of(trainer)
     return trainer
 
