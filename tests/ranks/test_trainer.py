@@ -46,12 +46,7 @@ def poisoned(plan: str) -> Any:
     if trainer.mesh.rank == 0:
         unit = trainer.engine.zero.units[-1]
         parameter = next(iter(unit.parameters.values()))
-        poison = [True]
-
-        def hook(gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * float("inf") if poison.pop() else gradient
-
-        handle = parameter.register_hook(lambda gradient: hook(gradient) if poison else gradient)
+        handle = parameter.register_hook(lambda gradient: gradient * float("inf"))  # in the checks before the step too
     records.append(trainer.step(make_batch("llama", 0)))
     after = trainer.full_state_dict()
     if trainer.mesh.rank == 0:
