@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from equality import make_batch
+from equality import make_batch, make_optimizer
 from test_proof import trainer_of
 from torch import nn
 
 from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.proof import Proof
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import Trainer, parallelize
 
 BLOCK = "model.layers.1"
 Plant = Callable[[Trainer], None]
@@ -177,5 +177,52 @@ def proof_with(plant: Plant, name: str, plan: str) -> Proof:
 @pytest.mark.parametrize(("plant", "name", "plan", "place"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
 def test_a_planted_fault_is_found_and_its_place_named(ranks: Any, plant: Plant, name: str, plan: str, place: str) -> None:
     proof = ranks.run(2, proof_with, plant, name, plan)[0]
+    assert not proof.equal
+    assert place in proof.line, proof.line
+
+
+class Parted(nn.Module):
+    """Statistics that do not move, and two experts: the words of each are its own."""
+
+    shift_labels = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm = nn.Embedding(32, 16), nn.BatchNorm1d(16).eval()
+        self.experts, self.head = nn.ModuleList(nn.Linear(16, 16) for _ in range(2)), nn.Linear(16, 32)
+
+    def train(self, mode: bool = True) -> Parted:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.norm(self.table(input_ids).transpose(1, 2)).transpose(1, 2)
+        even = (input_ids % 2 == 0)[..., None]
+        return self.head(x + torch.where(even, self.experts[0](x), self.experts[1](x)))
+
+
+def other_running_mean(trainer: Trainer) -> None:
+    if here(trainer):
+        module_of(trainer, "norm").running_mean.add_(0.01)  # type: ignore[union-attr, operator]
+
+
+def unreached_expert(trainer: Trainer) -> None:
+    wrapped(trainer, "experts.1", lambda given, output: output.detach())
+
+
+def parted(plant: Plant, plan: str) -> Proof:
+    trainer = parallelize(Parted().double(), make_optimizer, plan, precision="fp64", prove="start")
+    plant(trainer)
+    ids = torch.randint(0, 32, (8, 16), generator=torch.Generator().manual_seed(1))
+    return trainer.prove({"input_ids": ids, "labels": ids.clone()})
+
+
+@pytest.mark.parametrize(
+    ("plant", "plan", "place"), [(other_running_mean, "dp2", "first at norm:"), (unreached_expert, "dp2.z1", "a loss reaches experts.1.")]
+)
+def test_a_fault_of_a_saved_buffer_or_an_expert_is_found_and_its_place_named(ranks: Any, plant: Plant, plan: str, place: str) -> None:
+    proof = ranks.run(2, parted, plant, plan)[0]
     assert not proof.equal
     assert place in proof.line, proof.line

@@ -1,25 +1,31 @@
-"""Whole weights and gradients of a sharded run, a few at a time, on every rank.
+"""Whole weights and gradients of a sharded run, a few at a time, on rank 0.
 
 A whole tensor is the sum over all ranks of tensors that are zero but for the pieces that each rank stores (state.py). Every element is stored by one
-rank of those that count, so the sum is exact, and no rank needs to know the layout of another. The traffic is one all-reduce of raw tensors for each request.
+rank of those that count, so the sum is exact, and no rank needs to know the layout of another. The tensors of a request, one after the other, pass
+through one bucket of BUCKET_BYTES on every rank by all-reduces of raw tensors: only rank 0 has whole tensors.
 
 [Note: requests] Rank 0 runs code whose order of modules no other rank can foresee. It sends a header (what, how many, which names) before each
-request; the other ranks answer in `serve` until rank 0 ends.
+request; the other ranks answer in `serve` until rank 0 ends. A rank that cannot give its part says so in the last element of the bucket, and the
+request fails on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
+from meshwright.base.errors import InputError
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.state import BUFFER, REPLICA, Held, buffer_pieces, pieces_of
 from meshwright.spec.piece import Piece
 
-BUCKET_ELEMENTS = 1 << 25
-"""Elements that one all-reduce carries at least, unless the request has fewer."""
+BUCKET_BYTES = 1 << 22
+"""What one all-reduce carries at most."""
 WEIGHTS, GRADIENTS, BUFFERS, END = range(4)
 HEADER = 2
 
@@ -33,6 +39,7 @@ class WholeTensors:
         self.buffers = tuple(engine.beside.buffers)
         self.bytes = 0
         """Of whole tensors that rank 0 has requested."""
+        self._bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=engine.mesh.device)
 
     # --- rank 0 ---------------------------------------------------------------------------------------------------------------
 
@@ -56,10 +63,11 @@ class WholeTensors:
         if not names:
             return {}
         known = {name: at for at, name in enumerate(self.buffers if what == BUFFERS else self.names)}
-        wanted = [known[name] for name in names]
-        self._send([what, len(wanted)])
+        wanted, shapes, kind = [known[name] for name in names], self._shapes(what), self._type(what)
+        found = {name: torch.empty(shapes[name], dtype=kind, device=self.engine.mesh.device) for name in names}
+        self._send([what, len(wanted)])  # whatever fails from here on fails on every rank
         self._send(wanted)
-        found = self._answer(what, names)
+        self._answer(what, names, found)
         self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in found.values())
         return found
 
@@ -72,53 +80,60 @@ class WholeTensors:
     # --- the other ranks ------------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Answer requests until rank 0 ends."""
+        """Answer requests until rank 0 ends. One that fails is reported by rank 0."""
         while True:
             what, count = self._send([0] * HEADER)
             if what == END:
                 return
             known = self.buffers if what == BUFFERS else self.names
-            self._answer(what, [known[at] for at in self._send([0] * count)])
+            with suppress(InputError):
+                self._answer(what, [known[at] for at in self._send([0] * count)], {})
 
     # --- all ranks ------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, what: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        bucket: list[str] = []
-        size = 0
-        shapes = self.engine.beside.buffers if what == BUFFERS else self.engine.shapes
-        keeps = self.engine.mesh.rank == 0
-        for at, name in enumerate(names):
-            bucket.append(name)
-            size += shapes[name].numel()
-            if size >= BUCKET_ELEMENTS or at + 1 == len(names):
-                whole = self._summed(what, bucket)
-                found |= whole if keeps else {}
-                bucket, size = [], 0
-        return found
+    def _answer(self, what: int, names: Sequence[str], whole: Mapping[str, torch.Tensor]) -> None:
+        """`whole`, on rank 0, is filled with the tensors `names`. Raises InputError on every rank where one rank cannot give its part."""
+        kind, shapes, failure = self._type(what), self._shapes(what), ""
+        longest = BUCKET_BYTES // kind.itemsize - 1
+        parts: list[Held] | None = None
+        for window in windows([shapes[name].numel() for name in names], longest):
+            bucket = self._bucket[: (window.size + 1) * kind.itemsize].view(kind).zero_()
+            try:
+                parts = list(self._held(what, set(names))) if parts is None else parts
+                self._fill(bucket, window, names, parts)
+            except Exception as error:
+                failure = failure or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+            if failure:
+                bucket.zero_()[-1] = 1.0
+            all_reduce(bucket, self.engine.mesh.world).wait()
+            if failed := int(bucket[-1]):
+                said = f": {failure}" if failure else ""
+                raise InputError(
+                    f"{failed} of {self.engine.mesh.plan.world} ranks cannot give their parts of {names[window.spans[0].tensor]}{said}"
+                )
+            at = 0
+            for index, start, stop in window.spans if whole else ():
+                whole[names[index]].view(-1)[start:stop] = bucket[at : at + stop - start]
+                at += stop - start
 
-    def _summed(self, what: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The tensors `names`, on every rank."""
-        shapes = self.engine.beside.buffers if what == BUFFERS else self.engine.shapes
-        kind = torch.float64 if what == BUFFERS else self._type(what)
-        sizes = [shapes[name].numel() for name in names]
-        flat = torch.zeros(sum(sizes), dtype=kind, device=self.engine.mesh.device)
-        whole = {name: part.view(shapes[name]) for name, part in zip(names, flat.split(sizes), strict=True)}
-        for piece, data in self._held(what, set(names)):
-            put(whole[piece.name.partition("/")[2]], piece, self._rounded(what, data))
-        if flat.numel():
-            all_reduce(flat, self.engine.mesh.world).wait()
-        return whole
+    def _fill(self, bucket: torch.Tensor, window: Window, names: Sequence[str], parts: Sequence[Held]) -> None:
+        at = 0
+        for index, start, stop in window.spans:
+            for held in parts:
+                if held.piece.name.partition("/")[2] == names[index]:
+                    put(bucket[at : at + stop - start], start, held.piece, held.data.detach().view(-1))
+            at += stop - start
+
+    def _shapes(self, what: int) -> Mapping[str, torch.Size]:
+        return self.engine.beside.buffers if what == BUFFERS else self.engine.shapes
 
     def _type(self, what: int) -> torch.dtype:
         """Of what is sent; equal on all ranks, whatever they store."""
+        if what == BUFFERS:
+            return torch.float64
         if what == WEIGHTS:
             return self.compute
         return torch.float64 if self.compute == torch.float64 else torch.float32
-
-    def _rounded(self, what: int, data: torch.Tensor) -> torch.Tensor:
-        data = data.detach().to(self.engine.mesh.device)
-        return data.to(self.compute) if what == WEIGHTS else data
 
     def _held(self, what: int, names: set[str]) -> Iterator[Held]:
         engine = self.engine
@@ -134,14 +149,73 @@ class WholeTensors:
         )
 
 
-def put(whole: torch.Tensor, piece: Piece, data: torch.Tensor) -> None:
-    """Add `data`, the run of `piece`, to its place in `whole`, which is zero there."""
-    if piece.split is None:
-        whole.view(-1)[piece.start : piece.stop].add_(data.view(-1))
+class Span(NamedTuple):
+    """Elements `start` to `stop` of the flattened tensor number `tensor` of a request."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class Window(NamedTuple):
+    """What one all-reduce carries."""
+
+    spans: tuple[Span, ...]
+    size: int
+
+
+def windows(sizes: Sequence[int], longest: int) -> Iterator[Window]:
+    """Tensors of `sizes` elements, one after the other, in windows of `longest` elements.
+
+    >>> [window.size for window in windows([3, 0, 4], 5)]
+    [5, 2]
+    """
+    spans: list[Span] = []
+    free = longest
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + free)
+            spans.append(Span(index, start, stop))
+            free -= stop - start
+            start = stop
+            if not free:
+                yield Window(tuple(spans), longest)
+                spans, free = [], longest
+    if spans:
+        yield Window(tuple(spans), longest - free)
+
+
+def put(window: torch.Tensor, first: int, piece: Piece, data: torch.Tensor) -> None:
+    """Write what `data`, the run of `piece`, has of the flattened whole tensor's elements from `first` on into `window`, which has these."""
+    begin = max(piece.start, _before(first, piece))
+    end = min(piece.stop, _before(first + window.numel(), piece))
+    if begin >= end:
         return
-    local = torch.zeros(piece.local_shape, dtype=whole.dtype, device=whole.device)
-    local.view(-1)[piece.start : piece.stop] = data.view(-1)
-    offset = 0
-    for start, stop in piece.intervals:
-        whole.narrow(piece.split, start, stop - start).add_(local.narrow(piece.split, offset, stop - start))
-        offset += stop - start
+    part = data[begin - piece.start : end - piece.start].to(window)
+    if piece.split is None:
+        window[begin - first : end - first] = part
+    else:
+        window[places(torch.arange(begin, end, device=window.device), piece) - first] = part
+
+
+def _before(at: int, piece: Piece) -> int:
+    """How many elements of the local tensor lie before element `at` of the flattened whole one."""
+    if piece.split is None:
+        return at
+    inner = math.prod(piece.shape[piece.split + 1 :])
+    outer, rest = divmod(at, piece.shape[piece.split] * inner)
+    row, within = divmod(rest, inner)
+    rows = sum(min(max(row - start, 0), stop - start) for start, stop in piece.intervals)
+    within = within if any(start <= row < stop for start, stop in piece.intervals) else 0
+    return (outer * sum(stop - start for start, stop in piece.intervals) + rows) * inner + within
+
+
+def places(index: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Where elements of the local tensor are in the flattened whole one."""
+    if piece.split is None:
+        return index
+    inner = math.prod(piece.shape[piece.split + 1 :])
+    rows = torch.cat([torch.arange(start, stop, device=index.device) for start, stop in piece.intervals])
+    outer, rest = index // (len(rows) * inner), index % (len(rows) * inner)
+    return (outer * piece.shape[piece.split] + rows[rest // inner]) * inner + rest % inner

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.parallel import state
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange.exchange import all_reduce
+from meshwright.parallel.gather import places
 from meshwright.parallel.state import Held
 
 KEPT = 0.75
@@ -103,19 +104,7 @@ def _lay(held: Held, name: str, constant: float, noisy: bool) -> None:
     for first in range(0, flat.numel(), AT_ONCE):
         part = flat[first : first + AT_ONCE]
         index = torch.arange(piece.start + first, piece.start + first + part.numel(), device=flat.device)
-        part.copy_(constant + size * _noise(_global(index, piece), seed))
-
-
-def _global(index: torch.Tensor, piece: Any) -> torch.Tensor:
-    """Where elements of the local tensor are in the flattened whole one."""
-    if piece.split is None:
-        return index
-    inner = 1
-    for size in piece.shape[piece.split + 1 :]:
-        inner *= size
-    rows = torch.cat([torch.arange(start, stop, device=index.device) for start, stop in piece.intervals])
-    outer, rest = index // (len(rows) * inner), index % (len(rows) * inner)
-    return (outer * piece.shape[piece.split] + rows[rest // inner]) * inner + rest % inner
+        part.copy_(constant + size * _noise(places(index, piece), seed))
 
 
 def _noise(index: torch.Tensor, seed: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.gather import WholeTensors
 from meshwright.parallel.objective import Batch, rows_of
 from meshwright.spec.proof import Proof
@@ -25,7 +26,7 @@ from meshwright.train.digests import Digests, first_differing
 from meshwright.train.perturbed import perturbed
 from meshwright.train.reference import Reference, Side
 from meshwright.train.skeleton import Skeleton
-from meshwright.train.tolerance import FLOORS, STRICT, Compared, Gap, Limits, Verdict, judged, sketch
+from meshwright.train.tolerance import FLOORS, STRICT, Compared, Limits, Verdict, gap_of, judged, sketch
 from meshwright.train.untouched import quiet, untouched
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 DRAWN = 1e-9
 """Relative difference of two runs of one device that draw other numbers, and of no others."""
+
+
+class NothingProven(InputError):
+    """Every rank says so; training goes on as one device would."""
 
 
 class Run:
@@ -67,6 +72,10 @@ class Run:
                 if not self._is_good(one):
                     first = self._located(content, one)
                     break
+        if not found:
+            raise NothingProven(
+                f"plan {trainer.plan.name}: the proof run proves nothing with this batch: {self.notes[-1]}: use another batch"
+            )
         proof = self._proof(found, first) if self.is_first else None
         said = proof.model_dump() if proof is not None else {}
         said |= {
@@ -96,6 +105,9 @@ class Run:
         compared = Compared((loss, planned), (labels, planned_labels), planned=reached)
         sketches: dict[str, torch.Tensor] = {}
         self._backward(reference, compared, scale, sketches if low else None)
+        if not self._agreed(all(map(math.isfinite, (loss, *(gap.norm for gap in compared.gaps.values()))))):
+            self.notes.append(f"{content.title}: not proven, one device's loss or gradients are not finite")
+            return None
         limits = Limits(*(FLOORS if low else STRICT)[self.compute], eps=torch.finfo(torch.float32 if low else self.compute).eps)
         del reference
         verdict = judged(compared, limits)
@@ -135,9 +147,7 @@ class Run:
         def compare(name: str, one: torch.Tensor, planned: torch.Tensor) -> None:
             if sketches is not None:
                 sketches[name] = sketch(name, one)
-            one, planned = one.double(), planned.double().div_(scale)
-            off = float((planned - one).norm()) if bool(planned.isfinite().all()) else math.inf
-            compared.gaps[name] = Gap(off, float(one.norm()), float(planned.norm()), one.numel())
+            compared.gaps[name] = gap_of(one, planned, scale)
 
         def run() -> tuple[float, int, str]:
             assert reference is not None
@@ -179,7 +189,9 @@ class Run:
         if not self.trains:
             return False
         self.seed += 1
-        again = self._forward(content, self._side())[1][0]
+        reference, (again, _, _) = self._forward(content, self._side())
+        if reference is not None:
+            reference.close()
         if abs(again - loss) <= DRAWN * abs(loss):
             return False
         self.trains = False
@@ -227,6 +239,7 @@ class Run:
             self._set_modes(reference.model)
             with theirs.of(reference.model):
                 reference.forward(content.batch, 1.0)
+            reference.close()
             return 0.0, 0, ""
 
         with quiet(self.trainer, self.trains, self.seed):
@@ -256,6 +269,7 @@ class Run:
                 found = (math.nan, 0, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}")
             finally:
                 self.tensors.end()
+        give_back()
         return self._shared(found)
 
     def _agreed(self, good: bool) -> bool:

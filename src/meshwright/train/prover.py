@@ -27,8 +27,8 @@ from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.spec.plan import Plan, Recompute
 from meshwright.spec.proof import CHEAP_PART, CHEAP_SECONDS, FIRST_STEPS, Proof, ProofMode, ProofPrice, check_mode, is_cheap
 from meshwright.spec.rules import proof_rows
-from meshwright.train.proof import Run
-from meshwright.train.skeleton import fingerprints_of, skeleton_of
+from meshwright.train.proof import NothingProven, Run
+from meshwright.train.skeleton import Plain, changes_of, fingerprints_of, plain_of, skeleton_of
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Share, Trainer
@@ -67,6 +67,8 @@ class Prover:
         )
         self.versions: list[int] = []
         """Of the weights when they were laid."""
+        self.plain: Plain = {}
+        """Plain values of the model's modules that the skeleton knows."""
         self.required = ""
         """Why the next update waits for a proof."""
         self.reason = ""
@@ -94,7 +96,12 @@ class Prover:
             self.skipped = f"the plan is not proven: {READS}"
             self.say(self.skipped)
             return
-        proof = self.prove(trainer, batch)
+        try:
+            proof = self.prove(trainer, batch)
+        except NothingProven as nothing:
+            self.required = reason  # a step that one device skips is no fault of the plan
+            self.say(f"{nothing}; the next update is proven instead")
+            return
         shown = self.reason != reason and reason not in map(_before, LATER)
         self.reason, self.required = reason, ""
         self._seconds = proof.seconds
@@ -118,6 +125,9 @@ class Prover:
         if trainer.engine.objective.unreadable.is_used:
             raise InputError(f"no proof: {READS}")
         trainer.engine.zero.written.settle(trainer.engine)
+        now = plain_of(trainer.engine.model)
+        self.skeleton.follow(changes_of(self.plain, now))
+        self.plain = now
         unchanged = trainer.steps == 0 and versions_of(trainer) == self.versions
         self.last = Run(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(batch, self.predicted.length)
         self.fingerprints = {}  # proven once: what ranks do to weights later is another matter
@@ -137,7 +147,14 @@ class Prover:
     # --- schedule -------------------------------------------------------------------------------------------------------------
 
     def _reason(self, trainer: Trainer, batch: Batch | Share) -> str:
-        if self.mode == "never" or trainer.engine.outer is not None:
+        if self.mode == "never":
+            return ""
+        if trainer.engine.outer is not None:
+            if not self.skipped:
+                self.skipped = (
+                    f"plan {trainer.plan.name} is not proven: replicas that take local steps have no single device to compare with"
+                )
+                self.say(self.skipped)
             return ""
         if self.required:
             return self.required

@@ -44,7 +44,7 @@ Compare = Callable[[str, torch.Tensor, torch.Tensor], None]
 """Given a name, one device's gradient and the plan's."""
 MISPLACED = 1e-4
 """Relative difference of fingerprints of weights that are not those of the model."""
-AT_ONCE = 1 << 24
+AT_ONCE = 1 << 20
 """Elements of gradients that wait before they are compared."""
 
 
@@ -212,8 +212,11 @@ class Reference:
         logits = logits_of(output)
         assert logits is not None, "the plan's side has refused a model without logits"
         labels = shifted(batch["labels"]) if objective.shift else batch["labels"]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
+        rows = 1 if logits.ndim > 2 and len(logits) == len(labels) else max(len(logits), 1)
+        total = torch.zeros((), device=logits.device)
+        for part, wanted in zip(logits.split(rows), labels.split(rows) if rows == 1 else (labels,), strict=True):
+            total = total + checkpoint(_sum_of, part, wanted, use_reentrant=False, preserve_rng_state=False)
+        return total
 
     def backward(self, compare: Compare) -> None:
         """Every gradient goes to `compare` with the plan's, nearest to the loss first."""
@@ -221,8 +224,14 @@ class Reference:
         with self.apart:
             self._total.backward()
         self._flush()
+        self.close()
+
+    def close(self) -> None:
+        """Drop the weights and what backward would have needed: the model refers to this object, which nobody would free soon."""
         self._close()
-        del self._total
+        self._total = self.absent
+        for parameter in self.parameters.values():
+            parameter.data = self.absent.expand(parameter.shape)
 
     def _taker(self, name: str) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
@@ -251,6 +260,12 @@ class Reference:
         if not isinstance(value, torch.Tensor):
             return value
         return value.to(self.engine.mesh.device, self.side.dtype if value.is_floating_point() else None)
+
+
+def _sum_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The sum of the losses of valid labels; in float32 at least, row by row, so that the copy and the softmax are those of one row."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
 
 def _blocks(model: nn.Module) -> dict[str, tuple[str, ...]]:

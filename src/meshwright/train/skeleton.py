@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.anatomy.observed import HOOKS
 from meshwright.base.errors import InputError
 from meshwright.parallel.fingerprint import project
 from meshwright.parallel.objective import LossFunction
+from meshwright.parallel.pipeline.absent import Absent
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,49 @@ class Skeleton:
                 for key in hooks:
                     hooks[key] = again(hooks[key])
         return Skeleton(model, again(self.loss))
+
+    def follow(self, changes: Plain) -> None:
+        """Plain values that the model which is trained has now."""
+        modules = dict(self.model.named_modules())
+        for path, values in changes.items():
+            if path in modules:
+                modules[path].__dict__.update(values)
+
+
+Plain = dict[str, dict[str, Any]]
+"""Plain values of modules, by path and name."""
+PLAIN = (bool, int, float, str, type(None))
+
+
+def plain_of(model: nn.Module) -> Plain:
+    """Numbers, words and tuples of these that modules hold, such as counters of steps; not modes."""
+
+    def is_plain(value: Any) -> bool:
+        return isinstance(value, PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
+
+    return {
+        path: {name: value for name, value in vars(module).items() if name != "training" and is_plain(value)}
+        for path, module in model.named_modules()
+        if not isinstance(module, Absent)
+    }
+
+
+def changes_of(before: Plain, now: Plain) -> Plain:
+    """What of `now` is not in `before`, on any rank; the first rank that has changed a value counts. All ranks call it."""
+    none = object()
+    own = {
+        path: {name: value for name, value in values.items() if before.get(path, {}).get(name, none) != value}
+        for path, values in now.items()
+    }
+    everyone: list[Any] = [{path: values for path, values in own.items() if values}]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, {path: values for path, values in own.items() if values})
+    found: Plain = {}
+    for changes in reversed(everyone):
+        for path, values in changes.items():
+            found.setdefault(path, {}).update(values)
+    return found
 
 
 def skeleton_of(model: nn.Module, loss: LossFunction | None) -> Skeleton:

@@ -25,6 +25,9 @@ FEW = 16
 SKETCH = 4096
 """Numbers that stand for a gradient: the norm of a difference is known to 1 / sqrt(SKETCH / 2) = 2 %."""
 
+AT_ONCE = 1 << 18
+"""Elements of a gradient that are compared at a time, a multiple of SKETCH."""
+
 
 @dataclass
 class Gap:
@@ -108,8 +111,23 @@ def judged(compared: Compared, limits: Limits) -> Verdict:
 def sketch(name: str, gradient: torch.Tensor) -> torch.Tensor:
     """A vector whose norm is about that of `gradient`, and whose differences have about the norms of differences: sums with random signs.
     Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch)."""
-    flat = gradient.detach().reshape(-1).double()
+    flat = gradient.detach().reshape(-1)
     random = torch.Generator(flat.device).manual_seed(zlib.crc32(name.encode()))
-    signs = torch.randint(0, 2, flat.shape, generator=random, device=flat.device, dtype=torch.int8)
-    flat = flat * (2 * signs - 1)
-    return torch.nn.functional.pad(flat, (0, -len(flat) % SKETCH)).view(-1, SKETCH).sum(0)
+    found = torch.zeros(SKETCH, dtype=torch.float64, device=flat.device)
+    for part in flat.split(AT_ONCE):
+        signs = torch.randint(0, 2, part.shape, generator=random, device=flat.device, dtype=torch.int8)
+        signed = part.double().mul_(signs.mul_(2).sub_(1))
+        full = len(signed) // SKETCH * SKETCH
+        found += signed[:full].view(-1, SKETCH).sum(0)
+        found[: len(signed) - full] += signed[full:]
+    return found
+
+
+def gap_of(one: torch.Tensor, planned: torch.Tensor, scale: float) -> Gap:
+    """One device's gradient and the plan's, which is `scale` times as large, compared in float64."""
+    off = norm = plan = 0.0
+    for mine, theirs in zip(one.detach().reshape(-1).split(AT_ONCE), planned.reshape(-1).split(AT_ONCE), strict=True):
+        mine, theirs = mine.double(), theirs.double().div_(scale)
+        norm, plan = math.hypot(norm, float(mine.norm())), math.hypot(plan, float(theirs.norm()))
+        off = math.hypot(off, float(theirs.sub_(mine).norm())) if math.isfinite(plan) else math.inf
+    return Gap(off, norm, plan, one.numel())

@@ -48,6 +48,7 @@ from meshwright.train.batches import check_batch, check_example, check_kind, on_
 from meshwright.train.prover import Prover, proof_mode, versions_of
 from meshwright.train.scaler import LossScale
 from meshwright.train.sentinel import SUMS, Sentinel
+from meshwright.train.skeleton import plain_of
 from meshwright.train.uneven import divided, filled
 from meshwright.train.want import Holder, in_words
 
@@ -123,6 +124,7 @@ def parallelize(
         trainer = Trainer(engine, made, clip, seed)
     engine.preflight.repeats = prover.mode != "never"
     trainer.predicted, trainer.prover, prover.versions = predicted, prover, versions_of(trainer)
+    prover.plain = plain_of(engine.model)
     return trainer
 
 
