@@ -79,7 +79,7 @@ def of_lost_dropout(plan: str) -> Proof:
     trainer = trainer_of(Net(), plan)
     for module in trainer.engine.model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0
+            module.forward = lambda x: x  # type: ignore[method-assign]
     return trainer.prove(batch_of())
 
 
