@@ -116,7 +116,7 @@ def sketch(name: str, gradient: torch.Tensor) -> torch.Tensor:
     found = torch.zeros(SKETCH, dtype=torch.float64, device=flat.device)
     for part in flat.split(AT_ONCE):
         signs = torch.randint(0, 2, part.shape, generator=random, device=flat.device, dtype=torch.int8)
-        signed = part.double().mul_(signs.mul_(2).sub_(1))
+        signed = part.double() * signs.mul_(2).sub_(1)  # a copy: `gradient` is compared afterwards
         full = len(signed) // SKETCH * SKETCH
         found += signed[:full].view(-1, SKETCH).sum(0)
         found[: len(signed) - full] += signed[full:]
