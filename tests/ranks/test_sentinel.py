@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from equality import make_batch, make_model
 
+from meshwright.train.replicas import mend
 from meshwright.train.sentinel import Drifted
 from meshwright.train.trainer import Share, Trainer, parallelize
 
@@ -70,3 +72,20 @@ def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(ranks: Any, p
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "tp2.mb4", "cp2.mb4", "pp2.mb2.zbv"])
 def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
     assert ranks.run(2, drifting, plan, "", 0) == [(9, "")] * 2
+
+
+def mended(at: int) -> tuple[list[float], set[int]]:
+    """Losses, and the steps after which copies were mended; a weight of rank 1 changes before step `at`."""
+    trainer, steps = parallelize(make_model("llama").double(), adamw, "dp3.mb2", precision="fp64"), set[int]()
+    trainer.mend = partial(mend, trainer, lambda each: steps.add(each.step))
+    losses = []
+    for step in range(5):
+        batch = make_batch("llama", step, rows=6)
+        losses.append(trainer.step(planted(trainer, "weight", batch) if step + 1 == at else batch).loss)
+    return losses, steps
+
+
+def test_of_three_copies_the_majority_mends_the_one_that_drifted_and_the_step_is_made(ranks: Any) -> None:
+    clean, drifted = ranks.run(3, mended, 0), ranks.run(3, mended, 4)
+    assert [losses for losses, _ in drifted] == [losses for losses, _ in clean]
+    assert all(steps == {3} for _, steps in drifted) and all(steps == set() for _, steps in clean)

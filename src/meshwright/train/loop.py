@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from meshwright.train.proof_records import follow_proofs, mode_of
 from meshwright.train.rank import Channel, Connection, connect
 from meshwright.train.recount import Recount, why_not
 from meshwright.train.recovery import Recovery
-from meshwright.train.replicas import compare
+from meshwright.train.replicas import mend
 from meshwright.train.sample import why_no_sample, write_text
 from meshwright.train.straggler import Phases, Watch
 from meshwright.train.trainer import Beside, Share, parallelize
@@ -91,6 +92,9 @@ class Loop:
         identity = {"data": dataset.digest, "parameters": self.parameters}
         self.trainer.recount = Recount(
             launch.run.recount_every, lambda step, line: self._say("divergence", line=line, rank=None, step=step)
+        )
+        self.trainer.mend = partial(
+            mend, self.trainer, lambda each: self._say("divergence", line=each.line, rank=each.ranks[0], step=each.step)
         )
         self.recovery = Recovery(launch, channel, self.trainer, self.pulse, identity)
         self.trainer.on_phase = self._phase
@@ -194,8 +198,7 @@ class Loop:
                 record = record.model_copy(update={"memory": memory, "batch": number, **took})
                 if self.trainer.mesh.world is not None and every and self._due(step + 1, every):
                     self.pulse.at(Phase.compare)
-                    for mended in compare(self.trainer):
-                        self._say("divergence", line=mended.line, rank=mended.ranks[0], step=self.trainer.steps)
+                    self.trainer.mend()
                 self.recovery.copy(record)
                 asked = (float(bool(self.channel.stop)), *self.recovery.flags)
                 read = line_of(batch, ranges, number * rows)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -87,6 +87,14 @@ def compare(trainer: Trainer) -> list[Mended]:
             unit.write_back()
             unit.share().wait()  # others hold what was gathered from a wrong one
     return mended
+
+
+def mend(trainer: Trainer, say: Callable[[Mended], None]) -> bool:
+    """Compare, `say` what was mended, and return whether anything was."""
+    found = compare(trainer)
+    for each in found:
+        say(each)
+    return bool(found)
 
 
 def _held(trainer: Trainer) -> Iterator[_Held]:

@@ -17,7 +17,7 @@ Cost: bench/results/sentinel.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -43,6 +43,21 @@ PRIME = 2**31 - 1
 
 class Drifted(MeshwrightError):
     """An invariant of a step does not hold: what was trained since is not to be used."""
+
+
+def made_again(trainer: Trainer, compute: Callable[[], T]) -> T:
+    """What `compute` returns; once more, with the same random numbers, where copies had drifted and the trainer has replaced them by the majority's."""
+    device = trainer.mesh.device
+    host, own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        return compute()
+    except Drifted:
+        if not trainer.mend():
+            raise
+        torch.set_rng_state(host)
+        if own is not None:
+            torch.cuda.set_rng_state(own, device)
+        return compute()
 
 
 class Sentinel:

@@ -47,7 +47,7 @@ from meshwright.train.agreement import agree_on_batch, agree_on_model
 from meshwright.train.batches import check_batch, check_example, check_kind, on_device
 from meshwright.train.prover import Prover, proof_mode, versions_of
 from meshwright.train.scaler import LossScale
-from meshwright.train.sentinel import SUMS, Sentinel
+from meshwright.train.sentinel import SUMS, Sentinel, made_again
 from meshwright.train.skeleton import plain_of
 from meshwright.train.uneven import divided, filled
 from meshwright.train.want import Holder, in_words
@@ -145,6 +145,7 @@ class Trainer:
         self.predicted: Memory | None = None  # what this rank is to take, where the plan was priced
         self.prover = Prover("never", None, None)  # compares the plan with one device before updates that are due
         self.sentinel = Sentinel(engine)
+        self.mend: Callable[[], bool] = lambda: False  # replaces copies that differ from the majority's, and says whether any did
 
     # --- steps ----------------------------------------------------------------------------------------------------------------
 
@@ -175,7 +176,8 @@ class Trainer:
         began = time.perf_counter()
         self.engine.forget()
         compute = partial(self._backward, batch)
-        loss, tokens, squares = compute() if self.recount is None else self.recount.settled(self, compute)
+        settled = compute if self.recount is None else partial(self.recount.settled, self, compute)
+        loss, tokens, squares = made_again(self, settled)
         outer = self.engine.outer
         own = squares[0 if outer is None else outer.replica] ** 0.5 / self.scale.factor
         norm = sum(squares) ** 0.5 / len(squares) ** 0.5 / self.scale.factor
