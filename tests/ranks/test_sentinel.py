@@ -77,7 +77,7 @@ def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
 def mended(at: int) -> tuple[list[float], set[int]]:
     """Losses, and the steps after which copies were mended; a weight of rank 1 changes before step `at`."""
     trainer, steps = parallelize(make_model("llama").double(), adamw, "dp3.mb2", precision="fp64"), set[int]()
-    trainer.mend = partial(mend, trainer, lambda each: steps.add(each.step))
+    trainer.mend = partial(mend, trainer, lambda line, step, rank: steps.add(step))
     losses = []
     for step in range(5):
         batch = make_batch("llama", step, rows=6)

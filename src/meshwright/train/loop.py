@@ -90,12 +90,9 @@ class Loop:
         self.control = self.trainer.mesh.world if self.device.type == "cpu" else of_process(self.connection.control)
         self.stopping = False
         identity = {"data": dataset.digest, "parameters": self.parameters}
-        self.trainer.recount = Recount(
-            launch.run.recount_every, lambda step, line: self._say("divergence", line=line, rank=None, step=step)
-        )
-        self.trainer.mend = partial(
-            mend, self.trainer, lambda each: self._say("divergence", line=each.line, rank=each.ranks[0], step=each.step)
-        )
+        said = lambda line, step, rank=None: self._say("divergence", line=line, rank=rank, step=step)
+        self.trainer.recount = Recount(launch.run.recount_every, lambda step, line: said(line, step))
+        self.trainer.mend = partial(mend, self.trainer, said)
         self.recovery = Recovery(launch, channel, self.trainer, self.pulse, identity)
         self.trainer.on_phase = self._phase
         if self.trainer.mesh.host is not None:

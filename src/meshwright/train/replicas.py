@@ -89,11 +89,11 @@ def compare(trainer: Trainer) -> list[Mended]:
     return mended
 
 
-def mend(trainer: Trainer, say: Callable[[Mended], None]) -> bool:
-    """Compare, `say` what was mended, and return whether anything was."""
+def mend(trainer: Trainer, say: Callable[[str, int, int], None]) -> bool:
+    """Compare, `say` what was mended (line, step, rank), and return whether anything was."""
     found = compare(trainer)
     for each in found:
-        say(each)
+        say(each.line, each.step, each.ranks[0])
     return bool(found)
 
 
