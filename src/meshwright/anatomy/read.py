@@ -35,16 +35,17 @@ PASSES = 24
 """Runs at most: in each block each takes the first columns that must be as whole."""
 
 
-def read(model: nn.Module, lend: bool = False, example: Example | None = None) -> Anatomy:
+def read(model: nn.Module, lend: bool = False, example: Example | None = None, splits: bool = True) -> Anatomy:
     """What `model` is made of. Leaves it as it was.
 
     `lend`: parameters without memory are lent numbers as far as the proof needs them (blocks up to the last kind, and what lies outside of
     all blocks). `example`: a batch that the model can be called with, where it does not say itself what it reads (inputs.py).
+    `splits`: False where no tensor rank shares anything, so that no region has to be proven.
     """
     adapted = wrapped_layers(model)
     if adapted:
         with unwrapped(model, adapted):
-            found = read(model, lend, example)
+            found = read(model, lend, example, splits)
         return with_adapters(model, found, adapted)
     names = tuple(name for name, _ in model.named_parameters())
     lists = [path for path in find_lists(model) if any(True for _ in model.get_submodule(path).parameters())]
@@ -68,7 +69,10 @@ def read(model: nn.Module, lend: bool = False, example: Example | None = None) -
         made = propose(model, [f"{path}.{name}" for path in lists for name in model.get_submodule(path)._modules], reading.found)
         for weight in made:
             reading.whole.pop(weight, None)
-        accept(reading, outline, lend)
+        if splits:
+            accept(reading, outline, lend)
+        else:
+            reading.found = {block: [] for block in reading.found}
         check(made, reading.whole)
         return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, lend)
 

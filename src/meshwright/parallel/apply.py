@@ -136,7 +136,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
 def _understood(model: nn.Module, plan: Plan, known: Anatomy | None, example: Example) -> Anatomy:
     """What the model is made of; read anew, with numbers, where what is known of it was taken by shapes alone."""
     if known is None or (plan.tp > 1 and known.against.get("proof")):
-        known = read(model, lend=True, example=example)
+        known = read(model, lend=True, example=example, splits=plan.tp > 1)
     return known.over(plan.tp)
 
 
