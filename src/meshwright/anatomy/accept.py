@@ -40,7 +40,7 @@ def accept(reading: Reading, outline: Outline, lend: bool) -> None:
     with ExitStack() as stack:
         stack.enter_context(passing(model, reading.lists, patterns) if len(patterns) < len(blocks) else ExitStack())
         try:
-            proof = stack.enter_context(proving(reading, patterns, needed, lend, vocabulary))
+            proof = stack.enter_context(proving(reading, patterns, needed, lend, vocabulary, outline.head))
         except Exception as error:
             why = f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that nothing is proven"
             if reading.seen is None:  # the plan that the model carries may be priced, not run

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -30,6 +31,8 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, t
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 """Of the largest norm compared: a gradient as small as that is rounding alone."""
 NOISE = 0.1
+PERIOD = (1 << 20) - 3
+"""A prime."""
 NARROW = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 CASTS = frozenset({"float", "half", "bfloat16"})
 
@@ -96,10 +99,12 @@ def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module,
 
 
 @contextmanager
-def proof_parameters(model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool, real: bool = True) -> Iterator[None]:
+def proof_parameters(
+    model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool, real: bool = True, head: str | None = None
+) -> Iterator[None]:
     """`model` with copies of the `needed` parameters and floating buffers, in float64 where `exact`, with noise on constant ones.
 
-    Parameters without memory are lent numbers, the same on every rank. Of tables only the first `read` rows have numbers. The copies are
+    Parameters without memory are lent numbers, the same on every rank. Of tables and of the `head` only the first `read` rows have numbers. The copies are
     not the model's: whatever a run writes to them is gone when the proof ends. Unless `real`, they are all without memory.
     """
     random = torch.Generator().manual_seed(0)
@@ -112,7 +117,7 @@ def proof_parameters(model: nn.Module, needed: Callable[[str], bool], read: int,
                     continue
                 held: Any = module._parameters if name in module._parameters else module._buffers
                 if id(tensor) not in twins:
-                    rows = read if isinstance(module, nn.Embedding) else None
+                    rows = read if isinstance(module, nn.Embedding) or path == head else None
                     twins[id(tensor)] = _twin(tensor, rows, random, exact) if real else _meta_twin(tensor)
                 before.append((held, name, tensor))
                 held[name] = twins[id(tensor)]
@@ -129,19 +134,40 @@ def _twin(tensor: torch.Tensor, read: int | None, random: torch.Generator, exact
         return nn.Parameter(found, tensor.requires_grad) if is_parameter else found
     kind = torch.float64 if exact else tensor.dtype
     device = torch.device("cpu") if tensor.is_meta else tensor.device
-    found = torch.zeros(tensor.shape, dtype=kind, device=device)  # of a large table only the rows that are read ever take memory
+    found = _zeros(tensor.shape, kind, device) if read else torch.empty(tensor.shape, dtype=kind, device=device)
     part = found[:read] if found.ndim else found
     if tensor.is_meta:
         width = tensor.shape[-1] if tensor.ndim else 1
-        part.normal_(0, max(width, 1) ** -0.5, generator=random)
+        _fill(part, max(width, 1) ** -0.5, random)
     else:
         part.copy_(tensor.detach()[:read] if tensor.ndim else tensor.detach())
     if is_parameter and part.numel():
-        if bool((part == part.flatten()[0]).all()):
+        if _is_constant(part):
             part.add_(NOISE * torch.randn(part.shape, generator=random, dtype=torch.float32).to(part))
         if part.ndim > 1:
             part.mul_(_raise(part))
     return nn.Parameter(found, tensor.requires_grad) if is_parameter else found
+
+
+def _zeros(shape: torch.Size, kind: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take memory on the host only where they are written to: of a large table few rows are read."""
+    if device.type != "cpu" or not shape.numel():
+        return torch.zeros(shape, dtype=kind, device=device)
+    return torch.frombuffer(mmap.mmap(-1, shape.numel() * kind.itemsize), dtype=kind).view(shape)
+
+
+def _fill(tensor: torch.Tensor, size: float, random: torch.Generator) -> None:
+    """Normal numbers of that `size`. In a large tensor they repeat after PERIOD elements, which is no multiple of a row."""
+    places = tensor.view(-1)
+    numbers = torch.empty(min(places.numel(), PERIOD), dtype=tensor.dtype, device=tensor.device).normal_(0, size, generator=random)
+    for first in range(0, places.numel(), PERIOD):
+        piece = places[first : first + PERIOD]
+        piece.copy_(numbers[: piece.numel()])
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    places = tensor.view(-1)
+    return all(bool((piece == places[0]).all()) for piece in (places[:PERIOD], places))
 
 
 def _meta_twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,7 +178,7 @@ def _meta_twin(tensor: torch.Tensor) -> torch.Tensor:
 def _raise(tensor: torch.Tensor) -> float:
     """A power of two by which a matrix gives what is of the size of what it is given: as initialised, a convolution over the sequence
     may add less to the hidden state than a comparison sees."""
-    size = float(tensor.square().mean().sqrt())
+    size = float(tensor.norm()) * tensor.numel() ** -0.5
     wanted = (tensor.numel() / len(tensor)) ** -0.5
     return 2.0 ** math.ceil(math.log2(wanted / size)) if 0 < size < wanted else 1.0
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy.conditions import cotangent, differs
+from meshwright.anatomy.projected import Projected
 
 SEQUENCE = 1
 """The dimension of the sequence in a hidden state (B, T, C)."""
@@ -118,8 +119,9 @@ def compare_parameters(known: Record, ranks: Sequence[Record], part: str) -> str
     return None
 
 
-def backward(record: Record, known: Record, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Fills in the gradients of `record`: they begin at all that was brought, as random as those of `known` and its parts."""
+def backward(record: Record, known: Record, parameters: Mapping[str, torch.Tensor], projected: Projected) -> None:
+    """Fills in the gradients of `record`: they begin at all that was brought, as random as those of `known` and its parts. Of what is
+    `projected` among `parameters` there is a projection of the gradient."""
     terms = []
     for number, (key, (there, _)) in enumerate(known.brought.items()):
         if key in record.brought and record.brought[key][0].requires_grad:
@@ -133,10 +135,14 @@ def backward(record: Record, known: Record, parameters: Mapping[str, torch.Tenso
     if not terms:
         return
     total = torch.stack([term.to(terms[0]) for term in terms]).sum()
-    found = torch.autograd.grad(total, [*leaves.values(), *named.values()], allow_unused=True)
+    probes = projected.leaves()
+    found = torch.autograd.grad(total, [*leaves.values(), *named.values(), *probes.values()], allow_unused=True)
     gradients = zip(leaves.items(), found, strict=False)
+    of_probes = dict(zip(probes, found[len(leaves) + len(named) :], strict=True))
+    of_named = dict(zip(named, found[len(leaves) :], strict=False))
+    of_named |= {name: projected.projection(name, of_named[name], one) for name, one in of_probes.items()}
     record.gradients = {key: torch.zeros_like(leaf) if one is None else one for (key, leaf), one in gradients}
-    record.of_parameters = {name: one for name, one in zip(named, found[len(leaves) :], strict=True) if one is not None}
+    record.of_parameters = {name: one for name, one in of_named.items() if one is not None}
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -158,9 +158,12 @@ class Proof:
 
 
 @contextmanager
-def proving(reading: Reading, blocks: Sequence[str], needed: Callable[[str], bool], lend: bool, vocabulary: int) -> Iterator[Proof]:
+def proving(
+    reading: Reading, blocks: Sequence[str], needed: Callable[[str], bool], lend: bool, vocabulary: int, head: str | None = None
+) -> Iterator[Proof]:
     """The proof of `blocks`, as long as its parameters stand in for the model's. `needed`: whether what lies at a path runs before the
-    last of `blocks` does; `lend`: parameters without memory are lent numbers, as they are in any case where they are few."""
+    last of `blocks` does; `lend`: parameters without memory are lent numbers, as they are in any case where they are few; `head`: the layer
+    that a proof stops at."""
     model, example = reading.model, reading.example
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
     size = sum(tensor.numel() for name, tensor in tensors.items() if vocabulary not in tensor.shape)
@@ -172,7 +175,7 @@ def proving(reading: Reading, blocks: Sequence[str], needed: Callable[[str], boo
         with ExitStack() as stack:
             stack.enter_context(training_conditions(model, exact, reading.modes))
             stack.enter_context(standing_in(model, weighed=True))  # experts ask for values or types of their own; see experts.py
-            stack.enter_context(proof_parameters(model, needed, max(READ, highest(example) + 1), exact, real))
+            stack.enter_context(proof_parameters(model, needed, max(READ, highest(example) + 1), exact, real, head))
             calls = calls_of(model, example, device, min(vocabulary, READ), torch.float64 if exact else None)
             try:
                 proof = Proof(model, blocks, reading.seen, calls)

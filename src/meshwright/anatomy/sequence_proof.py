@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.anatomy.conditions import fresh, leaf_of
 from meshwright.anatomy.cut_records import (
+    SMALL,
     Reached,
     Record,
     Snapshot,
@@ -28,6 +29,7 @@ from meshwright.anatomy.cut_records import (
     sequence_part,
     whole,
 )
+from meshwright.anatomy.projected import Projected
 from meshwright.anatomy.prove import Caught, Proof, with_first
 
 RANKS = 2
@@ -84,9 +86,13 @@ def _run(
         record.brought["the input of the head", 0] = (hidden_in(args, kwargs).clone(), whole)
         raise Caught
 
+    inside = tuple(f"{path}." for path in blocks)
+    parameters = {name: one for name, one in model.named_parameters() if not name.startswith(inside) and not one.is_meta}
+    projected = Projected({name: one for name, one in parameters.items() if one.numel() > SMALL and one.ndim == 2}, {})
     torch.manual_seed(0)
     with ExitStack() as stack:
         stack.enter_context(proof.running())
+        stack.enter_context(projected)
         if head is not None:
             stack.callback(model.get_submodule(head).register_forward_pre_hook(at_head, with_kwargs=True).remove)
         for place, path in enumerate(blocks):
@@ -106,7 +112,5 @@ def _run(
                     del module.forward
                 else:
                     module.forward = own
-        inside = tuple(f"{path}." for path in blocks)
-        parameters = {name: one for name, one in model.named_parameters() if not name.startswith(inside) and not one.is_meta}
-        backward(record, known or record, parameters)
+        backward(record, known or record, parameters, projected)
     return record

@@ -19,7 +19,7 @@ linear in those that they begin from, parts that agree compose to a block that a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -42,10 +42,12 @@ from meshwright.anatomy.cut_records import (
     sequence_part,
     whole,
 )
-from meshwright.anatomy.nouns import Slice, Split, intervals, local_slice
+from meshwright.anatomy.nouns import Slice, Split, intervals, share_of
 from meshwright.anatomy.plain import is_convolution
+from meshwright.anatomy.projected import Projected
 from meshwright.anatomy.regions import Found
 from meshwright.anatomy.seen import Given
+from meshwright.anatomy.written import Writes, spans_of
 
 
 class Case(NamedTuple):
@@ -63,6 +65,7 @@ class BlockRuns:
         self.model, self.path, self.reached, self.shares = model, path, reached, shares
         self.block = model.get_submodule(path)
         self.is_meta = any(tensor.is_meta for tensor in self.block.parameters())
+        self.large = {name: tensor for name, tensor in self._tensors().items() if tensor.numel() > SMALL and not tensor.is_meta}
         self.known: Record | None = None
         self.shared: dict[int, list[int]] = {}
         """Of what the block returns beyond its hidden state: the dimensions along which a rank has a share."""
@@ -74,7 +77,7 @@ class BlockRuns:
         try:
             known = self._run(cases[0]._replace(ranks=1, sequence=False), 0, {}, gradients)
             splits = case_splits(cases[0])
-            after = {name: copied(tensor) for name, tensor in self._tensors().items() if name in splits}
+            after = {name: known.written.get(name, tensor) for name, tensor in self._tensors().items() if name in splits}
         except Exception as error:
             before.put_back()
             return [_raised(error)] * len(cases)
@@ -113,11 +116,12 @@ class BlockRuns:
         return {f"{self.path}.{name}": tensor for name, tensor in (*self.block.named_parameters(), *self.block.named_buffers())}
 
     def _local(self, case: Case, rank: int) -> dict[str, torch.Tensor]:
-        """What a rank holds of the tensors that are split."""
+        """What a rank holds of the tensors that are split: copies, and views of what is large."""
         splits, found = case_splits(case), {}
         for name, tensor in self._tensors().items():
             if name in splits:
-                local = local_slice(tensor.detach(), splits[name], rank, case.ranks).clone()
+                share = share_of(tensor.detach(), splits[name], rank, case.ranks)
+                local = share if name in self.large else share.clone(memory_format=torch.contiguous_format)
                 found[name] = nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
         return found
 
@@ -129,11 +133,14 @@ class BlockRuns:
             return None
         splits = case_splits(case)
         for name, tensor in local.items():
-            there = local_slice(after[name].detach(), splits[name], rank, case.ranks)
-            if differs(tensor.detach(), there) is not None:
+            if name in self.large and name not in mine.written and name not in known.written:
+                continue
+            there = share_of(after[name].detach(), splits[name], rank, case.ranks)
+            if differs(mine.written.get(name, tensor.detach()), there) is not None:
                 return f"its forward writes to {name}, on a share otherwise than on the whole"
-        for name, tensor in mine.written.items():
-            if name not in splits and name in known.written and differs(tensor, known.written[name]) is not None:
+        for name in dict.fromkeys([*mine.written, *known.written]):
+            before, now = (record.written.get(name, self.large.get(name)) for record in (known, mine))
+            if name not in splits and before is not None and now is not None and differs(now, before) is not None:
                 part = "a slice of the sequence" if case.sequence else "a share"
                 return f"its forward writes to {name}, on {part} otherwise than on the whole"
         return None
@@ -155,7 +162,10 @@ class BlockRuns:
 
         torch.manual_seed(0)
         with ExitStack() as stack:
+            held = {name: local.get(name, tensor) for name, tensor in self.large.items()}
+            writes = stack.enter_context(Writes(spans_of(held)) if held else nullcontext())
             stack.enter_context(self._holding(local))
+            projected = stack.enter_context(self._projected(case, gradients))
             stack.enter_context(self._cutting(case, rank, part, cut))
             args, kwargs = self._inputs(case, rank, part, record)
             with torch.enable_grad() if gradients else torch.no_grad():
@@ -165,10 +175,20 @@ class BlockRuns:
                 own = part if number == 0 else self._own_output(number, value, rank, case)
                 record.brought["the output of the block" if not number else f"output {number} of the block", 0] = (value, own)
             if gradients:
-                backward(record, self.known or record, {f"{self.path}.{name}": one for name, one in self.block.named_parameters()})
+                parameters = {f"{self.path}.{name}": one for name, one in self.block.named_parameters()}
+                backward(record, self.known or record, parameters, projected)
         if not self.is_meta:
-            record.written = {name: tensor.detach().clone() for name, tensor in self._tensors().items() if tensor.numel() <= SMALL}
+            wrote = writes.before.keys() if writes is not None else ()
+            held = {**self._tensors(), **local}
+            record.written = {name: one.detach().clone() for name, one in held.items() if name not in self.large or name in wrote}
+        if writes is not None:
+            writes.restore()
         return record
+
+    def _projected(self, case: Case, gradients: bool) -> Projected:
+        """Of the matrices that are large, as this run holds them."""
+        held = self._tensors() if gradients else {}
+        return Projected({name: held[name] for name in self.large.keys() & held.keys() if held[name].ndim == 2}, case_splits(case))
 
     def _own_output(self, number: int, value: torch.Tensor, rank: int, case: Case) -> Own:
         """What else a block returns is whole, or a share where it has fewer of something, also where the sequence is not cut."""
@@ -300,7 +320,11 @@ class BlockRuns:
         for rank, record in enumerate(ranks):
             for name, gradient in record.of_parameters.items():
                 if name in splits:
-                    _scatter(total.setdefault(name, torch.zeros_like(tensors[name])), gradient, splits[name], rank, case.ranks)
+                    if name not in total:
+                        sizes = list(gradient.shape)
+                        sizes[splits[name].dim] = tensors[name].shape[splits[name].dim]
+                        total[name] = gradient.new_zeros(sizes)
+                    _scatter(total[name], gradient, splits[name], rank, case.ranks)
                 elif name in partial or case.sequence:
                     total[name] = total[name] + gradient if name in total else gradient
         for record in ranks:
