@@ -139,7 +139,7 @@ def backward(record: Record, known: Record, parameters: Mapping[str, torch.Tenso
     found = torch.autograd.grad(total, [*leaves.values(), *named.values(), *probes.values()], allow_unused=True)
     gradients = zip(leaves.items(), found, strict=False)
     of_probes = dict(zip(probes, found[len(leaves) + len(named) :], strict=True))
-    of_named = dict(zip(named, found[len(leaves) :], strict=False))
+    of_named: dict[str, torch.Tensor | None] = dict(zip(named, found[len(leaves) :], strict=False))
     of_named |= {name: projected.projection(name, of_named[name], one) for name, one in of_probes.items()}
     record.gradients = {key: torch.zeros_like(leaf) if one is None else one for (key, leaf), one in gradients}
     record.of_parameters = {name: one for name, one in of_named.items() if one is not None}
