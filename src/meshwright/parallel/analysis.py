@@ -72,17 +72,14 @@ class Analysed:
         if self.skeleton is not None and self.skeleton.training != is_training:
             self.skeleton.train(is_training)
         try:
-            record = None if self.skeleton is None else analyse(self.skeleton, self.blocks, inputs)
+            found = None if self.skeleton is None else self._analysed(inputs)
         except InputError as error:
             if self._is_whole():
-                return str(error)
-            record = None
-        if record is None:
+                return str(error).removeprefix(f"plan {self.plan}: ")
+            found = None
+        if found is None:
             return "" if inputs.keys() <= self.example.keys() else "the model cannot be copied, so that it is not analysed again"
-        try:
-            wants, held = self.derive(record)
-        except InputError as error:
-            return str(error).removeprefix(f"plan {self.plan}: ")
+        record, (wants, held) = found
         if wants is not None and self.wants is not None:
             if (wants.needs, wants.returns) != (self.wants.needs, self.wants.returns):
                 return "its blocks are given other things that are made of parameters"
@@ -95,12 +92,17 @@ class Analysed:
 
     def _is_whole(self) -> bool:
         """Whether the copy runs as the model did: methods that were put on modules by hand still belong to the modules of the model itself."""
-        assert self.skeleton is not None
         try:
-            analyse(self.skeleton, self.blocks, self.example)
+            self._analysed(self.example)
         except InputError:
             return False
         return True
+
+    def _analysed(self, inputs: Mapping[str, Any]) -> tuple[Record, tuple[Wants | None, Mapping[str, Sequence[int]]]]:
+        """The record of a run with `inputs`, and what a plan takes from it."""
+        assert self.skeleton is not None
+        record = analyse(self.skeleton, self.blocks, inputs)
+        return record, self.derive(record)
 
     def _new_readers(self, reads: Reads) -> list[tuple[str, str]]:
         """Readers outside of the modules that were seen to read, and of the one that holds the parameter."""
