@@ -168,6 +168,8 @@ def _noted(model: nn.Module, anatomy: Anatomy, others: dict[str, torch.Tensor]) 
                 Noted(model, anatomy, 2 * RANKS * chunk, stride, others) for chunk, stride in zip(chunks, STRIDES, strict=True)
             )
             return first, second
+        except InputError:
+            raise  # it says what is wrong itself
         except Exception as error:
             reason = said(error)
     inputs = f"{2 * RANKS * CHUNKS[-1][0]} token ids {f'and {sorted(others)}' if others else 'alone'}"
