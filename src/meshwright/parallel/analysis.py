@@ -51,6 +51,11 @@ class Analysed:
     derive: Callable[[Record], tuple[Wants | None, Mapping[str, Sequence[int]]]]
     forms: set[Form] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        """Made before the model is sharded: a copy that runs through the model itself would start its collectives later, and is not kept."""
+        if self.skeleton is not None and not self._is_whole():
+            self.skeleton = None
+
     def check(self, inputs: Mapping[str, Any], is_training: bool, together: bool) -> None:
         """Raises PlanRefused where `inputs` would have made another plan. `together`: all ranks call it, and refuse alike."""
         form = form_of(inputs)
@@ -74,11 +79,9 @@ class Analysed:
         try:
             found = None if self.skeleton is None else self._analysed(inputs)
         except InputError as error:
-            if self._is_whole():
-                return str(error).removeprefix(f"plan {self.plan}: ")
-            found = None
+            return str(error).removeprefix(f"plan {self.plan}: ")
         if found is None:
-            return "" if inputs.keys() <= self.example.keys() else "the model cannot be copied, so that it is not analysed again"
+            return ""  # no copy runs by itself: guards and the proof run compare the step
         record, (wants, held) = found
         if wants is not None and self.wants is not None:
             if (wants.needs, wants.returns) != (self.wants.needs, self.wants.returns):
@@ -93,10 +96,10 @@ class Analysed:
     def _is_whole(self) -> bool:
         """Whether the copy runs as the model did: methods that were put on modules by hand still belong to the modules of the model itself."""
         try:
-            self._analysed(self.example)
+            record, _ = self._analysed(self.example)
         except InputError:
             return False
-        return True
+        return record.reads.keys() == self.reads.keys()
 
     def _analysed(self, inputs: Mapping[str, Any]) -> tuple[Record, tuple[Wants | None, Mapping[str, Sequence[int]]]]:
         """The record of a run with `inputs`, and what a plan takes from it."""
