@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from odd_jobs import EQUAL, run
+from odd_jobs import EQUAL, REFUSED, run
 from odd_models import Job
 
 RUNS = {
     "attention and a gated perceptron that read the same input": ("body:parallel", "tp2.mb8 tp2.sp.mb8 dp2.tp2.mb4"),
     "dropout inside a block that is recomputed": ("inner:dropout-all", "dp1.mb8 dp1.mb2.rc-layer dp2.z3.mb2.rc-layer pp2.mb2.rc-layer"),
+    "one norm that all blocks hold": ("stack:shared-module body:attention", "dp1.mb8 dp2 dp2.z1 dp2.z2.mb2 tp2.mb8 cp2.mb8"),
+}
+REFUSALS = {
+    "one norm that all blocks hold": ("stack:shared-module", "dp2.z3 pp2.mb2 pp2.mb2.z3"),
+    "reused blocks between which lists are made": ("back:tolist stack:reused", "pp2.mb2"),
 }
 
 
@@ -21,3 +26,9 @@ def listed(cases: dict[str, tuple[str, str]]) -> list[Any]:
 @pytest.mark.parametrize(("features", "plan"), listed(RUNS))
 def test_a_model_that_was_trained_wrong_is_equal_to_one_device(ranks: Any, features: str, plan: str) -> None:
     assert run(ranks, Job(1, tuple(sorted(features.split()))), plan) == (EQUAL, "")
+
+
+@pytest.mark.parametrize(("features", "plan"), listed(REFUSALS))
+def test_a_model_that_crashed_or_stood_still_is_refused_in_one_line(ranks: Any, features: str, plan: str) -> None:
+    outcome, line = run(ranks, Job(1, tuple(sorted(features.split()))), plan)
+    assert outcome == REFUSED, line

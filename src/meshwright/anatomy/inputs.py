@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.experts import standing_in
-from meshwright.anatomy.observed import observed
+from meshwright.anatomy.observed import call_with, observed
 
 BATCH, LENGTH, SIDE = 2, 7, 32
 FRAMES = 4 * LENGTH
@@ -237,7 +236,7 @@ def _runs(model: nn.Module, example: Example) -> bool:
         args, kwargs = arguments(example, dtype)
         try:
             with observed(model), torch.no_grad(), torch.device("meta"), standing_in(model), Unasked():
-                functional_call(model, state, args, kwargs)
+                call_with(model, state, args, kwargs)
         except Exception:
             continue
         return True

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from meshwright.anatomy.written import Span, Writes, spans_of
 
@@ -35,7 +36,6 @@ def observed(model: nn.Module, parameters: Mapping[str, Span] | None = None, as_
     hooks = [(held, held.copy()) for module in model.modules() for name in HOOKS for held in (vars(module)[name],)]
     buffers = [(module, name, buffer, _copy(buffer)) for module in model.modules() for name, buffer in module._buffers.items()]
     writes = Writes(spans_of(dict(model.named_parameters())) if parameters is None else parameters)
-    registered = [(module, dict(module._parameters)) for module in model.modules()]
     if not as_it_trains:
         model.eval()
     try:
@@ -43,8 +43,6 @@ def observed(model: nn.Module, parameters: Mapping[str, Span] | None = None, as_
             yield writes
     finally:
         writes.restore()
-        for module, own in registered:  # torch's functional_call leaves those of a module with several paths replaced
-            module._parameters.update(own)
         for module, before in kept:
             state: dict[str, Any] = vars(module)
             for name in state.keys() - before.keys() - OWN:
@@ -58,6 +56,20 @@ def observed(model: nn.Module, parameters: Mapping[str, Span] | None = None, as_
                 with torch.no_grad():
                     buffer.copy_(numbers)
             module._buffers[name] = buffer
+
+
+def call_with(model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `model` with `tensors` in place of its parameters and buffers, by name, and return its output.
+
+    torch's functional_call puts the tensors of a module that several modules hold in place once for each of its names, and leaves them there.
+    """
+    slots: list[dict[str, Any]] = [held for module in model.modules() for held in (module._parameters, module._buffers)]
+    before = [held.copy() for held in slots]
+    try:
+        return functional_call(model, tensors, args, kwargs)
+    finally:
+        for held, own in zip(slots, before, strict=True):
+            held.update(own)
 
 
 @contextmanager

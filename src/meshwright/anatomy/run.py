@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -31,7 +30,7 @@ from meshwright.anatomy.experts import standing_in
 from meshwright.anatomy.inputs import QUESTIONS, Example, arguments, example_of, highest, unasked, words
 from meshwright.anatomy.keeper import keeper
 from meshwright.anatomy.lent import READ, lent
-from meshwright.anatomy.observed import observed
+from meshwright.anatomy.observed import call_with, observed
 from meshwright.anatomy.readers import Reader
 from meshwright.anatomy.record import EXTRACTS, Entry, Exit, Leaf, Op, Record
 from meshwright.base.errors import InputError
@@ -249,7 +248,7 @@ def _run(model: nn.Module, blocks: Sequence[str], example: Example, on_meta: boo
         handles = watch.attach(model, blocks)
         try:
             with standing_in(model) if on_meta else nullcontext(), watch:
-                output = functional_call(model, {**parameters, **buffers}, args, kwargs)
+                output = call_with(model, {**parameters, **buffers}, args, kwargs)
         finally:
             for handle in handles:
                 handle.remove()

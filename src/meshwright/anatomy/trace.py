@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.experts import standing_in
@@ -32,6 +31,7 @@ from meshwright.anatomy.inflow import Inflows
 from meshwright.anatomy.inputs import BATCH, QUESTIONS, Example, arguments, example_of, unasked
 from meshwright.anatomy.keeper import keeper
 from meshwright.anatomy.learnt import Learnt
+from meshwright.anatomy.observed import call_with
 from meshwright.anatomy.places import CUTS, MATMULS, RESHAPES, TURNS, Call, Lost, Share, along, moved
 from meshwright.anatomy.plain import is_convolution, is_plain
 from meshwright.anatomy.seen import Attention, Given, Handed, Product, Trace
@@ -70,7 +70,7 @@ def trace(
     handles += watch.trace.vocabulary.attach(model)
     try:
         with standing_in(model), torch.enable_grad(), torch.device("meta"), watch:
-            functional_call(model, {**state, **buffers}, args, kwargs)
+            call_with(model, {**state, **buffers}, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from meshwright.anatomy import Anatomy
+from meshwright.anatomy.observed import call_with
 from meshwright.probe.inputs import Inputs
 from meshwright.probe.watch import Tally, Watch
 
@@ -62,7 +62,7 @@ def _trace(model: nn.Module, anatomy: Anatomy, inputs: Inputs, compute: torch.dt
         args, kwargs = inputs.make(rows, compute)
         watch.own(parameters, (args, kwargs))
         with placed(model, anatomy, watch), watch.watching():
-            outputs = differentiable(functional_call(model, state, args, kwargs))
+            outputs = differentiable(call_with(model, state, args, kwargs))
             logits, width = outputs[0].numel(), outputs[0].shape[-1]
             order = [place for place, _ in sorted(watch.tallies.items(), key=lambda item: rank_of(item[0]))]
             watch.backward(outputs, order)
