@@ -1,4 +1,4 @@
-"""Most bytes allocated during the second step of a fresh trainer, counted by torch's own profiler from the first tensor on."""
+"""Most bytes allocated during the second step of a fresh trainer, counted by torch's own profiler from the first tensor on, without the batch, which is the caller's."""
 
 from __future__ import annotations
 
@@ -29,4 +29,5 @@ def of_second_step(made: Callable[[], tuple[Trainer, Batch]]) -> tuple[float, di
         if event.name() == "[memory]":
             allocated += event.nbytes()
             highest = max(highest, allocated) if event.start_ns() >= began else 0
-    return float(highest), trainer.bytes()
+    given = sum(value.nbytes for value in batch.values())
+    return float(highest - given), trainer.bytes()

@@ -107,6 +107,14 @@ def test_a_larger_batch_reads_the_rows_of_several_smaller_ones(dataset: TextData
     assert equal(joined([small.rows(step * larger + part) for part in range(larger)]), large.rows(step))
 
 
+def test_where_the_loss_does_not_shift_labels_a_label_is_the_next_token(dataset: TextDataset) -> None:
+    shifting, beside = Loader(dataset, 4, 1), Loader(dataset, 4, 1, next_token=True)
+    for one, other in ((shifting.rows(3), beside.rows(3)), (shifting.held_out(2), beside.held_out(2))):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert torch.equal(one["labels"][:, 1:], other["labels"][:, :-1])
+        assert (other["labels"][:, -1] == -100).all()
+
+
 def test_an_epoch_of_batches_reads_every_row_exactly_once(dataset: TextDataset) -> None:
     loader = Loader(dataset, 1, seed=5)
     seen = torch.cat([loader.rows(step)["input_ids"] for step in range(dataset.rows)])

@@ -11,7 +11,7 @@ from equality import SIZES, make_optimizer, read_once
 
 from meshwright.base.errors import InputError
 from meshwright.models.registry import build
-from meshwright.parallel import apply, state
+from meshwright.parallel import layout, state
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
@@ -60,14 +60,14 @@ def test_stages_that_name_another_number_of_layers_are_refused(plan: str, ranks:
 
 def losing(plan: str) -> str:
     """A cut that leaves a layer out."""
-    whole = apply.layers
-    apply.layers = lambda model, anatomy: whole(model, anatomy)[:-1]  # type: ignore[attr-defined]
+    whole = layout.layers
+    layout.layers = lambda model, anatomy: whole(model, anatomy)[:-1]  # type: ignore[attr-defined]
     try:
         parallelize(build_deep(), make_optimizer, plan)
     except (AssertionError, InputError) as error:
         return str(error)
     finally:
-        apply.layers = whole  # type: ignore[attr-defined]
+        layout.layers = whole  # type: ignore[attr-defined]
     return "it trains"
 
 

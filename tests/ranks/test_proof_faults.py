@@ -63,7 +63,7 @@ def stale_tied_weight(trainer: Trainer) -> None:
     """The last stage has the weight of a step before."""
     if here(trainer):
         with torch.no_grad():
-            next(unit for unit, counts in trainer.engine.zero.tied if not counts).weights.mul_(0.99)
+            next(unit for unit in trainer.engine.zero.units if "model.embed_tokens.weight" in unit.parameters).weights.mul_(0.99)
 
 
 def swapped_blocks(trainer: Trainer) -> None:

@@ -103,11 +103,6 @@ def test_an_own_loss_is_proven_under_dp_also_where_it_reads_weights(ranks: Any, 
     assert proof.equal, proof.line
 
 
-def test_a_loss_that_reads_weights_is_found_where_ranks_store_parts_of_them(ranks: Any) -> None:
-    proof = ranks.run(2, of_own_loss, "tp2", True)[0]
-    assert not proof.equal and "the loss" in proof.line
-
-
 def of_draws(plan: str) -> Proof:
     return trainer_of(Net(noise=1.0), plan).prove(batch_of())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,18 @@ PLAIN = st.recursive(
 )
 
 
+class Dumper(yaml.SafeDumper):
+    """Quotes texts such as 1e5, which are text in YAML 1.1 and numbers in 1.2 and in jobs."""
+
+
+Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
 @given(PLAIN)
 def test_plain_data_is_read_back_as_it_was_written(data: object) -> None:
-    assert parse(json.dumps({"a": data}), "x") == {"a": data}
-    assert parse(yaml.safe_dump(data, allow_unicode=True), "x") == data
+    for ascii_only in (True, False):
+        assert parse(json.dumps({"a": data}, ensure_ascii=ascii_only), "x") == {"a": data}
+    assert parse(yaml.dump(data, Dumper=Dumper), "x") == data
 
 
 def test_nesting_up_to_the_limit_is_read() -> None:

@@ -28,8 +28,9 @@ READERS = 4
 class Loader:
     """The batches of `dataset`, `batch` rows a step, ordered by `seed`."""
 
-    def __init__(self, dataset: Dataset, batch: int, seed: int) -> None:
-        self.dataset, self.batch, self.seed = dataset, batch, seed
+    def __init__(self, dataset: Dataset, batch: int, seed: int, next_token: bool = False) -> None:
+        """`next_token`: the label at a place is the token behind it; else it is the token there, and the loss shifts labels itself."""
+        self.dataset, self.batch, self.seed, self.next_token = dataset, batch, seed, next_token
         self.left_out: Sequence[tuple[int, int]] = ()
         """Batches [first, stop), in order, that no step reads: the steps behind read the next ones."""
 
@@ -46,13 +47,13 @@ class Loader:
             raise InputError(f"step {step} has rows 0 to {self.batch - 1}, not {count} rows from {first} on")
         start = batch_of(step, self.left_out) * self.batch + first
         chosen = samples(self.seed, start, count, self.dataset.rows)
-        return self.dataset.training(chosen, np.arange(start, start + count, dtype=np.int64), self.seed)
+        return self._labelled(self.dataset.training(chosen, np.arange(start, start + count, dtype=np.int64), self.seed))
 
     def held_out(self, count: int, first: int = 0) -> Batch:
         """Held-out rows `first` to `first + count - 1`: always the same, masked alike every time."""
         if not (first >= 0 and 0 < count <= self.dataset.held_out_rows - first):
             raise InputError(f"{count} held-out rows from {first} on: the data set has {self.dataset.held_out_rows}")
-        return self.dataset.held_out(np.arange(first, first + count, dtype=np.int64))
+        return self._labelled(self.dataset.held_out(np.arange(first, first + count, dtype=np.int64)))
 
     def held_out_batches(self, least: int) -> Iterator[Batch]:
         """A batch of held-out rows, or `least` of them where that is more, spread evenly over all there are, in batches of the training's size.
@@ -62,11 +63,18 @@ class Loader:
         count = min(self.dataset.held_out_rows, max(least, self.batch))
         rows = np.arange(count) * self.dataset.held_out_rows // max(count, 1)
         for first in range(0, count, self.batch):
-            batch = self.dataset.held_out(rows[first : first + self.batch])
+            batch = self._labelled(self.dataset.held_out(rows[first : first + self.batch]))
             lacking = self.batch - len(batch["labels"])
             filled = {name: torch.cat([value, value[:1].expand(lacking, *value.shape[1:])]) for name, value in batch.items()}
             filled["labels"][self.batch - lacking :] = IGNORED
             yield filled
+
+    def _labelled(self, batch: Batch) -> Batch:
+        if not self.next_token:
+            return batch
+        labels = torch.full_like(batch["labels"], IGNORED)
+        labels[:, :-1] = batch["labels"][:, 1:]
+        return {**batch, "labels": labels}
 
     def prefetch(self, ranges: Sequence[Range], first: int, stop: int, depth: int = 2, device: str = "cpu") -> Prefetch[list[Batch]]:
         """For each step from `first` to `stop` - 1 a list with the rows of every (first, count) of `ranges`, read up to `depth` steps ahead.

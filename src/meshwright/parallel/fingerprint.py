@@ -1,7 +1,7 @@
 """Fingerprints of gradients: a few linear numbers of each, so that two ways to compute the same gradients are compared without holding either.
 
 Each gradient g (n elements) is projected onto `DIRECTIONS` random directions of rank one, a (rows) times b (columns), which are drawn from
-the name of its parameter. The projection is linear: those of micro-batches add up, and the difference of two sums is the projection of the
+the name of its parameter (a is, b is the same for all). The projection is linear: those of micro-batches add up, and the difference of two sums is the projection of the
 difference, which is zero only where the gradients are equal. Cost: one product with a narrow matrix for each gradient.
 Source: random projections preserve norms, Johnson and Lindenstrauss, 1984.
 """
@@ -68,20 +68,23 @@ def project(name: str, gradient: torch.Tensor) -> torch.Tensor:
     flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     flat = flat if flat.dtype == torch.float64 else flat.float()
-    right, left = _directions(name, flat.numel())
-    right, left = right.to(flat), left.to(flat.device)
+    right, left = _right().to(flat), _left(name, flat.numel()).to(flat.device)
     whole = flat.numel() // COLUMNS if flat.numel() > COLUMNS else 0
     found = (left[:whole] * (flat[: whole * COLUMNS].view(whole, COLUMNS) @ right).double()).sum(0) if whole else left.new_zeros(DIRECTIONS)
     rest = flat[whole * COLUMNS :]
     return found if not rest.numel() else found + left[whole] * (rest @ right[: rest.numel()]).double()
 
 
-@lru_cache(maxsize=256)
-def _directions(name: str, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of the directions of a gradient: of its columns and of its rows."""
+@lru_cache(maxsize=1)
+def _right() -> torch.Tensor:
+    """Column factors, float64 (COLUMNS, DIRECTIONS): the same for all gradients, drawn once for the passes of one check."""
+    return torch.randn(COLUMNS, DIRECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _left(name: str, elements: int) -> torch.Tensor:
+    """Row factors of the gradient of the parameter `name`, float64 (rows, DIRECTIONS)."""
     random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    right = torch.randn(min(COLUMNS, elements), DIRECTIONS, generator=random, dtype=torch.float64)
-    return right, torch.randn(-(-elements // COLUMNS), DIRECTIONS, generator=random, dtype=torch.float64)
+    return torch.randn(-(-elements // COLUMNS), DIRECTIONS, generator=random, dtype=torch.float64)
 
 
 @contextmanager
@@ -98,3 +101,4 @@ def fingerprinted(engine: Parallel) -> Iterator[Fingerprint]:
         pipeline.one_by_one = pipeline.own.is_paused = False
         for stage in stages:
             stage.probe = None
+        _right.cache_clear()

@@ -127,6 +127,10 @@ def _check_renormed(engine: Parallel) -> set[str]:
     """Tables with a largest norm, where one process may cut their rows. Raises PlanRefused elsewhere."""
     plan, kinds = engine.mesh.plan, (nn.Embedding, nn.EmbeddingBag)
     found = [path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None]
+    if dist.is_initialized():  # the stage that has the table refuses for all
+        everyone = [found] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+        found = [path for each in everyone for path in each]
     if found and not (plan.world == 1 and _lies_whole(engine)):
         raise PlanRefused(
             f"plan {plan.name}: {found[0]} has max_norm, which writes to the rows of the table that a pass reads: ranks would cut other rows each: "

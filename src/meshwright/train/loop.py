@@ -20,7 +20,7 @@ from meshwright.base.lines import Message
 from meshwright.base.pulse import Phase, Pulse, Word
 from meshwright.base.units import show_count
 from meshwright.data.dataset import open_dataset
-from meshwright.data.loader import Batch, Loader
+from meshwright.data.loader import Batch
 from meshwright.data.sampler import batch_of
 from meshwright.parallel.compiled import first_step
 from meshwright.parallel.exchange.group import of_process
@@ -30,7 +30,7 @@ from meshwright.spec.record import StepRecord
 from meshwright.train.ledger import joined, line_of
 from meshwright.train.memory import Memories, watching
 from meshwright.train.metrics import Records, agree
-from meshwright.train.model import build_model, objective_of, takes_positions, vocabulary_of
+from meshwright.train.model import build_model, loader_of, objective_of, takes_positions, vocabulary_of
 from meshwright.train.optimizer import learning_rate, optimizer_of, recipe_of
 from meshwright.train.proof_records import follow_proofs, mode_of
 from meshwright.train.rank import Channel, Connection, connect
@@ -82,7 +82,7 @@ class Loop:
         dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary, self.objective, self._note, positions)
         for part in getattr(dataset, "parts", ()):
             part.quarantine = lambda line: self.channel.say("quarantine", line=line)
-        self.dataset, self.loader = dataset, Loader(dataset, launch.workload.batch, launch.workload.seed)
+        self.dataset, self.loader = dataset, loader_of(dataset, self.objective, model, work)
         rule, kind = launch.workload.optimizer, recipe_of(launch.workload, launch.plan)
         beside = Beside(offload_to=launch.run.offload_to or self.folder, predicted=launch.predicted, prove=mode_of(launch))
         self.trainer = parallelize(model, optimizer_of(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **beside)

@@ -24,14 +24,15 @@ from meshwright.anatomy.observed import in_eval_mode
 from meshwright.anatomy.ruled import RULES
 from meshwright.base.errors import InputError
 from meshwright.checkpoint.weights import has_weights
-from meshwright.data.dataset import Objective
+from meshwright.data.dataset import Dataset, Objective
+from meshwright.data.loader import Loader
 from meshwright.models.registry import build
 from meshwright.parallel.experts.bias import RATE
 from meshwright.parallel.experts.capacity import FACTOR
 from meshwright.parallel.later import built_later
-from meshwright.parallel.objective import writes_beside
+from meshwright.parallel.objective import shifts, writes_beside
 from meshwright.spec.launch import ModelSource
-from meshwright.spec.workload import Lora
+from meshwright.spec.workload import Lora, Workload
 from meshwright.train.adapters import attach
 from meshwright.train.live import live
 from meshwright.train.start import without_memory
@@ -115,6 +116,12 @@ def objective_of(source: ModelSource, model: nn.Module) -> Objective:
     if writes_beside(model):
         return "pairs"
     return "masked" if kind == "bert" or type(model).__name__.endswith("ForMaskedLM") else "causal"
+
+
+def loader_of(dataset: Dataset, objective: Objective, model: nn.Module, workload: Workload) -> Loader:
+    """The batches of a job. Where the loss does not shift labels (a model of one's own whose logits stand beside their labels), a label is the next token:
+    else the model would learn to copy its input."""
+    return Loader(dataset, workload.batch, workload.seed, next_token=objective == "causal" and not shifts(model))
 
 
 def takes_positions(model: nn.Module) -> bool:

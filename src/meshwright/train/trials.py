@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from meshwright.base.errors import InputError, PlanRefused
 from meshwright.data.dataset import open_dataset
-from meshwright.data.loader import Loader
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.probe.machine import busy_seconds
 from meshwright.spec.launch import Launch
 from meshwright.spec.plan import Plan
-from meshwright.train.model import build_model, objective_of, vocabulary_of
+from meshwright.train.model import build_model, loader_of, objective_of, vocabulary_of
 from meshwright.train.optimizer import optimizer_of
 from meshwright.train.trainer import Share, Trainer, parallelize
 
@@ -46,7 +45,7 @@ class Ground:
         model = self._model()
         objective, work = objective_of(launch.model, model), launch.workload
         dataset = open_dataset(launch.data, work.sequence, vocabulary_of(launch.model, model), objective, lambda _: None)
-        self.loader = Loader(dataset, work.batch, work.seed)
+        self.loader = loader_of(dataset, objective, model, work)
 
     def _model(self) -> Any:
         work = self.launch.workload
