@@ -176,14 +176,15 @@ def proving(
             stack.enter_context(training_conditions(model, exact, reading.modes))
             stack.enter_context(standing_in(model, weighed=True))  # experts ask for values or types of their own; see experts.py
             stack.enter_context(proof_parameters(model, needed, max(READ, highest(example) + 1), exact, real, head))
-            calls = calls_of(model, example, device, min(vocabulary, READ), torch.float64 if exact else None)
-            try:
-                proof = Proof(model, blocks, reading.seen, calls)
-            except Exception as error:
-                failed = failed or error
-                continue
-            yield proof
-            return
+            for lengths in dict.fromkeys((_lengths(example), (_length(example),) * 2)):  # some models take no other length than their own
+                calls = calls_of(model, example, device, min(vocabulary, READ), torch.float64 if exact else None, lengths)
+                try:
+                    proof = Proof(model, blocks, reading.seen, calls)
+                except Exception as error:
+                    failed = failed or error
+                    continue
+                yield proof
+                return
     assert failed is not None
     raise failed
 
@@ -191,11 +192,11 @@ def proving(
 # --- ways to call the model -----------------------------------------------------------------------------------------------------
 
 
-def calls_of(model: nn.Module, example: Example, device: str, vocabulary: int, kind: torch.dtype | None) -> list[Callable[[], Arguments]]:
-    """With all inputs and two texts, of two lengths where the model takes another; then without those that it can do without, and with one each."""
-    length = _length(example)
-    made = any(isinstance(value, torch.Tensor) and value.is_meta for value in example.values())
-    first, second = MADE if made else _shorter(length)
+def calls_of(
+    model: nn.Module, example: Example, device: str, vocabulary: int, kind: torch.dtype | None, lengths: tuple[int, int]
+) -> list[Callable[[], Arguments]]:
+    """With all inputs and two texts, of two `lengths`; then without those that the model can do without, and with one each."""
+    length, (first, second) = _length(example), lengths
 
     def call(chosen: Example, text: int, size: int) -> Callable[[], Arguments]:
         resized = {name: _resized(value, length, size) for name, value in chosen.items()}
@@ -236,6 +237,12 @@ def _length(example: Example) -> int:
     words = next((value for value in tensors if not value.is_floating_point() and value.ndim > 1), None)
     rows = next((value for value in tensors if value.ndim == 3), None)
     return int(words.shape[1] if words is not None else rows.shape[1] if rows is not None else 0)
+
+
+def _lengths(example: Example) -> tuple[int, int]:
+    """Of the two texts of a proof."""
+    made = any(isinstance(value, torch.Tensor) and value.is_meta for value in example.values())
+    return MADE if made else _shorter(_length(example))
 
 
 def _shorter(length: int) -> tuple[int, int]:
