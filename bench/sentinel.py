@@ -21,7 +21,7 @@ from bench.peers import batch_of
 from bench.ranks import run
 from bench.systems import Sizes
 from meshwright.models.registry import build
-from meshwright.train.sentinel import PARTS, WINDOW, Sentinel
+from meshwright.train.sentinel import WINDOW, Sentinel, parts_of
 from meshwright.train.trainer import parallelize
 
 LEAST = 28
@@ -67,7 +67,8 @@ def measured(pairs: int, warm: int) -> dict[str, Any]:
                     found["processor"].append(time.process_time() - processor)
                     found["own"].append(on.spent)
     units = trainer.engine.zero.units
-    found["bytes"] = sum(2 * 4 * min(unit.weights.numel(), max(WINDOW, -(-unit.weights.numel() // PARTS))) for unit in units)
+    parts = parts_of(elements, sizes.batch * sizes.sequence / 2, 8, "cpu")
+    found["bytes"] = sum(2 * 4 * min(unit.weights.numel(), max(WINDOW, -(-unit.weights.numel() // parts))) for unit in units)
     return found
 
 

@@ -17,20 +17,16 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.shard import raw
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.exchange.group import Group
 from meshwright.train.keep import ranks_of
+from meshwright.train.sentinel import Diverged
 from meshwright.train.trainer import Trainer
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PART = 1 << 22
 """Elements that are looked at in one go on a device: a hundred MiB beside them."""
-
-
-class Diverged(MeshwrightError):
-    """Copies of one state differ and there is no majority."""
 
 
 class Mended(NamedTuple):

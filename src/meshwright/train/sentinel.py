@@ -9,8 +9,9 @@
 | loss | finite where the gradient is | a loss that is none |
 
 The norm of a step sums a part of each copy (zero.py); the sums here take all of every copy: the second way of the two. Of ranks that hold the same, the first counts
-with the number of the others, and these with minus one: equal sums add up to nothing, whatever else is summed. Sums are of bits, as whole numbers, of `WINDOW` elements of a unit at least, or of
-a `PARTS`th of it, in turn. Weights are those that the passes of this step read. What is held once is compared with nothing.
+with the number of the others, and these with minus one: equal sums add up to nothing, whatever else is summed. Sums are of bits, as whole numbers, of every element where reading
+them takes at most `COST` of the step, by the estimate of `parts_of`, and of a part of each unit in turn where it takes more: a bit that flips is then noticed when its part comes.
+Weights are those that the passes of this step read. What is held once is compared with nothing.
 Cost: bench/results/sentinel.md.
 """
 
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
     from meshwright.parallel.engine import Parallel
     from meshwright.train.trainer import Trainer
 
+COST = 8e-4
+"""Part of a step that the sums may take."""
+FLOPS_PER_BYTE = {"cpu": 3.0, "cuda": 100.0}
+"""Operations of matrix products that a device makes while it reads a byte, in practice: 80 GFLOP/s and 27 GB/s, 400 TFLOP/s and 4 TB/s."""
+SMALL = 1 << 20
+"""Parameters of a model, all of whose elements are read in less than a millisecond."""
 WINDOW, PARTS = 1 << 16, 16
+"""Elements of a unit that are read at least, and parts that it is read in at most."""
 SUMS = 7
 """Numbers that a rank adds to the reduction."""
 T = TypeVar("T")
@@ -45,14 +53,22 @@ class Drifted(MeshwrightError):
     """An invariant of a step does not hold: what was trained since is not to be used."""
 
 
+class Diverged(MeshwrightError):
+    """Copies of one state differ and there is no majority."""
+
+
 def made_again(trainer: Trainer, compute: Callable[[], T]) -> T:
     """What `compute` returns; once more, with the same random numbers, where copies had drifted and the trainer has replaced them by the majority's."""
     device = trainer.mesh.device
     host, own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         return compute()
-    except Drifted:
-        if not trainer.mend():
+    except Drifted as drift:
+        try:
+            is_mended = trainer.mend()
+        except Diverged:
+            raise drift from None  # it names the step, the ranks and what they have
+        if not is_mended:
             raise
         torch.set_rng_state(host)
         if own is not None:
@@ -70,8 +86,8 @@ class Sentinel:
         if engine is not None:
             self.guards.untrained(engine)
 
-    def sums(self, trainer: Trainer, batches: Sequence[Batch]) -> torch.Tensor:
-        """What this rank adds, float64 (SUMS,), after the gradients of the step are reduced."""
+    def sums(self, trainer: Trainer, batches: Sequence[Batch], labels: int) -> torch.Tensor:
+        """What this rank adds, float64 (SUMS,), after the gradients of the step are reduced. `labels`: valid ones of the whole batch, the same number on all ranks."""
         found = torch.zeros(SUMS, dtype=torch.float64)
         if self.on:
             engine, plan = trainer.engine, trainer.plan
@@ -84,7 +100,7 @@ class Sentinel:
             )
         found = found.to(trainer.mesh.device)
         if self.on:
-            self._mine = _held_sums(trainer)
+            self._mine = _held_sums(trainer, labels)
             found[2:4] = self._mine[:, 0]
         return found
 
@@ -155,22 +171,37 @@ def _is_uneven(batches: Sequence[Batch]) -> bool:
     return any(isinstance(batch, Weightless) for batch in batches)
 
 
-def _held_sums(trainer: Trainer) -> torch.Tensor:
+def parts_of(elements: int, tokens: float, width: int, device: str) -> int:
+    """In how many parts weights and gradients are read, one part a step. A step makes 6 operations per element and token.
+
+    `elements`: parameters of the model; `tokens`: those that a rank passes in a step; `width`: bytes of an element of both.
+
+    >>> parts_of(1 << 20, 100, 8, "cpu"), parts_of(1 << 30, 100, 8, "cpu"), parts_of(1 << 30, 8000, 8, "cpu"), parts_of(1 << 30, 30000, 6, "cuda")
+    (1, 16, 1, 5)
+    """
+    by_cost = math.ceil(width * FLOPS_PER_BYTE.get(device, FLOPS_PER_BYTE["cuda"]) / (6 * max(tokens, 1) * COST))
+    return max(min(by_cost, -(-elements // SMALL), PARTS), 1)
+
+
+def _held_sums(trainer: Trainer, labels: int) -> torch.Tensor:
     """Of weights and of reduced gradients: what this rank adds, and the sum itself; float64 (2, 2), on the device.
 
     One pass over a window per unit, and one small product for all units together: many small operations cost more than the windows do.
     """
-    zero, step = trainer.plan.zero, trainer.steps
+    plan, engine, step = trainer.plan, trainer.engine, trainer.steps
+    elements = sum(shape.numel() for shape in engine.shapes.values())
     sums: list[torch.Tensor] = []
     factors: list[list[float]] = []
-    for unit in trainer.engine.zero.units:
+    for unit in engine.zero.units:
         sharing = unit.sharing
         alike = sharing.shards * sharing.copies
-        if zero < 3 and alike > 1:
-            sums.append(_window_sum(unit.weights, step))
+        width = unit.weights.element_size() + unit.own_gradients.element_size()
+        parts = parts_of(elements, labels / (plan.dp * plan.cp), width, trainer.mesh.device.type)
+        if plan.zero < 3 and alike > 1:
+            sums.append(_window_sum(unit.weights, step, parts))
             factors.append([_factor(alike, sharing.shard + sharing.copy), 1.0, 0.0, 0.0])
         if not unit.frozen and unit.on_host is None and sharing.copies > 1:
-            sums.append(_window_sum(unit.own_gradients, step))
+            sums.append(_window_sum(unit.own_gradients, step, parts))
             factors.append([0.0, 0.0, _factor(sharing.copies, sharing.copy), 1.0])
     if not sums:
         return torch.zeros(2, 2, dtype=torch.float64, device=trainer.mesh.device)
@@ -183,9 +214,9 @@ def _factor(alike: int, index: int) -> float:
     return alike - 1.0 if index == 0 else -1.0
 
 
-def _window_sum(tensor: torch.Tensor, step: int) -> torch.Tensor:
-    """The sum of the bits of the window that is due at `step`, as words of 64 bits where the window is made of whole ones; int64, modulo 2^64."""
-    size = max(WINDOW, -(-tensor.numel() // (8 * PARTS)) * 8)
+def _window_sum(tensor: torch.Tensor, step: int, parts: int) -> torch.Tensor:
+    """The sum of the bits of the window that is due at `step`, one of `parts`, as words of 64 bits where the window is made of whole ones; int64, modulo 2^64."""
+    size = max(WINDOW, -(-tensor.numel() // (8 * parts)) * 8)
     first = step % max(-(-tensor.numel() // size), 1) * size
     window, width = tensor[first : first + size], tensor.element_size()
     is_whole = not (window.numel() * width % 8 or window.storage_offset() * width % 8)

@@ -234,9 +234,8 @@ class Trainer:
         balanced = torch.zeros_like(total) if balance is None else balance.total / self.plan.tp
         square = self.engine.zero.square_norm()
         squares = square.view(1) if outer is None else outer.apart(square)
-        sums = torch.cat(
-            [torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.came(), self.sentinel.sums(self, batches)]
-        )
+        own_sums = self.sentinel.sums(self, batches, every)
+        sums = torch.cat([torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.came(), own_sums])
         all_reduce(sums, self.mesh.world).wait()
         sums, came, seen = sums.split([2 + len(squares) + len(pairs), len(self.engine.zero.unreached), SUMS])
         self.engine.zero.agree(came.tolist())
