@@ -9,6 +9,7 @@ import pytest
 import torch
 from equality import make_batch, make_model
 
+from meshwright.spec.proof import ProofMode
 from meshwright.train.replicas import mend
 from meshwright.train.sentinel import Drifted
 from meshwright.train.trainer import Share, Trainer, parallelize
@@ -82,9 +83,9 @@ def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
     assert ranks.run(2, drifting, plan, "", 0) == [(10, "")] * 2
 
 
-def mended(at: int) -> tuple[list[float], set[int]]:
+def mended(at: int, prove: ProofMode = "never") -> tuple[list[float], set[int]]:
     """Losses, and the steps after which copies were mended; a weight of rank 1 changes before step `at`."""
-    trainer, steps = parallelize(make_model("llama").double(), adamw, "dp3.mb2", precision="fp64"), set[int]()
+    trainer, steps = parallelize(make_model("llama").double(), adamw, "dp3.mb2", precision="fp64", prove=prove), set[int]()
     trainer.mend = partial(mend, trainer, lambda line, step, rank: steps.add(step))
     losses = []
     for step in range(5):
@@ -98,3 +99,8 @@ def test_of_three_copies_the_majority_mends_the_one_that_drifted_and_the_step_is
     clean, drifted = ranks.once(3, mended, 0), ranks.run(3, mended, at)
     assert [losses for losses, _ in drifted] == [losses for losses, _ in clean]
     assert all(steps == {at - 1} for _, steps in drifted) and all(steps == set() for _, steps in clean)
+
+
+def test_a_proof_that_a_drifted_copy_spoils_is_made_again_with_the_majoritys_weights(ranks: Any) -> None:
+    drifted = ranks.run(3, mended, 2, "start")
+    assert drifted == [(losses, {1}) for losses, _ in ranks.once(3, mended, 0)]
