@@ -152,6 +152,30 @@ def test_a_model_whose_rows_are_apart_trains_as_on_one_device_and_no_check_leave
         assert losses == pytest.approx(alone(kind), rel=1e-10)
 
 
+def late(plan: str) -> list[Any]:
+    """Of a loss whose second term has a weight that guards do not compare, and that is 0 in the first step."""
+    weights, found = [0.0], list[Any]()
+
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        each = F.cross_entropy(output.transpose(1, 2), batch["labels"])
+        return each + weights[0] * F.cross_entropy(output[:, 0] @ output[:, 1].T, torch.arange(len(output)))
+
+    trainer = parallelize(Net("plain").double(), adamw, plan, precision="fp64", prove="never", loss=loss)
+    try:
+        for step in range(3):
+            found.append(trainer.step(batch_of(step)).loss)
+            weights[0] = 0.5
+    except InputError as error:
+        found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb1", "dp1.mb2", "dp2.z3.mb2"])
+def test_a_term_that_comes_in_at_step_2_is_refused_there_without_proofs_too(ranks: Any, plan: str) -> None:
+    for losses in ranks.run(1 if plan == "dp1.mb2" else 2, late, plan):
+        assert len(losses) == 2 and "rows of a batch see each other" in losses[1], losses
+
+
 def test_rows_that_see_each_other_pass_together_on_one_rank(ranks: Any) -> None:
     for kind in ("gate", "zero head", "frequency", "backward", "hook"):
         assert ranks.run(1, under, kind, "dp1.mb4")[0] == pytest.approx(alone(kind), rel=1e-10)

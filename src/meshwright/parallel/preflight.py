@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CHECKED = frozenset({1, 2, 3, 10, 100, 1000})
 """Training steps, counted from 1."""
-FIRST, LAST_FIRST = frozenset({1}), 3
+LAST_FIRST = 3
 SETTING = "MESHWRIGHT_CHECKS"
 """`never` in the environment leaves out the checks of rows and writes, where something else compares the run with one device."""
 
@@ -39,8 +39,6 @@ class Preflight:
     once: Once = field(default_factory=Once)
     written: set[str] = field(default_factory=set)
     """Parameters that a pass of the model writes to."""
-    repeats: bool = True
-    """Whether the checks before the first step are repeated before the others of `CHECKED`."""
     analysed: Analysed | None = None
     """What the plan took from the analysis run, and the forms of batches that it holds for; None where the plan needs no such run."""
 
@@ -61,7 +59,7 @@ class Preflight:
             inputs = engine.objective.inputs(batches[0])
             self.analysed.check(inputs, engine.model.training, together=not self.steps)
         stages = engine.mesh.plan.stages > 1 and not self.stages_run
-        rows = trains and self.steps + 1 in (CHECKED if self.repeats else FIRST) and self.steps + 1 != self.checked
+        rows = trains and self.steps + 1 in CHECKED and self.steps + 1 != self.checked
         if stages or rows:
             engine.open_ungated()
             if stages:

@@ -122,7 +122,6 @@ def parallelize(
         made = groups.optimizer(engine.zero.masters())
         fuse(made)
         trainer = Trainer(engine, made, clip, seed)
-    engine.preflight.repeats = prover.mode != "never"
     trainer.predicted, trainer.prover, prover.versions = predicted, prover, versions_of(trainer)
     prover.plain = plain_of(engine.model)
     return trainer
