@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 
+from meshwright.base.lines import message_of
 from meshwright.base.link import NotAdmitted, enter
+from meshwright.base.listener import LIMIT
 
 AT, NOWHERE = "at:", "nowhere:"
 """How the place of a copy on another node begins, and the place of one that is lost with its node."""
@@ -47,10 +49,10 @@ class Lent:
     def _ask(self, begin: int, size: int) -> int:
         asked = {"key": self.key, "rank": self.rank, "begin": begin, "size": size}
         self._end.sendall(json.dumps(asked).encode() + b"\n")
-        answer = self._lines.readline()
+        answer = self._lines.readline(LIMIT)
         if not answer:
             raise ConnectionResetError("the node that lends these copies is gone")
-        return int(json.loads(answer)["size"])
+        return int(message_of(answer)["size"])
 
     def _read(self, out: memoryview) -> None:
         got = 0

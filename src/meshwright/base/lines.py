@@ -18,6 +18,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
+DEEPEST = 32
+"""Lists and objects inside of each other."""
+
 
 def write_line(handle: int, message: Message) -> None:
     """`message` as one line into `handle`, a blocking pipe."""
@@ -26,12 +29,32 @@ def write_line(handle: int, message: Message) -> None:
         rest = rest[os.write(handle, rest) :]
 
 
-class LineReader:
-    """The messages that have arrived on a pipe."""
+def message_of(line: bytes) -> Message:
+    """The object that `line` holds. Raises ValueError for anything else, lists and objects nested more than DEEPEST times among it.
 
-    def __init__(self, handle: int) -> None:
+    >>> message_of(b'{"do": "end"}')
+    {'do': 'end'}
+    """
+    try:
+        found = json.loads(line)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    level: list[Any] = [found]
+    for _ in range(DEEPEST):
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each) if isinstance(inner, dict | list)]
+        if not level:
+            return found
+    raise ValueError("too deep")
+
+
+class LineReader:
+    """The messages that have arrived on a pipe or a connection. A line longer than `longest` bytes is a ValueError."""
+
+    def __init__(self, handle: int, longest: int | None = None) -> None:
         os.set_blocking(handle, False)
-        self.handle = handle
+        self.handle, self.longest = handle, longest
         self._rest = b""
 
     def read(self) -> tuple[list[Message], bool]:
@@ -46,5 +69,9 @@ class LineReader:
                 ended = True
                 break
             self._rest += block
+            if self.longest is not None and len(self._rest) > self.longest:
+                break
         *lines, self._rest = self._rest.split(b"\n")
-        return [json.loads(line) for line in lines], ended
+        if self.longest is not None and max(map(len, [*lines, self._rest])) > self.longest:
+            raise ValueError("a line is too long")
+        return [message_of(line) for line in lines], ended

@@ -1,8 +1,8 @@
 """JSON lines between the machines of one job: who may speak is proved first, by the job's token. No pickle, nothing is ever executed.
 
-Promises: a door listens on the one address that it was given; both ends prove that they know the token (HMAC-SHA256 over the other's fresh
-challenge) before anything else is read, within HANDSHAKE seconds and LIMIT bytes, and the token itself never travels; a reader never
-blocks. What is said afterwards is neither hidden nor signed: the network between the machines of a job has to be a private one, as for NCCL and gloo.
+Promises: a door listens on the one address that it was given, within the limits of base/listener.py; both ends prove that they know the token
+(HMAC-SHA256 over the other's fresh challenge) before anything else is read, and the token itself never travels; a reader never blocks; a line
+has LONGEST bytes at most. What is said afterwards is neither hidden nor signed: the network between the machines of a job has to be a private one, as for NCCL and gloo.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from ipaddress import ip_address
 from typing import Any
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.base.lines import LineReader, Message
+from meshwright.base.lines import LineReader, Message, message_of
+from meshwright.base.listener import HANDSHAKE, LIMIT, Guest, Listener, Refused
 
-HANDSHAKE = 5.0
-"""Seconds for both proofs."""
+OTHER_TOKEN = "another token"
 
-LIMIT = 4096
-"""Bytes of a line before both proofs are seen."""
+LONGEST = 2**26
+"""Bytes of a line."""
 
 PATIENCE = 10.0
 """Seconds that a line may wait for room on its way."""
@@ -39,7 +40,11 @@ _TCP_USER_TIMEOUT = 18
 
 
 class NotAdmitted(MeshwrightError):
-    """The other end does not know the job's token, or is none of ours."""
+    """The other end does not know the job's token, or is none of ours. `wrong_token`: it refused ours."""
+
+    def __init__(self, words: str, wrong_token: bool = False) -> None:
+        super().__init__(words)
+        self.wrong_token = wrong_token
 
 
 class Link:
@@ -51,7 +56,7 @@ class Link:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sys.platform.startswith("linux"):
             end.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, UNANSWERED)
-        self._reader = LineReader(end.fileno())
+        self._reader = LineReader(end.fileno(), LONGEST)
         self._speaks = threading.Lock()
 
     @property
@@ -85,51 +90,65 @@ class Link:
 class Door:
     """Listens at `host` and hands each end that has proved itself to `enter`, from a thread of its own."""
 
-    def __init__(self, host: str, port: int, token: str, me: Message, enter: Callable[[socket.socket, Message], None]) -> None:
-        """`me`: what is said of this end. Raises OSError when the address is not of this machine or the port is taken."""
-        self._token, self._me, self._enter = token, me, enter
-        self._listener = socket.create_server((host, port))
-        self.host, self.port = self._listener.getsockname()[:2]
-        threading.Thread(target=self._listen, name="door", daemon=True).start()
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                end, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._admit, args=(end,), name="handshake", daemon=True).start()
-
-    def _admit(self, end: socket.socket) -> None:
-        try:
-            end.settimeout(HANDSHAKE)
-            challenge = secrets.token_hex(16)
-            end.sendall(_line({"challenge": challenge}))
-            hello = _first_line(end)
-            if not hmac.compare_digest(str(hello.pop("proof", "")), _proof(self._token, "enters", challenge)):
-                end.sendall(_line({"refused": "another token"}))
-                raise NotAdmitted("another token")
-            end.sendall(_line({"proof": _proof(self._token, "admits", str(hello.pop("challenge", ""))), **self._me}))
-            self._enter(end, hello)
-        except (OSError, ValueError, NotAdmitted):
-            end.close()
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        me: Message,
+        enter: Callable[[socket.socket, Message], None],
+        refused: Callable[[str, str], None] = lambda reason, host: None,
+    ) -> None:
+        """`me`: what is said of this end; `refused` gets the reason and the address when a connection is refused. Raises OSError when the
+        address is not of this machine or the port is taken."""
+        end = socket.create_server((host, port))
+        self.host, self.port = end.getsockname()[:2]
+        self._listener = Listener(end, lambda: _Knock(token, me, enter), refused)
+        self._listener.start("door")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+
+class _Knock(Guest):
+    """One connection to a door, until it has proved itself."""
+
+    def __init__(self, token: str, me: Message, enter: Callable[[socket.socket, Message], None]) -> None:
+        self._token, self._me, self._enter = token, me, enter
+        self._challenge, self._line = secrets.token_hex(16), b""
+
+    def greet(self) -> None:
+        self.send(_line({"challenge": self._challenge}))
+
+    def receive(self, data: bytes) -> None:
+        self._line += data
+        if len(self._line) > LIMIT:
+            raise Refused("a first line that is too long")
+        if not self._line.endswith(b"\n"):
+            return
+        hello = message_of(self._line)
+        if not _is_proof(hello.pop("proof", ""), self._token, "enters", self._challenge):
+            self.send(_line({"refused": OTHER_TOKEN}))
+            raise Refused(OTHER_TOKEN)
+        self.send(_line({"proof": _proof(self._token, "admits", str(hello.pop("challenge", ""))), **self._me}))
+        if self.unsent:
+            raise Refused("it does not read")
+        self._enter(self.leave(), hello)
 
 
 def enter(host: str, port: int, token: str, me: Message) -> tuple[socket.socket, Message]:
     """A connection to a door, and what it says of itself. Raises OSError when nobody is there, NotAdmitted when the tokens differ."""
+    until = time.monotonic() + HANDSHAKE
     end = socket.create_connection((host, port), timeout=HANDSHAKE)
     try:
         challenge = secrets.token_hex(16)
-        asked = str(_first_line(end).get("challenge", ""))
-        end.sendall(_line({"proof": _proof(token, "enters", asked), "challenge": challenge, **me}))
-        answer = _first_line(end)
-        if not hmac.compare_digest(str(answer.pop("proof", "")), _proof(token, "admits", challenge)):
-            raise NotAdmitted(f"{host}:{port} {'has another token' if 'refused' in answer else 'is none of this job'}")
+        theirs = str(_first_line(end, until).get("challenge", ""))
+        end.sendall(_line({"proof": _proof(token, "enters", theirs), "challenge": challenge, **me}))
+        answer = _first_line(end, until)
+        if "refused" in answer:
+            raise NotAdmitted(f"{host}:{port} has another token", wrong_token=True)
+        if not _is_proof(answer.pop("proof", ""), token, "admits", challenge):
+            raise NotAdmitted(f"{host}:{port} is none of this job")
     except (OSError, ValueError, NotAdmitted):
         end.close()
         raise
@@ -176,18 +195,23 @@ def _line(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def _first_line(end: socket.socket) -> dict[str, Any]:
-    """One line of at most LIMIT bytes, and not a byte more. Raises ValueError when it is no object."""
+def _is_proof(said: Any, token: str, deed: str, challenge: str) -> bool:
+    return hmac.compare_digest(str(said).encode(), _proof(token, deed, challenge).encode())
+
+
+def _first_line(end: socket.socket, until: float) -> Message:
+    """One line of at most LIMIT bytes, and not a byte more, before `until`. Raises ValueError when it is no object."""
     line = b""
     while not line.endswith(b"\n"):
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no whole line in time")
+        end.settimeout(left)
         byte = end.recv(1)
         if not byte or len(line) > LIMIT:
             raise ValueError("no line")
         line += byte
-    found = json.loads(line)
-    if not isinstance(found, dict):
-        raise ValueError("no object")
-    return found
+    return message_of(line)
 
 
 def token_of(environment: dict[str, str] | os._Environ[str], path: str, write: bool) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from meshwright.base.lines import Message
 from meshwright.base.link import TOKEN, Door, Link
+from meshwright.base.store import prefix_of
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.homes import Homes
 from meshwright.elastic.lending import Lender
@@ -60,7 +61,7 @@ class Fleet(Nursery):
         self._seats = Seats(devices)
         self.name_of = self._seats.name_of
         self._own: set[int] = set()
-        self._store: list[Any] = []
+        self._port, self._secret = 0, ""
         self._came: queue.SimpleQueue[tuple[socket.socket | None, Message]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -165,9 +166,8 @@ class Fleet(Nursery):
             super().command("start", rank, **{**more, "memory": {**memory, "sources": there}, "local": [local, here]})
             return
         node.ranks[rank] = more["generation"]
-        self._tell(
-            node, do="start", rank=rank, **{**more, "memory": {**memory, "sources": there}, "local": [local, here], "store": self._store}
-        )
+        store = [self.host, self._port, prefix_of(self._secret, more["generation"])]
+        self._tell(node, do="start", rank=rank, **{**more, "memory": {**memory, "sources": there}, "local": [local, here], "store": store})
 
     def hold(self, holdings: Holdings) -> None:
         """What of this machine may be lent."""
@@ -191,7 +191,7 @@ class Fleet(Nursery):
         events = [*super().events(0), *self._admit()]
         for event in events:
             if event["event"] == "ready":
-                self._store = [self.host, event["port"]]
+                self._port, self._secret = event["port"], event["secret"]
             elif event["event"] == "said" and (event["message"]["kind"] == "spike" or event["message"].get("source") in ("", "disk")):
                 self._mirrors.forget()
         now = self._looked = time.monotonic()

@@ -12,8 +12,9 @@ import socket
 import threading
 from collections.abc import Callable
 
-from meshwright.base.lines import Message
-from meshwright.base.link import LIMIT, Door
+from meshwright.base.lines import Message, message_of
+from meshwright.base.link import Door
+from meshwright.base.listener import LIMIT
 
 Find = Callable[[str, int], int | None]
 """The file of the copies of a rank, by the key of its holdings, opened once more for whoever asks, who closes it: its own may be closed at any time."""
@@ -35,9 +36,8 @@ class Lender:
         try:
             with end, end.makefile("rb") as lines:
                 while line := lines.readline(LIMIT):
-                    asked = json.loads(line)
-                    self._answer(end, asked)
-        except (OSError, ValueError, KeyError):
+                    self._answer(end, message_of(line))
+        except (OSError, ValueError, KeyError, TypeError):
             return  # whoever asked is gone, or is none of ours
 
     def _answer(self, end: socket.socket, asked: Message) -> None:

@@ -156,7 +156,9 @@ class Node:
             self.link.send({"event": "mirrored", "number": number, "whole": whole})
 
     def _relay(self, event: Message) -> None:
-        if event["event"] == "started" and event["rank"] >= 0:
+        if event["event"] == "ready":
+            event = {"event": "ready"}  # the secret of its store stays here
+        elif event["event"] == "started" and event["rank"] >= 0:
             self.processes[event["rank"]] = event["pid"]
         elif event["event"] == "ended":
             self.processes.pop(event["rank"], None)

@@ -143,8 +143,9 @@ class Log(FileIO):
             super().flush()
 
 
-def become_rank(message: Message, parent: int, port: int, inbox: int, outbox: int) -> NoReturn:
-    """In a fresh child: log, environment, then `target(channel, payload)`; its exit status is what that returns."""
+def become_rank(message: Message, parent: int, store: tuple[str, int, str], inbox: int, outbox: int) -> NoReturn:
+    """In a fresh child: log, environment, then `target(channel, payload)`; its exit status is what that returns. `store`: address, port and prefix of
+    the keys, where the message names no other one."""
     code = 1
     try:
         memory = message.get("memory") or {}
@@ -159,9 +160,9 @@ def become_rank(message: Message, parent: int, port: int, inbox: int, outbox: in
         faulthandler.enable(file=2)  # a crash in native code leaves its stack in the log, where elastic/failure.py finds it
         rank, world = str(channel.rank), str(channel.world)
         local, here = message.get("local", (rank, world))
-        host, port = message.get("store", (address(), port))
+        host, port, prefix = message.get("store", store)
         os.environ |= {"RANK": rank, "LOCAL_RANK": str(local), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": str(here)}
-        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), GENERATION: str(message["generation"])}
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), GENERATION: str(message["generation"]), PREFIX: prefix}
         channel.heed_signals()
         channel.heed(LineReader(inbox))
         code = run_target(message["target"], channel, message["payload"])
@@ -190,7 +191,8 @@ def run_target(target: str, channel: Channel, payload: Message) -> int:
         return code
 
 
-GENERATION = "MESHWRIGHT_GENERATION"
+GENERATION, PREFIX = "MESHWRIGHT_GENERATION", "MESHWRIGHT_STORE"
+"""The number of a generation of ranks, and the prefix of its keys in the store (base/store.py)."""
 
 
 class Launched(NamedTuple):
@@ -285,9 +287,9 @@ def connect(rank: int, world: int, timeout: float = 1800.0) -> Connection:
     if world == 1:
         return Connection(rank, world)
     backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=timeout)
-    if GENERATION in os.environ:
+    if PREFIX in os.environ:
         raw = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
-        store = PrefixStore(f"generation-{os.environ[GENERATION]}", raw)
+        store = PrefixStore(os.environ[PREFIX], raw)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     else:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}

@@ -11,7 +11,7 @@ socket bound here, before any fork), and is no rank's burden: it lives in a proc
 | signal: rank, signal | ended: rank, generation, status (negative: the signal) |
 | clear: every rank is to end | clear: none is left |
 | | refused: rank, generation, pid: a start, while the process of that number still lives |
-| | ready: pid, port |
+| | ready: pid, port, secret: of the store |
 
 Source: forking beats spawning 50 times; a first AdamW step in a child would import torch._dynamo there, seconds each.
 
@@ -30,6 +30,7 @@ import contextlib
 import gc
 import importlib
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -42,8 +43,13 @@ from typing import NoReturn
 
 from meshwright.base.lines import LineReader, Message, write_line
 from meshwright.base.link import meeting
+from meshwright.base.listener import Listener
 from meshwright.base.signals import REQUESTS
+from meshwright.base.store import Store, prefix_of
 from meshwright.train.rank import address, become_rank, die_with, keep_heap
+
+BACKLOG = 4096
+"""Ranks that may join in the same moment."""
 
 DRIVER = "/dev/nvidia-uvm"
 """What a process has open once it has started CUDA. Asking the driver for the names of cards opens others."""
@@ -118,8 +124,9 @@ class Zygote:
         self.commands = LineReader(commands)
         self.events = events
         self.children: dict[int, Child] = {}
-        self.listener = socket.create_server((address(), 0))
+        self.listener = socket.create_server((address(), 0), backlog=BACKLOG)
         self.port: int = self.listener.getsockname()[1]
+        self.secret = secrets.token_hex(16)
         self.woken, self.waker = socket.socketpair()
         for end in (self.woken, self.waker):
             end.setblocking(False)
@@ -136,7 +143,7 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.waiting.register(self.commands.handle, selectors.EVENT_READ, self._obey)
         self.waiting.register(self.woken, selectors.EVENT_READ, self._reap)
-        write_line(self.events, {"event": "ready", "pid": os.getpid(), "port": self.port})
+        write_line(self.events, {"event": "ready", "pid": os.getpid(), "port": self.port, "secret": self.secret})
         try:
             while True:
                 for key, _ in self.waiting.select():
@@ -192,7 +199,8 @@ class Zygote:
                 os.close(handle)
             self._forget()
             self.listener.close()
-            become_rank(message, parent, self.port, theirs_in, theirs_out)
+            store = address(), self.port, prefix_of(self.secret, message["generation"])
+            become_rank(message, parent, store, theirs_in, theirs_out)
         for handle in (theirs_in, theirs_out):
             os.close(handle)
         child = Child(message["rank"], message["generation"], pid, LineReader(ours_in), ours_out)
@@ -241,14 +249,10 @@ class Zygote:
         self._say_clear()
 
     def _serve_store(self, parent: int) -> NoReturn:
-        """The addresses of the ranks, on the socket that was bound before: nothing listens on another interface."""
+        """The addresses of the ranks (base/store.py), on the socket that was bound before: nothing listens on another interface."""
         die_with(parent, "mesh-store")
         self._forget()
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        store = TCPStore(address(), self.port, is_master=True, wait_for_workers=False, master_listen_fd=self.listener.detach())
-        while store is not None:
-            signal.pause()
+        Listener(self.listener, Store(self.secret).client).run()
         os._exit(0)
 
 
