@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fork_server import kill
 from ports import reserved
 from test_train_run import JOB, environment, furnished, held, let_go, weights
 
@@ -172,6 +173,18 @@ def test_a_rank_killed_on_either_node_costs_no_step(place: Path, whole: Nodes) -
     assert len(recoveries) >= 3 and {(event.get("lost", 0), event["source"]) for event in recoveries} == {(0, "memory")}
     assert nodes.losses() == whole.losses()
     assert weights(place, "ranks", 60) == weights(place, "whole", 60) != {}
+
+
+def test_the_fork_server_of_a_node_killed_again_while_it_loads_costs_no_step(place: Path, whole: Nodes) -> None:
+    nodes = Nodes(place, "fork", until=50)
+    nodes.wait_for(20)
+    assert len(kill(nodes.processes[1], 2)) == 2
+    nodes.wait_for_event(0, "'recovery'")
+    let_go(place, "fork")
+    code, err, other = nodes.end()
+    assert (code, other) == (0, 0), err
+    assert {event.get("lost", 0) for event in nodes.events() if event["kind"] == "recovery"} == {0}
+    assert nodes.losses() == whole.losses()
 
 
 def test_a_node_that_is_told_to_go_takes_no_step_with_it(place: Path, whole: Nodes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -83,11 +84,9 @@ def refused(port: int, *what: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port)) as end:
         end.sendall(struct.pack("=BI", 0, MAGIC) + b"".join(what))
         got = b""
-        try:
+        with contextlib.suppress(ConnectionResetError):
             while data := end.recv(4096):
                 got += data
-        except ConnectionResetError:
-            pass
         return got
 
 
@@ -142,10 +141,8 @@ def test_what_is_no_client_of_a_store_is_closed(port: int) -> None:
     for line in (b"GET / HTTP/1.1\r\n\r\n", b'{"challenge":1}\n', b"\x01" * 100):
         with socket.create_connection(("127.0.0.1", port)) as end:
             end.sendall(line)
-            try:
+            with contextlib.suppress(ConnectionResetError):
                 assert end.recv(100) == b""
-            except ConnectionResetError:
-                pass
 
 
 def test_generations_do_not_see_each_other_and_a_new_one_ends_the_older(port: int) -> None:

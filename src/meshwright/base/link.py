@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
 import secrets
 import select
 import socket
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 from meshwright.base.errors import MeshwrightError
@@ -214,22 +214,13 @@ def _first_line(end: socket.socket, until: float) -> Message:
     return message_of(line)
 
 
-def token_of(environment: dict[str, str] | os._Environ[str], path: str, write: bool) -> str:
-    """The job's secret: MESHWRIGHT_TOKEN, or the file at `path`, which only its owner can read and which the leader writes. Empty where there is none yet."""
-    if environment.get(TOKEN):
-        return environment[TOKEN]
-    if write:
-        token = secrets.token_hex(32)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(token)
-        return token
+def token_of(path: Path) -> str:
+    """The secret that the node which leads has written into the run folder; empty where there is none yet."""
     try:
-        with open(path) as file:
-            return file.read().strip()
+        return path.read_text().strip()
     except OSError:
         return ""
 
 
 TOKEN = "MESHWRIGHT_TOKEN"
+"""The variable with the secret of a job, where whoever starts its nodes gives them one."""

@@ -8,12 +8,15 @@ devices each. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which node it is
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.base.units import show_seconds
 
 if TYPE_CHECKING:
     from meshwright.cli.succession import Leader
@@ -29,12 +32,16 @@ ARRIVE = 300.0
 """Seconds that nodes get to come."""
 
 AGAIN = 0.2
+
+EVERY = 5.0
+"""Seconds between lines about a node that leads and is not found."""
+
 PORT = 29400
 
 
 class Place(NamedTuple):
     """This node among all. `devices`: of each node that there may be, in order; `started`: how many were. `host` and `port`: of the one that leads;
-    `after`: the number of the one that led before, which is gone; `warm`: the process that forked ranks here under that one."""
+    `after`: the number of the one that led before, which is gone; `warm`: the process that forked ranks here under that one; `token`: that one's."""
 
     number: int
     started: int
@@ -43,6 +50,7 @@ class Place(NamedTuple):
     port: int
     after: int | None = None
     warm: Nursery | None = None
+    token: str = ""
 
     @property
     def world(self) -> int:
@@ -85,11 +93,14 @@ def told(file: JobFile, place: Place) -> str | None:
 def leading(place: Place, work: Work, note: Callable[[str], None], run: Run) -> Iterator[Fleet]:
     """The ranks of all nodes as one nursery, once the nodes have come. They end as the block does."""
     from meshwright.base.errors import InputError, MeshwrightError
-    from meshwright.base.link import TOKEN, token_of
+    from meshwright.base.files import write_whole
+    from meshwright.base.link import TOKEN
     from meshwright.elastic.fleet import Fleet
 
     work.logs.mkdir(parents=True, exist_ok=True)
-    os.environ[TOKEN] = token = token_of(os.environ, str(work.folder / "token"), write=True)
+    token = os.environ.get(TOKEN) or place.token or secrets.token_hex(32)
+    if TOKEN not in os.environ:
+        write_whole(work.folder / "token", token, private=True)  # also one that others know: what a dead leader wrote may be another
     host = socket.gethostbyname(place.host)
     try:
         fleet = Fleet(work.logs, work.warm, host, place.port, token, place.devices[place.number], place.warm)
@@ -128,6 +139,8 @@ def _await(fleet: Fleet, place: Place, note: Callable[[str], None], run: Run) ->
             ready = ready or event["event"] == "ready"
             if event["event"] == "came":
                 note(f"node {event['name']} has come")
+            elif event["event"] == "refusal":
+                note(event["line"])
         waited = time.monotonic() - began
         if not goes_on and any(node.link.hello.get("lost") for node in fleet.nodes):
             goes_on, patience = True, waited + run.rejoin
@@ -149,15 +162,13 @@ def serve(place: Place, file: JobFile, note: Callable[[str], None], lost: Leader
     from meshwright.cli.succession import leader_of
     from meshwright.elastic.node import Node
 
-    folder, own, warm = folder_of(file, source_of(file)).resolve(), place.host, place.warm
-    given = {TOKEN: os.environ[TOKEN]} if TOKEN in os.environ else {}
+    folder, own, warm, token = folder_of(file, source_of(file)).resolve(), place.host, place.warm, place.token
     while True:
-        came = _arrive(place, folder, lost, given)
+        came = _arrive(place, folder, lost, os.environ.get(TOKEN, ""), note)
         if came is None:
             assert lost is not None
-            return place._replace(host=own, after=lost.number, warm=warm)
+            return place._replace(host=own, after=lost.number, warm=warm, token=token)
         end, hello, token, at = came
-        os.environ[TOKEN] = token
         own = address_towards(*at)
         note(f"node {place.number} of {place.started} at {own}, led by {at[0]}:{at[1]}")
         node = Node(Link(end, hello), own, token, place.number, {"MESHWRIGHT_ADDRESS": own, TOKEN: token}, warm)
@@ -174,30 +185,42 @@ def serve(place: Place, file: JobFile, note: Callable[[str], None], lost: Leader
 
 
 def _arrive(
-    place: Place, folder: Path, lost: Leader | None, given: dict[str, str]
+    place: Place, folder: Path, lost: Leader | None, given: str, note: Callable[[str], None] = lambda line: None
 ) -> tuple[socket.socket, dict[str, object], str, tuple[str, int]] | None:
     """The connection to the node that leads, what that says, the token, and its address; None where this node is to lead, `lost` being
-    gone. `given`: the token, where this process was started with one; whoever leads writes another one else."""
-    from meshwright.base.errors import Interrupted, MeshwrightError
+    gone. `given`: the token, where whoever started this process gave it one; else whoever leads writes one.
+
+    Raises: InputError at once where the token that was given is refused; MeshwrightError or Interrupted when no node leads within ARRIVE seconds.
+    """
+    from meshwright.base.errors import InputError, Interrupted, MeshwrightError
     from meshwright.base.link import NotAdmitted, enter, token_of
     from meshwright.cli.succession import is_heir, leader_of
 
     name, devices = f"{place.number} ({socket.gethostname()})", place.devices[place.number]
     me = {"name": name, "devices": devices, "order": place.number, "lost": lost is not None}
-    began, why = time.monotonic(), ""
-    while time.monotonic() < began + ARRIVE:
-        token, now = token_of(given, str(folder / "token"), write=False), leader_of(folder)
-        if lost is not None and now is None:
+    began, why, said = time.monotonic(), "", time.monotonic()
+    while (now := time.monotonic()) < began + ARRIVE:
+        token, leader = given or token_of(folder / "token"), leader_of(folder)
+        if lost is not None and leader is None:
             raise Interrupted("the run has ended without this node; the same command joins it again")
-        if lost is not None and now == lost and is_heir(place, lost, folder, time.monotonic() - began):
+        if lost is not None and leader == lost and is_heir(place, lost, folder, now - began):
             return None
-        for at in dict.fromkeys([*([(now.host, now.port)] if now else []), *([(place.host, place.port)] if lost is None else [])]):
+        for at in dict.fromkeys([*([(leader.host, leader.port)] if leader else []), *([(place.host, place.port)] if lost is None else [])]):
             try:
                 if token:
                     return *enter(*at, token, me), token, at
                 why = f"no token: set MESHWRIGHT_TOKEN on all nodes, or let them share the run folder {str(folder)!r}"
-            except (OSError, ValueError, NotAdmitted) as error:
+            except NotAdmitted as error:
+                if error.wrong_token and given and lost is None:
+                    raise InputError(
+                        f"node {place.number}: {error}: give all nodes of a run the same MESHWRIGHT_TOKEN, and each run a port of its own"
+                    ) from None
                 why = str(error)
+            except (OSError, ValueError) as error:
+                why = str(error)
+        if now > said + EVERY:
+            said = now
+            note(f"node {place.number} has found no node that leads for {show_seconds(now - began)}: {why or 'none answers'}")
         time.sleep(AGAIN)
     failure = MeshwrightError if lost is None else Interrupted  # a run that has begun goes on with the same command
     raise failure(f"node {place.number} found no node that leads at {place.host}:{place.port} within {ARRIVE:.0f} s: {why}")

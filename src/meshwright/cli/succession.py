@@ -74,13 +74,13 @@ def is_led_by_another(place: Place, folder: Path) -> bool:
 
 
 def is_overtaken(place: Place, folder: Path) -> bool:
-    """The same once this node was refused the lease: a moment lies between the lease of another one and its RUN/leader."""
-    from meshwright.train.lease import is_held
+    """The same once this node was refused the lease, by what the lease itself says: its holder may need long until it writes RUN/leader."""
+    from meshwright.train.lease import holder_of, is_held
 
-    end = time.monotonic() + TURN
-    while not (found := is_led_by_another(place, folder)) and is_held(folder) and time.monotonic() < end:
+    end = time.monotonic() + TURN  # a moment lies between taking the lease and writing who has it
+    while (holder := holder_of(folder)) is None and is_held(folder) and time.monotonic() < end:
         time.sleep(0.02)
-    return found
+    return not is_held(folder) if holder is None else holder != place.number
 
 
 def is_heir(place: Place, lost: Leader, folder: Path, waited: float) -> bool:

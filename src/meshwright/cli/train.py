@@ -155,7 +155,8 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
     shared = _after_trials(job, shared, wanted) if wanted.trials else shared
     if node is not None:
         shared = dataclasses.replace(shared, cluster=told(read_file(job, shared), node) or shared.cluster)
-    with _prepared(job, shared, wanted, screen, node.world if node else None) as (launch, folder, choice), ExitStack() as stack:
+    world, number = (node.world, node.number) if node else (None, None)
+    with _prepared(job, shared, wanted, screen, world, number) as (launch, folder, choice), ExitStack() as stack:
         run, plans = launch.run, Replans(launch, choice, folder)
         leaving = Leaving(plans.predict, PROBE) if run.balance else None
         work = plans.work_of(launch)
@@ -202,8 +203,10 @@ def _after_trials(job: Path | None, shared: Shared, wanted: Wanted, connection: 
 
 
 @contextmanager
-def _prepared(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, world: int | None) -> Iterator[tuple[Launch, Path, Choice]]:
-    """A planned run whose folder is ours for as long as the block lasts."""
+def _prepared(
+    job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, world: int | None, number: int | None = None
+) -> Iterator[tuple[Launch, Path, Choice]]:
+    """A planned run whose folder is ours for as long as the block lasts. `number`: of this node, where there are several."""
     from shutil import disk_usage
 
     from meshwright.base.errors import InputError
@@ -220,7 +223,7 @@ def _prepared(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, 
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise InputError(f"run folder {str(folder)!r} cannot be made: {error.strerror}") from None
-    with Lease(folder):
+    with Lease(folder, number):
         longer = write_run(folder, launch, choice)
         away = Path(launch.run.offload_to or folder)
         blocks = choice.question.model.blocks if choice.question is not None else 0

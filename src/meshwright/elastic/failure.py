@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,12 @@ def orphaned(status: int | None, log: Path) -> RankFailed:
     how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
     said = [f"  | {line}" for line in last_lines(log, 1)]
     return RankFailed("\n".join([f"the process that starts ranks died ({how}); every rank ended with it", *said, f"  log: {log}"]))
+
+
+def orphan(status: int | None, log: Path) -> Failure:
+    """The same as a failure of all ranks. One that a signal ended is no deterministic error, so that it may be tried again in the same step."""
+    words = str(orphaned(status, log)).partition("\n")[0]
+    return Failure(-1, time.monotonic(), 1 if status is None else status, words=words)
 
 
 def failed_here(error: Exception, rank: int, world: int) -> MeshwrightError:

@@ -28,6 +28,7 @@ from meshwright.elastic.mirror import Mirror
 from meshwright.elastic.mirrors import Mirrors
 from meshwright.elastic.node import ALIVE, SILENCE
 from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.refusals import Refusals
 from meshwright.elastic.seats import Seats, holder
 from meshwright.elastic.signs import Signs
 
@@ -73,7 +74,8 @@ class Fleet(Nursery):
         self._homes = Homes()
         mirror = Mirror(token, lambda number, whole: self._wake({"event": "mirrored", "number": number, "whole": whole}))
         self._mirrors = Mirrors(self._lender.address, self._homes, mirror, self._tell)
-        self._door = Door(host, port, token, {"logs": str(logs), "warm": list(warm)}, lambda end, hello: self._wake(hello, end))
+        refusals = Refusals(lambda line: self._wake({"event": "refusal", "line": line}))
+        self._door = Door(host, port, token, {"logs": str(logs), "warm": list(warm)}, lambda end, hello: self._wake(hello, end), refusals)
         self.port = self._door.port
         threading.Thread(target=_speak, args=(self,), name="alive", daemon=True).start()
 
@@ -84,7 +86,7 @@ class Fleet(Nursery):
         return self._seats.all_of([node for node in self.nodes if not node.leaving])
 
     def _wake(self, message: Message, end: socket.socket | None = None) -> None:
-        """From the threads of the door, with the end of a node that has come, and of the mirror."""
+        """From the threads of the door, with the end of a node that has come or a line about one that was refused, and of the mirror."""
         self._came.put((end, message))
         self._waker.send(b"1")
 
@@ -95,7 +97,10 @@ class Fleet(Nursery):
         while not self._came.empty():
             end, hello = self._came.get()
             if end is None:
-                self._mirrors.heard(hello)
+                if hello["event"] == "refusal":
+                    events.append(hello)
+                else:
+                    self._mirrors.heard(hello)
                 continue
             name, devices = str(hello["name"]), int(hello["devices"])
             node = _Node(

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.base.pulse import ROW, Pulse, Word, opened
+from meshwright.base.pulse import ROW, Phase, Pulse, Word, opened
 from meshwright.base.slots import HEAD, KEPT
 
 
@@ -57,6 +57,13 @@ class Holdings:
 
     def pulse(self, rank: int) -> Pulse:
         return Pulse(self.memory, rank)
+
+    def place(self, rank: int) -> dict[str, Any]:
+        """Where a rank was by its last sign of life, for the event log; nothing for all of them, which are -1."""
+        if rank < 0:
+            return {}
+        pulse = self.pulse(rank)
+        return {"rank": rank, "phase": Phase(pulse.read(Word.phase)).name, "step": pulse.read(Word.step)}
 
     @property
     def kept(self) -> int:

@@ -17,6 +17,13 @@ from meshwright.base.lines import Message
 from meshwright.base.units import show_seconds
 from meshwright.spec.event import EVENTS, Event
 
+NODES = {
+    "came": "node {0[name]} has come, with room for {0[devices]} ranks",
+    "lost": "node {0[name]} {0[why]}",
+    "leaving": "node {0[name]} is asked to go ({0[signal]})",
+    "refusal": "{0[line]}",
+}
+
 
 @dataclass
 class Journal:
@@ -50,6 +57,16 @@ class Journal:
         who = "" if event.rank is None else f"rank {event.rank} "
         self.note(f"{who}{event.cause}{where}: {event.decision}")
         self.decide()
+
+    def heed_node(self, event: Message) -> bool:
+        """Writes and says what a node did, or who was refused as one. Returns whether the devices that there are may be others now."""
+        words = NODES.get(event["event"], "").format(event)
+        if words:
+            self.note(words)
+        if not words or "name" not in event:
+            return False
+        self.write(kind=event["event"], node=event["name"])
+        return True
 
     def decide(self) -> None:
         """Begins to count a recovery: from here on no step runs, whatever the reason. One within a recovery makes that one longer."""

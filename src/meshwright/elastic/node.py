@@ -146,6 +146,7 @@ class Node:
                 self.holdings.pop(key).close()
             self.holdings.setdefault(self.key, Holdings(world)).begin()
             self._rows.clear()
+        self.processes.setdefault(rank, 0)  # from here on, so that the end of a zygote that dies before it obeys is the end of this rank too
         own, source = self.holdings[self.key], self.holdings.get(memory["source"])
         sources = [place or (source.sources[at] if source else "") for at, place in enumerate(memory["sources"])]
         self.nursery.command(**{**message, "memory": {**memory, **own.places(rank), "sources": sources}})
@@ -172,8 +173,7 @@ class Node:
         """The zygote is gone, and every rank with it; another one takes its place."""
         for rank in list(self.processes):
             self._relay({"event": "ended", "rank": rank, "generation": self.generation, "status": -signal.SIGKILL})
-        self.nursery.close()
-        self.nursery = self._nursery()
+        self.nursery.again()
 
     def _show(self) -> None:
         """Signs of life, when there are new ones; and a word in any case after a while."""

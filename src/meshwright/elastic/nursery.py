@@ -137,9 +137,13 @@ class Nursery:
         """Nobody needs the copies of the generation before any more."""
 
     def again(self) -> None:
-        """Ends every rank that will not end otherwise, and the zygote with them; another zygote takes its place and says `ready`."""
+        """Ends every rank that will not end otherwise, and the zygote with them; another zygote takes its place and says `ready`.
+
+        Where the system can start none now, this has `ended`, as when the new one had died at once.
+        """
         self.close()
-        self._open()
+        with contextlib.suppress(OSError):
+            self._open()
 
     def status(self) -> int | None:
         """How a zygote that closed its pipe ended: its exit status, negative for a signal; None if it still lives."""

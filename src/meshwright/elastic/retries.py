@@ -13,6 +13,8 @@ its core, its device. Where a run may go on with fewer ranks it goes on without 
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwright.elastic.failure import Failure, cause, starved
@@ -67,3 +69,9 @@ class Retries:
     def pause(self) -> float:
         """Seconds to wait before the next try."""
         return PAUSE * 2.0 ** (self.in_row - 2) * random.uniform(0.5, 1.5) if self.in_row > 1 else 0.0
+
+    def rest(self, part: Callable[[str, float], None]) -> None:
+        """Waits so long; `part` gets what it took."""
+        if pause := self.pause():
+            time.sleep(pause)
+            part("pause", pause)

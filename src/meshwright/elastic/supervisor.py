@@ -26,10 +26,9 @@ from typing import Any
 from meshwright.base.errors import Interrupted, MeshwrightError
 from meshwright.base.limits import check_files
 from meshwright.base.lines import Message
-from meshwright.base.pulse import Phase, Word
 from meshwright.base.signals import hearing
 from meshwright.base.storage import overdue
-from meshwright.elastic.failure import Failure, cause, culprit, orphaned, verdict
+from meshwright.elastic.failure import Failure, cause, culprit, orphan, orphaned, verdict
 from meshwright.elastic.generation import PROBER, Generation, Work
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.journal import Journal
@@ -44,11 +43,6 @@ __all__ = ["Supervisor", "Work"]
 
 TICK = 0.1  # seconds between looks at the clock
 LOOK = 0.2  # seconds between looks at RUN/ranks
-NODES = {
-    "came": "node {0[name]} has come, with room for {0[devices]} ranks",
-    "lost": "node {0[name]} {0[why]}",
-    "leaving": "node {0[name]} is asked to go ({0[signal]})",
-}
 SETTLE = 1.0  # seconds that ranks get to tell what they know once one has failed
 
 
@@ -121,8 +115,8 @@ class Supervisor:
         self._slots.name, self._slots.first = self._nursery.name_of, self._nursery.devices
         try:
             with hearing(self._on_signal):
-                if self.lent is None:
-                    self._await_ready()
+                if self.lent is None and not self._await_ready():
+                    raise orphaned(self._nursery.status(), self._nursery.log)
                 while True:
                     now = self._generate()
                     if not self._heals(now):
@@ -140,14 +134,15 @@ class Supervisor:
     def _on_signal(self, number: int, _: Any) -> None:
         self._asked.append(signal.Signals(number).name)
 
-    def _await_ready(self) -> None:
+    def _await_ready(self) -> bool:
+        """Waits until ranks can be forked. False when the process that forks them has ended instead."""
         while len(self._asked) < 1 + self._begun:  # once it has begun, the first request waits until all is saved
             for event in (events := self._nursery.events(TICK)):
                 self._heed_others(event)
             if any(event["event"] == "ready" for event in events):
-                return
+                return True
             if self._nursery.ended:
-                raise orphaned(self._nursery.status(), self._nursery.log)
+                return False
             self.starting(self._holdings)
         how = "while it recovered" if self._begun else self.early
         raise Interrupted(f"stopped by {self._asked[0]} {how}; the same command starts again")
@@ -214,11 +209,8 @@ class Supervisor:
         """Nodes, and the process that writes a checkpoint beside training. They may outlive a generation."""
         if event["event"] == "pulse" and event["generation"] == self.generation:
             self._holdings.heard(event["rows"])
-        elif event["event"] in NODES:
-            words = NODES[event["event"]].format(event)
-            self._journal.write(kind=event["event"], node=event["name"])
+        elif self._journal.heed_node(event):
             self._slots.probed()
-            self.note(words)
         elif event.get("rank") == PROBER:
             self._slots.heed(event)
         elif event.get("rank") == SCRIBE:
@@ -263,10 +255,10 @@ class Supervisor:
     def _heals(self, now: Generation) -> bool:
         """Whether another generation is to be tried ([Note: giving up])."""
         if self._nursery.ended and now.living and not now.guilty:
-            gone = orphaned(self._nursery.status(), self._nursery.log)
+            gone = self._nursery.status()
             if self._killed or not self._begun or not self.care.retries:
-                raise gone
-            first = Failure(-1, time.monotonic(), 1, "RankFailed", str(gone).partition("\n")[0])
+                raise orphaned(gone, self._nursery.log)
+            first = now.failures[-1] = orphan(gone, self._nursery.log)
         elif self._world is not None and not now.failures and not self._killed:
             return True
         elif not now.failures or self._killed:
@@ -276,7 +268,7 @@ class Supervisor:
         hungry = self._retries.is_hungry(first)
         if (first.known and not hungry) or not self._begun or not self.care.retries:
             return False
-        place = {**self._place(first), "generation": self.generation, "cause": cause(first), "detection": self._silent}
+        place = {**self._holdings.place(first.rank), "generation": self.generation, "cause": cause(first), "detection": self._silent}
         done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have said so yet
         self._why = self._retries.count(first, done, hungry)
         if self._why and hungry and (work := _leaner(self.care, self.work)) is not None:
@@ -295,28 +287,15 @@ class Supervisor:
         self._journal.fault(decision=decision, **place)
         return True
 
-    def _place(self, failure: Failure) -> dict[str, Any]:
-        """Who, and where it was by its last sign of life."""
-        if failure.rank < 0:
-            return {}
-        pulse = self._holdings.pulse(failure.rank)
-        return {"rank": failure.rank, "phase": Phase(pulse.read(Word.phase)).name, "step": pulse.read(Word.step)}
-
     def _recover(self, now: Generation) -> None:
         """Everything of the old generation is gone, and the next one may begin."""
         began = time.monotonic()
         self._journal.decide()
         now.end(self._nursery, self._heed_others)
         if self._nursery.ended or now.living:
-            self._nursery.again()
-            self._slots.probed()
-            self._await_ready()
-            self._writer.ended(self._holdings)
+            self._revive()
         self._journal.part("end", time.monotonic() - began)
-        pause = self._retries.pause()
-        if pause:
-            time.sleep(pause)
-            self._journal.part("pause", pause)
+        self._retries.rest(self._journal.part)
         if self._world is None:
             self._await_places()
         if self._world is not None:
@@ -325,6 +304,21 @@ class Supervisor:
             self._change(self._leaner)
         self._leaner = None
         self.generation += 1
+
+    def _revive(self) -> None:
+        """Another process that forks ranks. One that ends before it is ready is a failure like others: counted, and tried again. Raises RankFailed."""
+        self._nursery.again()
+        self._slots.probed()
+        while not self._await_ready():
+            first = orphan(self._nursery.status(), self._nursery.log)
+            place = {"generation": self.generation, "cause": cause(first)}
+            if why := self._retries.count(first, self._journal.last):
+                self._journal.write(kind="verdict", decision=why, **place)
+                raise verdict([first], self.work.world, self.work.log, why)
+            self._journal.fault(decision="it starts again", **place)
+            self._retries.rest(self._journal.part)
+            self._nursery.again()
+        self._writer.ended(self._holdings)
 
     def _await_places(self) -> None:
         """A node that is lost may come back; after a while the run goes on without it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -35,23 +36,33 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-class Lease:
-    """Held from entering to leaving. Raises Held when another process has it."""
+def holder_of(folder: Path) -> int | None:
+    """The number of the node that has the lease; None where nobody has it, or no node."""
+    if not is_held(folder):
+        return None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((folder / "lease").read_text().splitlines()[1])
+    return None
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+
+class Lease:
+    """Held from entering to leaving, by the node of this `number` where there are several. Raises Held when another process has it."""
+
+    def __init__(self, folder: Path, number: int | None = None) -> None:
+        self.folder, self.number = folder, number
 
     def __enter__(self) -> Self:
         self._handle = os.open(self.folder / "lease", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         end = time.monotonic() + LOOK
         while not self._take():
             if time.monotonic() > end:
-                holder = os.read(self._handle, 200).decode(errors="replace").strip() or "another process"
+                holder = os.read(self._handle, 200).decode(errors="replace").partition("\n")[0] or "another process"
                 os.close(self._handle)
                 raise Held(f"run {str(self.folder)!r} is being trained by {holder}: wait for it, or choose another --run")
             time.sleep(0.02)
         os.ftruncate(self._handle, 0)
-        os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        number = "" if self.number is None else self.number
+        os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n{number}\n".encode())
         return self
 
     def _take(self) -> bool:

@@ -157,6 +157,8 @@ class Zygote:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         sys.stderr.flush()
+        if code < 0:
+            os.kill(os.getpid(), -code)
         os._exit(code)
 
     def _obey(self) -> None:
@@ -230,9 +232,11 @@ class Zygote:
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self.woken.recv(4096)
-        if os.waitpid(self.store, os.WNOHANG)[0]:
+        gone, status = os.waitpid(self.store, os.WNOHANG)
+        if gone:
             self.store = 0
-            self._end(1)  # nobody could join any more: the supervisor starts all of it anew
+            killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+            self._end(-signal.SIGKILL if killed else 1)  # nobody could join any more: the supervisor starts all of it anew
         for child in list(self.children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if not pid:

@@ -1,0 +1,32 @@
+"""Finds and kills the process that forks the ranks of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+
+import psutil
+
+
+def fork_server(process: subprocess.Popen, but: set[int]) -> psutil.Process | None:
+    """The one that forks ranks now, other than those in `but`; it has its name before it loads anything. None once the run has ended."""
+    while process.poll() is None:
+        for child in psutil.Process(process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.pid not in but and child.name() == "mesh-zygote" and child.status() != psutil.STATUS_ZOMBIE:
+                    return child
+        time.sleep(0.01)
+    return None
+
+
+def kill(process: subprocess.Popen, times: int) -> set[int]:
+    """So many one after the other, each as soon as it is there."""
+    killed: set[int] = set()
+    for _ in range(times):
+        found = fork_server(process, killed)
+        if found is None:
+            break
+        killed.add(found.pid)
+        found.kill()
+    return killed

@@ -1,0 +1,78 @@
+"""The process that forks ranks is killed, and so is the one that takes its place while it loads: both count as failures of the run, which goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from fork_server import fork_server, kill
+from test_train_run import JOB, furnished, let_go, losses, start, train, wait_for_step, weights
+from test_train_supervisor import gone
+
+from meshwright.report.faults import read_events
+from meshwright.spec.event import EVENTS
+
+RETRIES = 5
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    return furnished(tmp_path_factory.mktemp("fork"), text, JOB)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    code, _, err = train(place, "whole")
+    assert code == 0, err
+    return place
+
+
+@pytest.mark.parametrize("times", [2, RETRIES])
+def test_a_fork_server_killed_again_while_it_loads_costs_no_step(whole: Path, times: int) -> None:
+    run = f"killed-{times}"
+    process = start(whole, run, until=20)
+    wait_for_step(whole, run, 10, process)
+    assert len(kill(process, times)) == times
+    let_go(whole, run)
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    assert losses(whole, run) == losses(whole, "whole") and weights(whole, run, 40) == weights(whole, "whole", 40) != {}
+    faults = [event for event in read_events(whole / "runs" / run / EVENTS) if event.kind == "fault"]
+    assert len(faults) == times and all("the process that starts ranks died (signal 9)" in event.cause for event in faults)
+    recoveries = [event for event in read_events(whole / "runs" / run / EVENTS) if event.kind == "recovery"]
+    assert [(event.lost, event.source) for event in recoveries] == [(0, "memory")]
+    assert gone(whole)
+
+
+def test_a_fork_server_that_is_killed_whenever_it_starts_ends_the_run_after_its_retries_and_the_run_can_go_on(whole: Path) -> None:
+    run = "hopeless"
+    process = start(whole, run, until=20)
+    wait_for_step(whole, run, 10, process)
+    assert len(kill(process, RETRIES + 1)) == RETRIES + 1
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 1, err
+    assert f"gave up after {RETRIES + 1} failures without a step between them" in err
+    assert gone(whole)
+    code, _, err = train(whole, run)
+    assert code == 0, err
+    assert weights(whole, run, 40) == weights(whole, "whole", 40)
+
+
+def test_the_store_killed_twice_in_one_step_counts_as_two_failures(whole: Path) -> None:
+    """Its death ends the fork server, since no rank could join any more."""
+    run = "store"
+    process = start(whole, run, until=20)
+    wait_for_step(whole, run, 10, process)
+    killed: set[int] = set()
+    for _ in range(2):
+        server = fork_server(process, killed)
+        assert server is not None
+        while not (stores := [child for child in server.children() if child.name() == "mesh-store"]):
+            time.sleep(0.01)
+        killed.add(server.pid)
+        stores[0].kill()
+    let_go(whole, run)
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    assert weights(whole, run, 40) == weights(whole, "whole", 40)
