@@ -146,7 +146,9 @@ class Node:
                 self.holdings.pop(key).close()
             self.holdings.setdefault(self.key, Holdings(world)).begin()
             self._rows.clear()
-        self.processes.setdefault(rank, 0)  # from here on, so that the end of a zygote that dies before it obeys is the end of this rank too
+        self.processes.setdefault(
+            rank, 0
+        )  # from here on, so that the end of a zygote that dies before it obeys is the end of this rank too
         own, source = self.holdings[self.key], self.holdings.get(memory["source"])
         sources = [place or (source.sources[at] if source else "") for at, place in enumerate(memory["sources"])]
         self.nursery.command(**{**message, "memory": {**memory, **own.places(rank), "sources": sources}})
