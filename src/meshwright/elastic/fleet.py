@@ -72,7 +72,7 @@ class Fleet(Nursery):
         self._over = threading.Event()
         self._lender = Lender(host, token, self._file)
         self._homes = Homes()
-        mirror = Mirror(token, lambda number, whole: self._wake({"event": "mirrored", "number": number, "whole": whole}))
+        mirror = Mirror(token, lambda *how: self._wake(dict(zip(("number", "whole", "seconds"), how, strict=True), event="mirrored")))
         self._mirrors = Mirrors(self._lender.address, self._homes, mirror, self._tell)
         refusals = Refusals(lambda line: self._wake({"event": "refusal", "line": line}))
         self._door = Door(host, port, token, {"logs": str(logs), "warm": list(warm)}, lambda end, hello: self._wake(hello, end), refusals)

@@ -40,13 +40,14 @@ class Order(NamedTuple):
 
 
 class Mirror:
-    """`done` is told the number of an order and whether its copies are whole, from a thread of its own."""
+    """`done` gets the number of an order, whether its copies are whole, and the seconds that copying took, from a thread of its own."""
 
-    def __init__(self, token: str, done: Callable[[int, bool], None]) -> None:
+    def __init__(self, token: str, done: Callable[[int, bool, float], None]) -> None:
         self._token, self._done = token, done
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._latest: Order | None = None
         self._lent: dict[tuple[str, str, int], Lent] = {}
+        self._seconds = 0.0
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
 
     def order(self, order: Order) -> None:
@@ -60,6 +61,7 @@ class Mirror:
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
+            self._seconds = 0.0
             try:
                 whole = all(self._copy(order, rank, file) for rank, file in order.files.items())
             except (OSError, ValueError):
@@ -69,13 +71,20 @@ class Mirror:
                 for file in order.files.values():
                     os.close(file)
             if order is self._latest:
-                self._done(order.number, whole)
+                self._done(order.number, whole, self._seconds)
 
     def _copy(self, order: Order, rank: int, file: int) -> bool:
         lent = self._reached(order, rank)
         there = self._await(order, lent)
         if there is None:
             return False
+        began = time.monotonic()
+        try:
+            return self._fill(order, rank, file, lent, there)
+        finally:
+            self._seconds += time.monotonic() - began
+
+    def _fill(self, order: Order, rank: int, file: int, lent: Lent, there: Head) -> bool:
         index = lent.fetch(HEAD, there.index_size)
         if os.fstat(file).st_size != there.whole:
             os.ftruncate(file, 0)

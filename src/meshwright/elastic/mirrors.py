@@ -3,8 +3,10 @@
 Promise: there is always a step that every rank has a copy of and every node but the first has its mirror of, once there was one: ranks write over it
 only when the next one is whole everywhere. A node that is lost costs the steps since then. The first node has no mirror: what follows it goes on from disk.
 
-Rule: the step to read is the newest that rank 0 has; each node's ranks are read by the node behind it, the last one's by the first. One that
-was written over before it was read is asked for LEAD steps earlier from then on. Between two rounds the links rest as long as a round took.
+Rule: the step to read is the newest that rank 0 has; each node's ranks are read by the node behind it, the last one's by the first. After a round whose step
+was written over before it was read, steps are ordered one step ahead of time, up to MOST_AHEAD; after CALM whole rounds in a row one step less. Between two
+rounds the links rest as long as copying took: waiting for a step loads no link. With `ahead` steps of that and copies that take c steps, a lost node costs
+ahead + 3 c steps at most.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.homes import Homes
 from meshwright.elastic.mirror import Mirror, Order
 
-LEAD = 1
+MOST_AHEAD, CALM = 64, 8
 
 
 class Holder(Protocol):
@@ -34,15 +36,17 @@ class Holder(Protocol):
 class Mirrors:
     """`tell` speaks to a node; `mirror` is that of this one, which lends at `here`."""
 
-    def __init__(self, here: str, homes: Homes, mirror: Mirror, tell: Callable[..., None]) -> None:
-        self.here, self.homes, self._mirror, self._tell = here, homes, mirror, tell
+    def __init__(
+        self, here: str, homes: Homes, mirror: Mirror, tell: Callable[..., None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.here, self.homes, self._mirror, self._tell, self._clock = here, homes, mirror, tell, clock
         self._holdings: Holdings | None = None
         self._numbers = itertools.count()
         self._waits: set[int] = set()
         self._where: dict[int, str] = {}
         self._failed = False
-        self._whole = self._step = self._lead = 0
-        self._began = self._next = 0.0
+        self._whole = self._step = self._ahead = self._calm = 0
+        self._seconds = self._next = 0.0
 
     def begin(self, holdings: Holdings) -> None:
         """A generation begins, with copies in `holdings`."""
@@ -60,14 +64,14 @@ class Mirrors:
     def look(self, nodes: Sequence[Holder], devices: int) -> None:
         """Orders the next round, when there is none and all ranks have something new. `devices`: of the first node."""
         holdings = self._holdings
-        if self._waits or holdings is None or not holdings.is_open or time.monotonic() < self._next:
+        if self._waits or holdings is None or not holdings.is_open or self._clock() < self._next:
             return
         holders = [node for node in nodes if node.ranks and node.lender]
         newest = holdings.pulse(0).read(Word.kept)
         away = sum(len(node.ranks) for node in holders)
-        if not away or away + devices != holdings.world or not newest or newest + self._lead <= self._whole:
+        if not away or away + devices != holdings.world or not newest or newest + self._ahead <= self._whole:
             return
-        self._began, self._step, self._failed, self._where = time.monotonic(), newest + self._lead, False, {}
+        self._seconds, self._step, self._failed, self._where = 0.0, newest + self._ahead, False, {}
         kept = [self._whole, self._step]
         holdings.keep(kept)
         for node in nodes:
@@ -88,13 +92,16 @@ class Mirrors:
             return
         self._waits.remove(message["number"])
         self._failed = self._failed or not message["whole"]
+        self._seconds = max(self._seconds, float(message["seconds"]))
         if self._waits:
             return
-        now = time.monotonic()
-        self._next = now + (now - self._began)
+        self._next = self._clock() + self._seconds
         if self._failed:
-            self._lead += LEAD
+            self._ahead, self._calm = min(self._ahead + 1, MOST_AHEAD), 0
         elif self._holdings is not None:
+            self._calm += 1
+            if self._calm == CALM:
+                self._ahead, self._calm = max(self._ahead - 1, 0), 0
             self._whole = self._step
             self.homes.mirrored(self._holdings.key, self._where)
 

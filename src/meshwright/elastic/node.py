@@ -7,7 +7,7 @@ never goes on alone; a SIGTERM here tells the leader, which goes on with the oth
 |---|---|
 | start, tell, signal: as to a zygote (train/zygote.py) | started, said, ended: as a zygote |
 | again: ranks that will not die: all of them end with their zygote | ready: the zygote is there |
-| mirror: number, key, step, address, ranks: read their copies (mirror.py) | mirrored: number, and whether all of them are whole |
+| mirror: number, key, step, address, ranks: read their copies (mirror.py) | mirrored: number, whether all of them are whole, and the seconds that copying took |
 | keep: key, steps: ranks do not write over their copies of these | |
 | alive: every second | pulse: generation, rows of signs of life, state, seconds in line and seconds computed of each rank's process |
 | end: code, line | leaving: a signal asks this node to go |
@@ -153,10 +153,10 @@ class Node:
         sources = [place or (source.sources[at] if source else "") for at, place in enumerate(memory["sources"])]
         self.nursery.command(**{**message, "memory": {**memory, **own.places(rank), "sources": sources}})
 
-    def _mirrored(self, number: int, whole: bool) -> None:
+    def _mirrored(self, number: int, whole: bool, seconds: float) -> None:
         """From the mirror's thread."""
         with contextlib.suppress(OSError):
-            self.link.send({"event": "mirrored", "number": number, "whole": whole})
+            self.link.send({"event": "mirrored", "number": number, "whole": whole, "seconds": seconds})
 
     def _relay(self, event: Message) -> None:
         if event["event"] == "ready":
