@@ -86,7 +86,7 @@ def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module,
     """`model` in `modes` (see `modes_of`), and as it was when the proof ends."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
-        stack.enter_context(observed(model))
+        stack.enter_context(observed(model, {}))  # a proof computes with copies (proof_parameters): no write has to be noted
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(torch.enable_grad())
         for module in model.modules():

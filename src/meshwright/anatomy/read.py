@@ -55,7 +55,7 @@ def read(model: nn.Module, lend: bool = False, example: Example | None = None, s
     counts = [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists]
     reading = Reading(model, lists, counts, example_of(model, example), modes_of(model))
     modules = {path: id(module) for path, module in model.named_modules()}
-    with observed(model):
+    with observed(model, {}):
         _trace_all(reading)
         new = next((path for path, module in model.named_modules() if modules.get(path) != id(module)), None)
         if new is not None:
