@@ -111,6 +111,9 @@ CRASHES = (
     Case("crashes", "shapes under sp of another length", "batch:lengths", "tp2.sp.mb8 tp4.sp.mb8"),
     Case("crashes", "a mask under sp and cp", "batch:mask body:attention", "tp2.sp.mb8 cp2.mb8"),
     Case("crashes", "weights written where autograd needs them", "between:unit-columns", "dp2.mb4 dp1.mb8.rc-layer pp2.mb2 tp2.mb8"),
+    Case("found by the hunt", "blocks that run in another order than they are listed", "stack:skip", "tp2.sp tp2.sp.mb4 pp2.mb2 dp2.z3"),
+    Case("found by the hunt", "blocks that run backwards", "stack:reversed", "tp2.sp pp2.mb2"),
+    Case("found by the hunt", "weights shrunk through .data behind one block", "once:shrunk-data", "pp2.mb2 tp2.mb8"),
 )
 NEEDLESS = (
     Case("needless refusals", "F.linear(x, table.weight) as head", "head:functional", "pp2.mb2 pp2.mb4.zb1 pp4.mb2", True),

@@ -77,8 +77,23 @@ def _proven(reading: Reading, proof: Proof, patterns: list[str], outline: Outlin
         if why_along is not None:
             reading.along = f"{block}: {why_along}"
     if sequence and not reading.along:
+        reading.along = _out_of_order(reading)
+    if sequence and not reading.along:
         reading.along = objection_between(proof, list(reading.found), outline.head) or ""
     return answers
+
+
+def _out_of_order(reading: Reading) -> str:
+    """Why the hidden state, which is cut before the block that is listed first, cannot be cut there; '' where that block also runs first, and the last one last."""
+    ran = list(reading.found)
+    listed = [
+        path for name in reading.model.get_submodule(reading.lists[0])._modules if (path := f"{reading.lists[0]}.{name}") in reading.found
+    ]
+    return (
+        ""
+        if ran == listed
+        else f"its blocks run in another order than they are listed ({', '.join(ran[:4])}{', ...' if len(ran) > 4 else ''})"
+    )
 
 
 def _trained(proof: Proof, block: str, answers: Answers, sequence: bool) -> str | None:

@@ -92,6 +92,11 @@ class Record:
         """Blocks in the order of their calls."""
         return tuple(event.block for event in self.events if isinstance(event, Entry))
 
+    @property
+    def rewritten(self) -> set[str]:
+        """Parameters that the forward writes to."""
+        return {self.names[at] for event in self.events if isinstance(event, Op) for at in event.changed if at < len(self.names)}
+
 
 def named(names: Sequence[str], made: int) -> set[str]:
     """The names whose bits are set.

@@ -80,7 +80,12 @@ def _record(model: nn.Module, anatomy: Anatomy, plan: Plan, example: Example) ->
         return None
     blocks = anatomy.cuts or tuple(anatomy.block(index) for index in range(anatomy.count))
     try:
-        return analyse(model, blocks, example)
+        record = analyse(model, blocks, example)
+        if plan.stages > 1 and record.rewritten:
+            raise InputError(
+                f"the model writes to its parameter {min(record.rewritten)} in its forward, and other stages have none of it: write to it between steps, or use pp1"
+            )
+        return record
     except InputError as error:
         if plan.stages == 1 and plan.zero < 3:
             return None
