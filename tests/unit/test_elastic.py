@@ -130,6 +130,18 @@ def test_what_takes_less_memory_is_said_behind_what_a_rank_said_and_where_the_sy
     assert "  plan dp2.z3 takes less" in str(verdict([Failure(1, 1.0, -9)], 2, logs, "", "plan dp2.z3 takes less")).splitlines()
 
 
+def test_the_rank_that_raised_is_the_culprit_also_when_those_that_waited_tell_first(tmp_path: Path) -> None:
+    first = Failure(0, 1.0, 2, "PlanRefused", "rank 1: plan pp2: no", known=True, raised_by=1)
+    origin = Failure(1, 1.1, 2, "PlanRefused", "plan pp2: no", known=True)
+    assert culprit([first, origin]) is origin
+    assert str(verdict([first, origin], 2, lambda rank: tmp_path / "log")) == "plan pp2: no"
+    unknown = Failure(1, 1.1, 1, "ValueError", "a bad value", "model.py:3 in forward")
+    waited = Failure(0, 1.0, 1, "MeshwrightError", "rank 1 raised ValueError: a bad value", known=True, raised_by=1)
+    lines = str(verdict([waited, unknown], 2, lambda rank: tmp_path / "log")).splitlines()
+    assert lines[0].startswith("rank 1 of 2") and lines[0].endswith("ValueError: a bad value")
+    assert "  1 other rank lost the connection because of it" in lines
+
+
 def test_ranks_that_fail_of_their_own_are_not_called_innocent() -> None:
     failures = [Failure(rank, 1.0 + rank, 1, "ValueError", "no good") for rank in range(3)] + [Failure(3, 4.0, 1, "RuntimeError", LOST)]
     lines = str(verdict(failures, 4, logs)).splitlines()

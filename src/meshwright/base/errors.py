@@ -25,6 +25,8 @@ class MeshwrightError(Exception):
     """The job failed."""
 
     exit_code = 1
+    raised_by: int | None = None
+    """The rank that raised it first, where this rank only waited for that one."""
 
 
 class InputError(MeshwrightError, ValueError):

@@ -50,10 +50,14 @@ class Failure:
     words: str = ""
     kills: int = 0
     """How often the system killed for want of memory, in the control group of this rank, between the start of its generation and its end."""
+    raised_by: int | None = None
+    """The rank that raised it first, where this rank only waited for that one."""
 
     @property
     def innocent(self) -> bool:
-        """It lost its connection to another rank."""
+        """It lost its connection to another rank, or ended because that one raised."""
+        if self.raised_by is not None:
+            return True
         return not (self.known or self.words) and self.status >= 0 and bool(_LOST.search(self.message))
 
 

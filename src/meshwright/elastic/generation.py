@@ -99,7 +99,9 @@ class Generation:
             self.failures.setdefault(rank, Failure(rank, now, -signal.SIGKILL, words=words))
         elif event["event"] == "said" and event["message"]["kind"] == "failed":
             said = event["message"]
-            failure = Failure(rank, now, said["code"], said["error"], said["message"], said["place"], said["known"])
+            failure = Failure(
+                rank, now, said["code"], said["error"], said["message"], said["place"], said["known"], raised_by=said.get("raised_by")
+            )
             self.failures.setdefault(rank, failure)
         elif event["event"] == "said":
             self.begun = self.begun or event["message"]["kind"] == "begin"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.anatomy.inputs import Example
@@ -19,6 +18,7 @@ from meshwright.anatomy.readers import Reads, inside
 from meshwright.anatomy.record import Record
 from meshwright.anatomy.run import analyse
 from meshwright.base.errors import InputError, PlanRefused
+from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.pipeline.carry import Wants
 
 Form = frozenset[tuple[str, str, int]]
@@ -62,10 +62,8 @@ class Analysed:
         if form in self.forms and not together:
             return
         line = "" if form in self.forms else self._objection(inputs, is_training)
-        if together and dist.is_initialized():
-            lines: list[str] = [line] * dist.get_world_size()
-            dist.all_gather_object(lines, line)
-            line = next(filter(None, lines), "")
+        if together:
+            line = next(filter(None, gather_objects(line)), "")
         if line:
             raise PlanRefused(
                 f"plan {self.plan}: with {', '.join(sorted(inputs))} the model runs otherwise than with {', '.join(sorted(self.example))}, which it was "

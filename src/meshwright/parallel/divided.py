@@ -32,6 +32,7 @@ from meshwright.anatomy.observed import observed
 from meshwright.anatomy.written import Span, Writes
 from meshwright.base.errors import PlanRefused
 from meshwright.parallel.drawn import generators_restored, seed_all
+from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.fingerprint import Difference, Fingerprint, fingerprinted
 from meshwright.parallel.objective import Batch, rows_of
@@ -245,7 +246,8 @@ def _worst(engine: Parallel, own: Difference) -> Difference:
     names = [own.name]
     if float(sizes[at]) > _tolerance(engine) * GRADIENTS and dist.is_initialized():
         names = [own.name] if at == engine.mesh.rank else [""]
-        dist.broadcast_object_list(names, src=at)
+        with watched():
+            dist.broadcast_object_list(names, src=at)
     return Difference(float(sizes[at]), names[0])
 
 

@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel import state
 from meshwright.parallel.engine import Parallel
+from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.pipeline.absent import Absent
 from meshwright.parallel.zero.closed import Closed
 from meshwright.parallel.zero.written import checksum
@@ -81,8 +81,7 @@ def _gathered(engine: Parallel, names: list[str]) -> dict[str, torch.Tensor]:
     ]
     if engine.mesh.world is None:
         return {name: tensor.clone() for name, tensor in state.assemble(held).items()} | state.empty_ones(engine)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, [(piece, data.to("cpu", copy=True)) for piece, data in held])
+    found = gather_objects([(piece, data.to("cpu", copy=True)) for piece, data in held])
     return state.assemble(item for part in found for item in part) | state.empty_ones(engine)
 
 
@@ -126,10 +125,7 @@ def _installed(engine: Parallel, full: dict[str, nn.Parameter]) -> Iterator[dict
 
 def _check_equal(engine: Parallel, after: dict[str, tuple[tuple[int, ...], int]]) -> None:
     """Raises InputError on every rank where ranks made different changes, or changed a shape."""
-    found: list[Any] = [after]
-    if engine.mesh.world is not None:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, after)
+    found = gather_objects(after)
     for rank, other in enumerate(found):
         for name, (shape, bits) in other.items():
             if shape != tuple(engine.shapes[name]):

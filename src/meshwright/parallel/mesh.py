@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.base.errors import InputError
 from meshwright.parallel.device import host_identity, own_device
 from meshwright.parallel.exchange import processes
+from meshwright.parallel.exchange.calls import CollectiveCalls, gather_objects
 from meshwright.parallel.exchange.group import Group, Sharing
 from meshwright.parallel.exchange.join import joined
 from meshwright.parallel.exchange.lanes import LANE_WORDS, Lanes
@@ -50,6 +51,7 @@ class Mesh:
     channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     away: Away | None = None
     depot: Depot | None = None
+    calls: CollectiveCalls = field(default_factory=CollectiveCalls)
     hosts: tuple[str, ...] = ()
     """Of each rank, where accelerators meet whose memory is not shared."""
 
@@ -113,9 +115,7 @@ def make_mesh(plan: Plan, device: torch.device | None = None, timeout: float = 1
     if ranks == 1:
         return Mesh(plan, grid, rank, grid.place(rank), device)
     host, identities = meet(timeout) if device.type == "cpu" else (None, ())
-    hosts = [""] * ranks if device.type != "cpu" else []
-    if hosts:
-        dist.all_gather_object(hosts, host_identity())
+    hosts = gather_objects(host_identity()) if device.type != "cpu" else []
     mesh = Mesh(plan, grid, rank, grid.place(rank), device, {}, None, host, tuple(identities), {}, hosts=tuple(hosts))
     return _grouped(mesh)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from meshwright.anatomy import Split, intervals
 from meshwright.parallel.engine import Parallel
+from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.piece import Piece
 
@@ -254,7 +255,8 @@ def gather_full(engine: Parallel, held: Iterable[Held]) -> dict[str, torch.Tenso
         return assemble(mine)
     sent = [(piece, data.to("cpu", copy=True)) for piece, data in mine]  # of a view the whole unit would be sent, for every tensor in it
     gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None
-    dist.gather_object(sent, gathered, dst=0)
+    with watched():
+        dist.gather_object(sent, gathered, dst=0)
     if gathered is None:
         return None
     return assemble(item for part in gathered for item in part)

@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.base.errors import PlanRefused
 from meshwright.parallel.divided import quiet, several
+from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.fingerprint import fingerprinted, project
 from meshwright.parallel.objective import Batch, rows_of
 from meshwright.parallel.offload.windows import AwayMaster
@@ -80,10 +80,7 @@ def check_writes(engine: Parallel, batches: Sequence[Batch]) -> frozenset[str]:
     mine = {name: _said(own, other, name, True) for name in (own.parameters.keys() | other.parameters.keys()) - renormed}
     held = _checked_buffers(engine)
     mine |= {name: _said(own, other, name, False) for name in (own.buffers.keys() | other.buffers.keys()) & held}
-    everyone: list[dict[str, Said]] = [mine]
-    if dist.is_initialized():
-        everyone = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = gather_objects(mine)
     moved = set()
     for name in sorted({name for each in everyone for name in each}):
         said = [each[name] for each in everyone if name in each]
@@ -127,10 +124,7 @@ def _check_renormed(engine: Parallel) -> set[str]:
     """Tables with a largest norm, where one process may cut their rows. Raises PlanRefused elsewhere."""
     plan, kinds = engine.mesh.plan, (nn.Embedding, nn.EmbeddingBag)
     found = [path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None]
-    if dist.is_initialized():  # the stage that has the table refuses for all
-        everyone = [found] * dist.get_world_size()
-        dist.all_gather_object(everyone, found)
-        found = [path for each in everyone for path in each]
+    found = [path for each in gather_objects(found) for path in each]  # the stage that has the table refuses for all
     if found and not (plan.world == 1 and _lies_whole(engine)):
         raise PlanRefused(
             f"plan {plan.name}: {found[0]} has max_norm, which writes to the rows of the table that a pass reads: ranks would cut other rows each: "

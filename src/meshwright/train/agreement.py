@@ -19,6 +19,7 @@ from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.later import later_of
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch
@@ -37,8 +38,7 @@ def agree_on_model(model: nn.Module, plan: Plan, precision: str) -> None:
         return
     shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in model.named_parameters()]
     mine = (plan.name, plan.digest, precision, len(shapes), _digest(shapes), _numbers(model))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = gather_objects(mine)
     first = found[0]
     for rank, other in enumerate(found):
         if other[:2] != first[:2]:
@@ -76,8 +76,7 @@ def agree_on_batch(batches: Sequence[Batch], mesh: Mesh, *, whole: bool, numbers
     first_of = [0 if whole else _first(mesh, rank) for rank in range(group.size)]
     if all(found[rank] == found[first] for rank, first in enumerate(first_of)):
         return
-    said: list[Any] = [None] * group.size
-    dist.all_gather_object(said, signature)
+    said = gather_objects(signature)
     rank, first = next((rank, first) for rank, first in enumerate(first_of) if found[rank] != found[first])
     readers = (
         "every rank gives the whole batch, of which it takes its part; or give a Share of what its replica reads"

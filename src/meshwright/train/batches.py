@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError, did_you_mean
+from meshwright.parallel.engine import Parallel
+from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.objective import Batch, Objective
 
 SEQUENCES = (list, tuple)
@@ -69,3 +71,13 @@ def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
         return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
 
     return type(batch)({name: move(value) for name, value in batch.items()})
+
+
+def labels_here(engine: Parallel, batches: list[Batch]) -> int:
+    """Valid labels that this rank's replica reads of a batch, where replicas go their own ways. All ranks call it."""
+    outer, mesh = engine.outer, engine.mesh
+    assert outer is not None
+    mine = torch.tensor(float(sum(map(engine.objective.count, batches))), dtype=torch.float64, device=mesh.device)
+    everyone = outer.apart(mine)
+    all_reduce(everyone, mesh.world).wait()
+    return round(float(everyone[outer.replica]) / (mesh.plan.pp * mesh.plan.tp * mesh.plan.cp))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from meshwright.models.output import IGNORED
+from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.objective import Batch, rows_of
 from meshwright.spec.rules import half_length, micro_batches_of, proof_rows
 
@@ -52,10 +52,7 @@ def _joined(engine: Parallel, micro_batches: list[Batch]) -> Batch:
     plan, place = engine.mesh.plan, engine.mesh.place
     count = plan.shares[engine.mesh.replica] if plan.shares else min(len(micro_batches), micro_batches_of(plan.actions) or 2 * plan.pp)
     mine = (engine.mesh.replica, micro_batches[:count]) if (place.pp, place.cp, place.tp) == (0, 0, 0) else None
-    everyone: list[Any] = [mine]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = gather_objects(mine)
     parts = [part for _, parts in sorted((one for one in everyone if one is not None), key=lambda one: one[0]) for part in parts]
     return {
         name: torch.cat([part[name].cpu() for part in parts]) if isinstance(value, torch.Tensor) and value.ndim else value

@@ -20,6 +20,7 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.memory import Kept
 from meshwright.checkpoint.save import Ranks, save
 from meshwright.parallel import state
+from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.piece import Piece
 from meshwright.spec.record import RunState
@@ -38,10 +39,12 @@ def ranks_of(mesh: Mesh) -> Ranks:
         world = dist.get_world_size()
         lengths = torch.zeros(world, dtype=torch.int64, device=mesh.device)
         lengths[mesh.rank] = mine.numel()
-        dist.all_reduce(lengths)
+        with watched():
+            dist.all_reduce(lengths)
         texts = torch.zeros(world, max(int(lengths.max()), 1), dtype=torch.uint8, device=mesh.device)
         texts[mesh.rank, : mine.numel()] = mine
-        dist.all_reduce(texts)
+        with watched():
+            dist.all_reduce(texts)
         return [bytes(row[:length].tolist()).decode() for row, length in zip(texts.cpu(), lengths.tolist(), strict=True)]
 
     return Ranks(mesh.rank, mesh.plan.world, share)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.gather import WholeTensors
 from meshwright.parallel.objective import Batch, rows_of
@@ -286,7 +287,8 @@ class Run:
         if self.trainer.mesh.world is None:
             return value
         box = [value if self.is_first else None]
-        dist.broadcast_object_list(box, 0)
+        with watched():
+            dist.broadcast_object_list(box, 0)
         return box[0]
 
     def _proof(self, found: list[tuple[Compared, Verdict]], first: str) -> Proof:

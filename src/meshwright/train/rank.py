@@ -186,7 +186,8 @@ def run_target(target: str, channel: Channel, payload: Message) -> int:
         known = isinstance(found, MeshwrightError)
         code = found.exit_code if isinstance(found, MeshwrightError) else 1
         words = str(found) or type(found).__name__
-        channel.say("failed", error=type(found).__name__, message=words, place=place, code=code, known=known)
+        said = {"error": type(found).__name__, "message": words, "place": place, "code": code, "known": known}
+        channel.say("failed", **said, raised_by=getattr(found, "raised_by", None))
         traceback.print_exc()
         return code
 

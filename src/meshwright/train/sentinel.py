@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from meshwright.base.errors import MeshwrightError, PlanRefused
+from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.objective import Batch, Weightless
 from meshwright.parallel.perturbed import BITS
 from meshwright.parallel.preflight import CHECKED
@@ -134,7 +134,7 @@ class Sentinel:
 
     def _outside(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """A step outside of the guards is checked again before it counts."""
-        everyone = _everyone(self._said)
+        everyone = gather_objects(self._said)
         name = next((trained for trained, _ in everyone if trained), "")
         if name:
             raise PlanRefused(
@@ -152,19 +152,11 @@ class Sentinel:
         at = 0 if what == "weights" else 1
         if what == "passes":
             off = trainer.engine.run.passes - trainer.engine.preflight.began
-            found = _everyone(float(off))
+            found = gather_objects(float(off))
         else:
-            found = _everyone(float(self._mine[at, 1]))
+            found = gather_objects(float(self._mine[at, 1]))
         shown = ", ".join(f"rank {rank} has {value:.0f}" for rank, value in enumerate(found[:8]))
         return shown if len(found) <= 8 else f"{shown}, ..."
-
-
-def _everyone(mine: T) -> list[T]:
-    found = [mine]
-    if dist.is_initialized():
-        found = [mine] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-    return found
 
 
 def _is_uneven(batches: Sequence[Batch]) -> bool:

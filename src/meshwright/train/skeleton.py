@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.anatomy.observed import HOOKS
 from meshwright.base.errors import InputError
+from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.fingerprint import project
 from meshwright.parallel.objective import LossFunction
 from meshwright.parallel.pipeline.absent import Absent
@@ -89,10 +89,7 @@ def changes_of(before: Plain, now: Plain) -> Plain:
         path: {name: value for name, value in values.items() if before.get(path, {}).get(name, none) != value}
         for path, values in now.items()
     }
-    everyone: list[Any] = [{path: values for path, values in own.items() if values}]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, {path: values for path, values in own.items() if values})
+    everyone = gather_objects({path: values for path, values in own.items() if values})
     found: Plain = {}
     for changes in reversed(everyone):
         for path, values in changes.items():

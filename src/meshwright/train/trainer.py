@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from meshwright.parallel import state
 from meshwright.parallel.apply import Known, parallelize_model
 from meshwright.parallel.device import own_device
 from meshwright.parallel.engine import Parallel
+from meshwright.parallel.exchange.calls import CollectiveCalls
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.experts.bias import move_biases
@@ -44,7 +45,7 @@ from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.proof import Proof, ProofMode
 from meshwright.spec.record import Mixtures, RunState, StepRecord
 from meshwright.train.agreement import agree_on_batch, agree_on_model
-from meshwright.train.batches import check_batch, check_example, check_kind, on_device
+from meshwright.train.batches import check_batch, check_example, check_kind, labels_here, on_device
 from meshwright.train.prover import Prover, proof_mode, versions_of
 from meshwright.train.scaler import LossScale
 from meshwright.train.sentinel import SUMS, Sentinel, made_again
@@ -99,32 +100,34 @@ def parallelize(
     for models that do not say themselves what they read: they are looked at with it before anything is shared.
     Raises InputError when the world is not the plan's or a size does not divide.
     """
-    device = own_device()
-    prove = proof_mode(beside.get("prove"))
-    check_example(model, beside.get("example"))
-    plan = parse_plan(plan) if isinstance(plan, str) else plan
-    agree_on_model(model, plan, str(precision))
-    chosen = recipe(precision) if isinstance(precision, str) else precision
-    mesh = make_mesh(plan, device)
-    folder = beside.get("offload_to")
-    mesh = replace(mesh, away=away_of(plan, mesh.device, folder), depot=depot_of(plan, mesh.device, folder))
-    check_device(chosen, mesh.device)
-    known = Known(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
-    predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.place.pp)
-    with in_words(Holder(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
-        prover = Prover(prove, model, known["loss"], chosen.compute)
-        before = originals(model)
-        engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
-        close_replaced(engine, before)
-        give_places(engine, seed)
-        give_back()
-        torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
-        made = groups.optimizer(engine.zero.masters())
-        fuse(made)
-        trainer = Trainer(engine, made, clip, seed)
-    trainer.predicted, trainer.prover, prover.versions = predicted, prover, versions_of(trainer)
-    prover.plain = plain_of(engine.model)
-    return trainer
+    calls = CollectiveCalls.of_default_group()
+    with calls.call(nullcontext()):
+        device = own_device()
+        prove = proof_mode(beside.get("prove"))
+        check_example(model, beside.get("example"))
+        plan = parse_plan(plan) if isinstance(plan, str) else plan
+        agree_on_model(model, plan, str(precision))
+        chosen = recipe(precision) if isinstance(precision, str) else precision
+        mesh = make_mesh(plan, device)
+        folder = beside.get("offload_to")
+        mesh = replace(mesh, calls=calls, away=away_of(plan, mesh.device, folder), depot=depot_of(plan, mesh.device, folder))
+        check_device(chosen, mesh.device)
+        known = Known(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
+        predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.place.pp)
+        with in_words(Holder(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
+            prover = Prover(prove, model, known["loss"], chosen.compute)
+            before = originals(model)
+            engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
+            close_replaced(engine, before)
+            give_places(engine, seed)
+            give_back()
+            torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
+            made = groups.optimizer(engine.zero.masters())
+            fuse(made)
+            trainer = Trainer(engine, made, clip, seed)
+        trainer.predicted, trainer.prover, prover.versions = predicted, prover, versions_of(trainer)
+        prover.plain = plain_of(engine.model)
+        return trainer
 
 
 class Trainer:
@@ -289,14 +292,14 @@ class Trainer:
         with _in_words(self, f"in an evaluation after step {self.steps}"), in_eval_mode(self.engine.model):
             batches, tokens = self._share(batch)
             total = self.engine.forward_backward(batches, None) / self.plan.tp
-        all_reduce(total, self.mesh.world).wait()
+            all_reduce(total, self.mesh.world).wait()
         return float(total) / max(tokens, 1)
 
     def gradients(self, batch: Batch | Share) -> tuple[float, int, dict[str, torch.Tensor] | None]:
         """Mean loss, valid labels, and on rank 0 every full gradient by name, but for what no loss has reached. Nothing is updated."""
         with _in_words(self, f"for the gradients of step {self.steps + 1}"):
             loss, tokens, _ = self._backward(batch)
-        full = state.gather_full(self.engine, state.gradient_pieces(self.engine))
+            full = state.gather_full(self.engine, state.gradient_pieces(self.engine))
         if full is None:
             return loss, tokens, None
         left = set(self.engine.zero.unreached)
@@ -316,11 +319,12 @@ class Trainer:
     def full_parameters(self, module: nn.Module | None = None, *, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """Inside, the parameters of `module` (default: of the model) are whole on every rank, and so are the values of what it gives, by name: for reading, or with
         `write` to be changed by all ranks alike. All ranks must call it (parallel/full.py)."""
-        return full_parameters(self.engine, module, write)
+        return self.mesh.calls.call(full_parameters(self.engine, module, write))
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """The plain model's state dict, every weight and buffer whole, on rank 0 (CPU); None on the other ranks. All ranks must call it."""
-        return state.gather_state(self.engine)
+        with self.mesh.calls.call(nullcontext()):
+            return state.gather_state(self.engine)
 
     def bytes(self) -> dict[str, int]:
         """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits elsewhere of these, and the most
@@ -369,7 +373,8 @@ class Trainer:
         """Write a checkpoint of this step under `folder`; all ranks must call it."""
         from meshwright.train.keep import save_trainer
 
-        return save_trainer(self, Path(folder), extra or {})
+        with self.mesh.calls.call(nullcontext()):
+            return save_trainer(self, Path(folder), extra or {})
 
     def load(self, path: str | Path | Kept) -> dict[str, Any]:
         """Go on from a checkpoint, written under any plan; returns what was given as `extra`. All ranks must call it."""
@@ -379,17 +384,7 @@ class Trainer:
             return load_trainer(self, Path(path) if isinstance(path, str) else path)
 
 
-def labels_here(engine: Parallel, batches: list[Batch]) -> int:
-    """Valid labels that this rank's replica reads of a batch, where replicas go their own ways. All ranks call it."""
-    outer, mesh = engine.outer, engine.mesh
-    assert outer is not None
-    mine = torch.tensor(float(sum(map(engine.objective.count, batches))), dtype=torch.float64, device=mesh.device)
-    everyone = outer.apart(mine)
-    all_reduce(everyone, mesh.world).wait()
-    return round(float(everyone[outer.replica]) / (mesh.plan.pp * mesh.plan.tp * mesh.plan.cp))
-
-
 def _in_words(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
-    """A want of memory inside is said in words, and writes to weights inside are the trainer's own."""
+    """Of a call that all ranks make: exceptions inside reach the other ranks, a want of memory is said in words, writes to weights are the trainer's own."""
     holder = Holder(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted)
-    return trainer.engine.zero.written.ours(in_words(holder, doing))
+    return trainer.mesh.calls.call(trainer.engine.zero.written.ours(in_words(holder, doing)))

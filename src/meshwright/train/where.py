@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.anatomy import Split, local_slice
+from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.pipeline.absent import Absent
 from meshwright.train.trainer import Trainer
 
@@ -90,11 +91,7 @@ def first_difference(
     found = _forward(trainer, passes, one, times, tolerance)
     found += _backward(trainer, passes, one, times, tolerance)
     found += _parameters(ours, gradients, one, times, tolerance) if ours is not None else []
-    everyone: list[list[Difference]] = [found]
-    if dist.is_initialized():
-        everyone = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, found)
-    return min((difference for rank in everyone for difference in rank), default=None)
+    return min((difference for rank in gather_objects(found) for difference in rank), default=None)
 
 
 def _under_plan(trainer: Trainer, batch: Mapping[str, Any]) -> tuple[list[tuple[int, Pass]], dict[str, torch.Tensor] | None]:

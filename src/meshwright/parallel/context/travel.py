@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.exchange import exchange
+from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.exchange.group import Group
 
 Visit = Callable[[int, torch.Tensor], torch.Tensor]
@@ -90,7 +91,7 @@ class Ring:
         return coming
 
     def _wait(self, works: list[dist.Work]) -> None:
-        with self.group.meter.clock:
+        with self.group.meter.clock, watched(self.group.process):
             for work in works:
                 work.wait()
 
@@ -101,7 +102,8 @@ class Ring:
         self.group.meter.sent += tensor.numel() * tensor.element_size()
         process = self.group.process
         ways = [dist.P2POp(dist.isend, tensor, self.next, process), dist.P2POp(dist.irecv, coming, self.last, process)]
-        return dist.batch_isend_irecv(ways), coming
+        with watched(process):
+            return dist.batch_isend_irecv(ways), coming
 
 
 def travel_of(group: Group) -> Travel:

@@ -13,15 +13,16 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.exchange.group import Group, Meter
+from meshwright.parallel.exchange.calls import watched
+from meshwright.parallel.exchange.group import Group
 from meshwright.parallel.exchange.lanes import Across
 
 
 class Pending:
     """A collective under way. `wait` finishes it once; later calls do nothing."""
 
-    def __init__(self, work: dist.Work | None, then: Callable[[], None] | None = None, meter: Meter | None = None) -> None:
-        self._work, self._then, self._meter = work, then, meter
+    def __init__(self, work: dist.Work | None, then: Callable[[], None] | None = None, group: Group | None = None) -> None:
+        self._work, self._then, self._group = work, then, group
 
     @property
     def is_done(self) -> bool:
@@ -33,15 +34,16 @@ class Pending:
         self._work = self._then = None
         if work is None and then is None:
             return
-        with self._meter.clock if self._meter is not None else nullcontext():
+        with self._group.meter.clock if self._group is not None else nullcontext():
             if work is not None:
-                work.wait()
+                with watched(self._group.process if self._group is not None else None):
+                    work.wait()
             if then is not None:
                 then()
 
     def before(self, then: Callable[[], None]) -> Pending:
         """The same with something done behind it, which must wait for this one."""
-        return Pending(self._work, then, self._meter)
+        return Pending(self._work, then, self._group)
 
 
 DONE = Pending(None)
@@ -52,12 +54,12 @@ def all_reduce(flat: torch.Tensor, group: Group | None, largest: bool = False, a
     if group is None:
         return DONE
     if group.lanes is not None:
-        return Pending(None, group.lanes.all_reduce(flat.view(-1), largest, across), group.meter)
+        return Pending(None, group.lanes.all_reduce(flat.view(-1), largest, across), group)
     if across is not None:
-        return Pending(None, across.all_reduce(flat.view(-1), group, group).wait, group.meter)
+        return Pending(None, across.all_reduce(flat.view(-1), group, group).wait, group)
     group.meter.sent += 2 * (group.size - 1) / group.size * flat.numel() * flat.element_size()  # around a ring
     operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    return Pending(dist.all_reduce(flat, operation, group=group.process, async_op=True), None, group.meter)
+    return Pending(dist.all_reduce(flat, operation, group=group.process, async_op=True), None, group)
 
 
 def reduce_scatter(
@@ -69,19 +71,19 @@ def reduce_scatter(
         return Pending(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
     if in_memory(group, sizes):
         assert group.lanes is not None
-        return Pending(None, group.lanes.reduce_scatter(full, out, across, sizes), group.meter)
+        return Pending(None, group.lanes.reduce_scatter(full, out, across, sizes), group)
     if across is not None:
-        return Pending(None, across.reduce_scatter(full, out, group, group).wait, group.meter)
+        return Pending(None, across.reduce_scatter(full, out, group, group).wait, group)
     group.meter.sent += (full.numel() - out.numel()) * full.element_size()
     if group.is_native(full) and sizes is not None:
-        return Pending(dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True), None, group.meter)
+        return Pending(dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True), None, group)
     if group.is_native(full):
         work = _native("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group.process, async_op=True)
-        return Pending(work, None, group.meter)
+        return Pending(work, None, group)
     received = full.new_empty(out.numel() * group.size)
     each, mine = (None, None) if sizes is None else (list(sizes), [out.numel()] * group.size)
     work = dist.all_to_all_single(received, full, mine, each, group=group.process, async_op=True)
-    return Pending(work, lambda: _sum_into(out, received), group.meter)
+    return Pending(work, lambda: _sum_into(out, received), group)
 
 
 def in_memory(group: Group, sizes: Sequence[int] | None) -> bool:
@@ -103,17 +105,17 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group | None, siz
         return Pending(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
     if in_memory(group, sizes):
         assert group.lanes is not None
-        return Pending(None, group.lanes.all_gather(full, shard, sizes), group.meter)
+        return Pending(None, group.lanes.all_gather(full, shard, sizes), group)
     group.meter.sent += (group.size - 1) * shard.numel() * shard.element_size()
     if group.is_native(full) and sizes is not None:
-        return Pending(dist.all_gather(list(full.split(list(sizes))), shard, group=group.process, async_op=True), None, group.meter)
+        return Pending(dist.all_gather(list(full.split(list(sizes))), shard, group=group.process, async_op=True), None, group)
     if group.is_native(full):
         work = _native("all_gather_single", "all_gather_into_tensor")(full, shard, group=group.process, async_op=True)
-        return Pending(work, None, group.meter)
+        return Pending(work, None, group)
     repeated = shard.repeat(group.size)
     each, mine = (None, None) if sizes is None else (list(sizes), [shard.numel()] * group.size)
     work = dist.all_to_all_single(full, repeated, each, mine, group=group.process, async_op=True)
-    return Pending(work, lambda: _keep(repeated), group.meter)
+    return Pending(work, lambda: _keep(repeated), group)
 
 
 def all_to_all(out: torch.Tensor, full: torch.Tensor, group: Group | None) -> Pending:
@@ -127,11 +129,11 @@ def all_to_all(out: torch.Tensor, full: torch.Tensor, group: Group | None) -> Pe
 def all_to_all_rows(out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: Group) -> Pending:
     """Uneven: rank i sends `rows[i][j]` rows of its `sent` to rank j, in order of rank; `out` becomes what comes here."""
     if group.lanes is not None and group.process is None:
-        return Pending(None, group.lanes.all_to_all_rows(out, sent, rows), group.meter)
+        return Pending(None, group.lanes.all_to_all_rows(out, sent, rows), group)
     incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])
     group.meter.sent += (sum(outgoing) - outgoing[group.index]) * sent.shape[1] * sent.element_size()
     work = dist.all_to_all_single(out, sent, incoming, outgoing, group=group.process, async_op=True)
-    return Pending(work, lambda: _keep(sent), group.meter)
+    return Pending(work, lambda: _keep(sent), group)
 
 
 def rows_from_all(sent: torch.Tensor, rows: Sequence[Sequence[int]], group: Group) -> torch.Tensor:

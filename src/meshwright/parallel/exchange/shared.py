@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.base.pulse import WAITS
+from meshwright.parallel.exchange.calls import CURRENT, gather_objects
 
 SWITCH = "MESHWRIGHT_SHARED"
 """Environment variable: 0 leaves shared memory unused."""
@@ -80,6 +81,7 @@ class Host:
     def __init__(self, rank: int, words: Segment, others: dict[int, tuple[int, int]], timeout: float) -> None:
         """`others`: process and file of the words of each rank, this one included. Raises OSError where one may not be opened."""
         self.rank, self.timeout = rank, timeout
+        self._calls = CURRENT.get()
         self._made = words.number
         self._words, self._processes = words, {other: process for other, (process, _) in others.items()}
         self._born = {other: _state(process)[1] for other, process in self._processes.items()}
@@ -165,14 +167,23 @@ class Host:
         """Wait until each (rank, word, value) has come, or that rank's process ended, or PATIENCE is over."""
         end = time.monotonic() + PATIENCE
         for rank, at, value in awaited:
-            while self.words[rank][at] < value and self._lives(rank) and time.monotonic() < end:
+            while self.words[rank][at] < value and self._lives(rank) and time.monotonic() < end and not self._have_parted():
                 time.sleep(0.001)
 
     def _check(self, rank: int, waited: float) -> None:
+        if self._calls is not None:
+            self._calls.look(waited)
         if not self._lives(rank):
-            raise ConnectionError(f"connection closed by rank {rank}: its process ended")
+            raise self._lost(f"connection closed by rank {rank}: its process ended")
         if waited > self.timeout:
-            raise ConnectionError(f"rank {rank} did not answer within {self.timeout:.0f} s: socket timeout")
+            raise self._lost(f"rank {rank} did not answer within {self.timeout:.0f} s: socket timeout")
+
+    def _lost(self, line: str) -> ConnectionError:
+        error = ConnectionError(line)
+        return error if self._calls is None else self._calls.lost(error)
+
+    def _have_parted(self) -> bool:
+        return self._calls is not None and self._calls.have_parted()
 
     def _lives(self, rank: int) -> bool:
         state, born = _state(self._processes[rank])
@@ -216,19 +227,17 @@ def _ask_for_files() -> None:
 
 def meet(timeout: float) -> tuple[Host | None, Sequence[str]]:
     """This rank's host, if it has one, and the identity of every rank's, "" for none. All ranks of the default process group call it."""
-    rank, world, own = dist.get_rank(), dist.get_world_size(), identity()
+    rank, own = dist.get_rank(), identity()
     _ask_for_files()
     words = Segment(8 * WORDS, 0) if own else None
-    cards: list[tuple[str, int, int]] = [("", 0, 0)] * world
-    dist.all_gather_object(cards, (own, os.getpid(), words.file if words else 0))
+    cards = gather_objects((own, os.getpid(), words.file if words else 0))
     host = None
     if words is not None:
         try:
             host = Host(rank, words, {other: card[1:] for other, card in enumerate(cards) if card[0] == own}, timeout)
         except OSError:
             own = ""
-    identities = [""] * world
-    dist.all_gather_object(identities, own)  # after it every rank has opened what it needs
+    identities = gather_objects(own)  # after it every rank has opened what it needs
     refused = {card[0] for card, name in zip(cards, identities, strict=True) if not name}
     identities = ["" if card[0] in refused else card[0] for card in cards]
     return host if identities[rank] else None, identities

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from meshwright.parallel.exchange.calls import CURRENT
+
 CROSSED = -1
 """Instead of a word: what the step before has begun between hosts."""
 
@@ -78,6 +80,7 @@ class UnderWay:
 
     def finish(self, number: int) -> None:
         """Wait until collective `number` and all before it are over."""
+        began, calls = time.monotonic(), CURRENT.get()
         while self.open and self.open[0].number <= number:
             self.progress()
             if not self.open or self.open[0].number > number:
@@ -85,5 +88,7 @@ class UnderWay:
             first = self.open[0]
             if first.steps[0][0] == CROSSED:
                 time.sleep(POLL)  # later ones may have something to send meanwhile
+                if calls is not None:
+                    calls.look(time.monotonic() - began)
             else:
                 self._everyone(first.number, first.steps[0][0])

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.anatomy.observed import observed
 from meshwright.base.errors import InputError, PlanRefused
+from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.absent import Absent
 from meshwright.parallel.pipeline.gates import Run
@@ -38,10 +38,7 @@ def rehearse(model: nn.Module, mesh: Mesh, run: Run, forward: Forward, batch: di
             said: tuple[str, list[Form]] = ("", [])
             if mesh.plan.rank_of(stage) == mesh.place.pp:
                 said = _tried(mesh, stage, partial(_pass, mesh, forward, stage, batch, forms))
-            everyone: list[tuple[str, list[Form]]] = [said]
-            if dist.is_initialized():
-                everyone = [said] * dist.get_world_size()
-                dist.all_gather_object(everyone, said)
+            everyone = gather_objects(said)
             for line, _ in everyone:
                 if line:
                     raise PlanRefused(line)

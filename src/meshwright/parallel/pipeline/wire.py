@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.exchange.clock import Clock
 from meshwright.parallel.exchange.group import Meter
 from meshwright.parallel.exchange.shared import PAGE, Host, Segment
@@ -77,11 +78,13 @@ class Wire:
             header = torch.zeros(_HEADER, dtype=torch.int64)
             header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
             header = header.to(tensor.device)
-            self.sending.append((dist.isend(header, rank, group=group), header))
+            with watched(group):
+                self.sending.append((dist.isend(header, rank, group=group), header))
         self.meter.sent += tensor.numel() * tensor.element_size()
         while self.sending and _is_sent(self.sending[0][0]):
             self.sending.popleft()
-        self.sending.append((dist.isend(tensor, rank, group=group), tensor))
+        with watched(group):
+            self.sending.append((dist.isend(tensor, rank, group=group), tensor))
 
     def post(self, message: Message, source: int, *, wait_for_shape: bool = False) -> None:
         """Start receiving it and what is sent before it; without `wait_for_shape` as far as shapes are known."""
@@ -103,7 +106,7 @@ class Wire:
             line.popleft()
 
     def receive(self, message: Message, source: int) -> torch.Tensor:
-        with self.meter.clock:
+        with self.meter.clock, watched(self._group(source, self.mesh.place.pp)):
             self.post(message, source, wait_for_shape=True)
             work, tensor = self.posted.pop(message)
             if work is not None:
@@ -114,7 +117,8 @@ class Wire:
         while self.sending:
             work, _ = self.sending.popleft()
             if work is not None:
-                work.wait()
+                with watched():
+                    work.wait()
 
 
 def _is_sent(work: dist.Work | None) -> bool:

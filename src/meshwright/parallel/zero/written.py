@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.zero.flat import FlatUnit, own_run
 
@@ -94,13 +94,13 @@ class Written:
     @torch.no_grad()
     def take(self, engine: Parallel) -> None:
         """Take the written elements over into the masters. Every rank calls it. Raises InputError on every rank as the table says."""
-        names = list(dict.fromkeys(name for each in _everyone(list(self.names)) for name in each))
+        names = list(dict.fromkeys(name for each in gather_objects(list(self.names)) for name in each))
         held = dict(self._parameters)
         plan, replica = engine.mesh.plan, 0 if engine.outer is None else engine.outer.replica
         sums = {name: checksum(held[name].detach()) for name in names if name in held}
         parts = [name for name in names if name in held and held[name].shape != engine.shapes[name]]
         past = next((run.name for run in self._runs() if run.name not in names and run.written.any()), "")
-        found = _everyone((replica, sums, parts, past))
+        found = gather_objects((replica, sums, parts, past))
         for name in names:
             if plan.pp > 1 or any(name in each for _, _, each, _ in found):
                 raise InputError(
@@ -142,11 +142,3 @@ def checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
     """Shape, and the sum of the bits of all elements."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(tensor.element_size(), 8)]
     return tuple(tensor.shape), int(tensor.detach().contiguous().view(-1).view(bits).sum(dtype=torch.int64))
-
-
-def _everyone(mine: Any) -> list[Any]:
-    found = [mine]
-    if dist.is_initialized():
-        found = [mine] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-    return found
