@@ -27,6 +27,9 @@ from meshwright.base.listener import HANDSHAKE, LIMIT, Guest, Listener, Refused
 
 OTHER_TOKEN = "another token"
 
+CONNECT = 5.0
+"""Seconds that a machine gets to answer at all."""
+
 LONGEST = 2**26
 """Bytes of a line."""
 
@@ -139,7 +142,7 @@ class _Knock(Guest):
 def enter(host: str, port: int, token: str, me: Message) -> tuple[socket.socket, Message]:
     """A connection to a door, and what it says of itself. Raises OSError when nobody is there, NotAdmitted when the tokens differ."""
     until = time.monotonic() + HANDSHAKE
-    end = socket.create_connection((host, port), timeout=HANDSHAKE)
+    end = socket.create_connection((host, port), timeout=CONNECT)
     try:
         challenge = secrets.token_hex(16)
         theirs = str(_first_line(end, until).get("challenge", ""))

@@ -19,8 +19,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-HANDSHAKE = 5.0
-"""Seconds from the first byte of a connection to its admission."""
+HANDSHAKE = 15.0
+"""Seconds from the begin of a connection to its admission: on a machine that is overloaded a process may stand still for several."""
 
 LIMIT = 4096
 """Bytes that a connection may send before it is admitted."""
@@ -43,12 +43,14 @@ class Guest:
     """One connection. A subclass speaks a protocol: `greet` when it begins, `receive` for what arrives; it sets `is_admitted` once the other end has proved itself."""
 
     is_admitted = False
+    patience: float | None = None
+    """Seconds to its admission, where they are others than HANDSHAKE."""
 
     def begin(self, end: socket.socket, host: str, listener: Listener) -> None:
         """Called by the listener, once. `host`: the address of the other end."""
         self.end, self.host, self.listener = end, host, listener
         self.began = time.monotonic()
-        self.until = self.began + HANDSHAKE
+        self.until = self.began + (HANDSHAKE if self.patience is None else self.patience)
         self.unsent = bytearray()
         self.greet()
 
@@ -106,7 +108,7 @@ class Listener:
                     self._serve(guest, events)
             now = time.monotonic()
             for guest in [guest for guest in self._guests.values() if not guest.is_admitted and now > guest.until]:
-                self.drop(guest, f"not admitted within {HANDSHAKE:.0f} s")
+                self.drop(guest, f"not admitted within {now - guest.began:.0f} s")
         for guest in list(self._guests.values()):
             self.drop(guest)
         self._waiting.close()

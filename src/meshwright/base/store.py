@@ -1,7 +1,7 @@
 """The store in which the ranks of a generation find each other's addresses: a server for the clients of torch's TCPStore, closed to everybody else.
 
 Guarantees: a client is admitted by the first key that it names, which must begin with the prefix of its generation (`prefix_of`); until then nothing but
-`check` is answered, and LIMIT bytes and HANDSHAKE seconds apply (base/listener.py). Prefixes are message authentication codes of 128 bits: one that is
+`check` is answered, and LIMIT bytes and JOINING seconds apply (base/listener.py). Prefixes are message authentication codes of 128 bits: one that is
 known, such as from the log of a rank that failed, says nothing of a later one. Each generation has values of its own. The first client of a new
 generation ends the connections of the older ones and drops their values.
 
@@ -27,6 +27,9 @@ from meshwright.base.listener import LIMIT, Guest, Refused
 MAGIC = 0x3C85F7CE
 KEY, VALUE, KEYS = 2**16, 2**26, 2**17
 """Bytes of a key, bytes of a value, and keys of one command, at most."""
+
+JOINING = 60.0
+"""Seconds that a client gets to name its first key: ranks of a crowded machine join all at once."""
 
 POLLING = 60.0
 """Seconds that a client which only checks stays after each check. NCCL's watch over other ranks does so, under a key without our prefix."""
@@ -105,6 +108,8 @@ class Store:
 
 class Client(Guest):
     """One connection of a TCPStore."""
+
+    patience = JOINING
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -102,7 +102,11 @@ class Fleet(Nursery):
                 else:
                     self._mirrors.heard(hello)
                 continue
-            name, devices = str(hello["name"]), int(hello["devices"])
+            try:
+                name, devices, _ = str(hello["name"]), int(hello["devices"]), hello["order"] + 0
+            except (KeyError, TypeError, ValueError):  # it has the token and is no node, such as one that is looking for copies
+                end.close()
+                continue
             node = _Node(
                 name,
                 Link(end, hello),
