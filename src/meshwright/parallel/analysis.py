@@ -17,6 +17,7 @@ from meshwright.anatomy.inputs import Example
 from meshwright.anatomy.readers import Reads, inside
 from meshwright.anatomy.record import Record
 from meshwright.anatomy.run import analyse
+from meshwright.anatomy.skeleton import isolated, skeleton_of
 from meshwright.base.errors import InputError, PlanRefused
 from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.pipeline.carry import Wants
@@ -38,11 +39,11 @@ def form_of(inputs: Mapping[str, Any]) -> Form:
 
 @dataclass
 class Analysed:
-    """`skeleton` and `blocks`: what is run, with `example` before the model was sharded. `wants` and `held`, by name the stages that hold a parameter, and `reads`: what the plan was made by.
+    """`model` and `blocks`: what was run with `example` before the model was sharded. `wants` and `held`, by name the stages that hold a parameter, and `reads`: what the plan was made by.
     `derive` gives the first two for another record, or raises InputError."""
 
     plan: str
-    skeleton: nn.Module | None
+    model: nn.Module
     blocks: Sequence[str]
     example: Example
     wants: Wants | None
@@ -50,14 +51,23 @@ class Analysed:
     reads: Reads
     derive: Callable[[Record], tuple[Wants | None, Mapping[str, Sequence[int]]]]
     forms: set[Form] = field(default_factory=set)
+    """Of batches that the plan holds for."""
+    skeleton: nn.Module | None = field(init=False, default=None)
+    """A copy of the model that runs by itself, made before it is sharded; None where none does, for the reason `why`."""
+    why: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
-        """Made before the model is sharded: a copy that runs through the model itself would start its collectives later, and is not kept."""
-        if self.skeleton is not None and not self._is_whole():
-            self.skeleton = None
+        try:
+            self.skeleton = skeleton_of(self.model).model
+            record, _ = self._analysed(self.example)
+            if record.reads.keys() != self.reads.keys():
+                raise InputError("a copy of it reads other parameters than the model")
+        except InputError as error:
+            self.skeleton, self.why = None, str(error)
+            self.forms.add(form_of(self.example))
 
     def check(self, inputs: Mapping[str, Any], is_training: bool, together: bool) -> None:
-        """Raises PlanRefused where `inputs` would have made another plan. `together`: all ranks call it, and refuse alike."""
+        """Raises PlanRefused where `inputs` would have made another plan, or where this cannot be known. `together`: all ranks call it, and refuse alike."""
         form = form_of(inputs)
         if form in self.forms and not together:
             return
@@ -65,22 +75,25 @@ class Analysed:
         if together:
             line = next(filter(None, gather_objects(line)), "")
         if line:
-            raise PlanRefused(
-                f"plan {self.plan}: with {', '.join(sorted(inputs))} the model runs otherwise than with {', '.join(sorted(self.example))}, which it was "
-                f"analysed with ({line}): give parallelize a batch as it comes (example=...)"
-            )
+            raise PlanRefused(f"plan {self.plan}: {line}")
         self.forms.add(form)
 
     def _objection(self, inputs: Mapping[str, Any], is_training: bool) -> str:
-        if self.skeleton is not None and self.skeleton.training != is_training:
+        given, known = ", ".join(sorted(inputs)), ", ".join(sorted(self.example))
+        remedy = "give parallelize a batch as it comes (example=...)"
+        if self.skeleton is None:
+            return f"the model was analysed with {known} and cannot be analysed again with {given}, for no copy of it runs by itself ({self.why}): {remedy}"
+        if self.skeleton.training != is_training:
             self.skeleton.train(is_training)
         try:
-            found = None if self.skeleton is None else self._analysed(inputs)
+            reason = self._difference(*self._analysed(inputs))
         except InputError as error:
-            return str(error).removeprefix(f"plan {self.plan}: ")
-        if found is None:
-            return ""  # no copy runs by itself: guards and the proof run compare the step
-        record, (wants, held) = found
+            reason = str(error).removeprefix(f"plan {self.plan}: ")
+        return reason and f"with {given} the model runs otherwise than with {known}, which it was analysed with ({reason}): {remedy}"
+
+    def _difference(self, record: Record, derived: tuple[Wants | None, Mapping[str, Sequence[int]]]) -> str:
+        """What the plan would have been made otherwise by; '' where it is the same."""
+        wants, held = derived
         if wants is not None and self.wants is not None:
             if (wants.needs, wants.returns) != (self.wants.needs, self.wants.returns):
                 return "its blocks are given other things that are made of parameters"
@@ -91,18 +104,16 @@ class Analysed:
             return f"{astray} is read on a stage that does not hold it"
         return next((f"{name} is read in {path or 'its own forward'}" for name, path in self._new_readers(record.reads)), "")
 
-    def _is_whole(self) -> bool:
-        """Whether the copy runs as the model did: methods that were put on modules by hand still belong to the modules of the model itself."""
-        try:
-            record, _ = self._analysed(self.example)
-        except InputError:
-            return False
-        return record.reads.keys() == self.reads.keys()
-
     def _analysed(self, inputs: Mapping[str, Any]) -> tuple[Record, tuple[Wants | None, Mapping[str, Sequence[int]]]]:
-        """The record of a run with `inputs`, and what a plan takes from it."""
+        """The record of a run with `inputs`, and what a plan takes from it. Raises InputError, also where the copy leads to the model itself."""
         assert self.skeleton is not None
-        record = analyse(self.skeleton, self.blocks, inputs)
+        with isolated(self.model) as apart:
+            try:
+                record = analyse(self.skeleton, self.blocks, inputs)
+            except InputError as error:
+                raise InputError(apart.reached or str(error)) from None
+        if apart.reached:
+            raise InputError(apart.reached)
         return record, self.derive(record)
 
     def _new_readers(self, reads: Reads) -> list[tuple[str, str]]:

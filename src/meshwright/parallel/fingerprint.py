@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from meshwright.parallel.engine import Parallel
@@ -73,6 +74,15 @@ def project(name: str, gradient: torch.Tensor) -> torch.Tensor:
     found = (left[:whole] * (flat[: whole * COLUMNS].view(whole, COLUMNS) @ right).double()).sum(0) if whole else left.new_zeros(DIRECTIONS)
     rest = flat[whole * COLUMNS :]
     return found if not rest.numel() else found + left[whole] * (rest @ right[: rest.numel()]).double()
+
+
+def fingerprints_of(model: nn.Module, compute: torch.dtype) -> dict[str, torch.Tensor]:
+    """A few linear numbers of each parameter as the run computes with it; none of those without memory."""
+    return {
+        name: project(name, tensor.detach().to(compute))
+        for name, tensor in model.named_parameters()
+        if not tensor.is_meta and tensor.numel()
+    }
 
 
 @lru_cache(maxsize=1)

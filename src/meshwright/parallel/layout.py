@@ -12,7 +12,6 @@ from meshwright.anatomy.inputs import Example
 from meshwright.anatomy.readers import Reads, inside
 from meshwright.anatomy.record import Record
 from meshwright.anatomy.run import analyse
-from meshwright.anatomy.skeleton import skeleton_of
 from meshwright.base.errors import InputError
 from meshwright.parallel.analysis import Analysed
 from meshwright.parallel.mesh import Mesh
@@ -68,7 +67,7 @@ def layout_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh, example: Example, 
 
     ends = (0, plan.stages - 1)
     held = {name: ends if anatomy.tied and layer.name == "embedding" else layer.stages for layer in table for name in layer.parameters}
-    analysed = Analysed(plan.name, skeleton_of(model), cut.cuts, example, wants if plan.stages > 1 else None, held, record.reads, derive)
+    analysed = Analysed(plan.name, model, cut.cuts, example, wants if plan.stages > 1 else None, held, record.reads, derive)
     return Layout(anatomy, cut, wants, table, record.reads, record.idle if plan.stages > 1 else frozenset(), analysed)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.anatomy.skeleton import Skeleton
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.exchange.heap import give_back
@@ -26,7 +27,6 @@ from meshwright.train.contents import Content, contents_of
 from meshwright.train.digests import Digests, first_differing
 from meshwright.train.perturbed import perturbed
 from meshwright.train.reference import Reference, Side
-from meshwright.train.skeleton import Skeleton
 from meshwright.train.tolerance import FLOORS, STRICT, Compared, Limits, Verdict, gap_of, judged, sketch
 from meshwright.train.untouched import quiet, untouched
 

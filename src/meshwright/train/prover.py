@@ -18,17 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.anatomy.skeleton import skeleton_of
 from meshwright.base.errors import InputError, PlanRefused
 from meshwright.base.units import show_seconds
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.exchange.group import shrink
 from meshwright.parallel.exchange.heap import give_back
+from meshwright.parallel.fingerprint import fingerprints_of
 from meshwright.parallel.objective import Batch, LossFunction, rows_of
 from meshwright.spec.plan import Plan, Recompute
 from meshwright.spec.proof import CHEAP_PART, CHEAP_SECONDS, FIRST_STEPS, Proof, ProofMode, ProofPrice, check_mode, is_cheap
 from meshwright.spec.rules import proof_rows
+from meshwright.train.plain_values import Plain, changes_of, follow, plain_of
 from meshwright.train.proof import NothingProven, Run
-from meshwright.train.skeleton import Plain, changes_of, fingerprints_of, plain_of, skeleton_of
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Share, Trainer
@@ -61,7 +63,11 @@ class Prover:
 
     def __init__(self, mode: ProofMode, model: nn.Module | None, loss: LossFunction | None, compute: str = "") -> None:
         """`model`: as the user has given it, which nothing has changed yet; `compute`: the type of computation."""
-        self.mode, self.skeleton = mode, None if mode == "never" or model is None else skeleton_of(model, loss)
+        self.mode = mode
+        try:
+            self.skeleton = None if mode == "never" or model is None else skeleton_of(model, loss)
+        except InputError as error:
+            raise InputError(f"no proof run: {error}, or train without it with prove='never'") from None
         self.fingerprints = (
             {} if self.skeleton is None or model is None or not _is_first() else fingerprints_of(model, getattr(torch, compute))
         )
@@ -128,7 +134,7 @@ class Prover:
             raise InputError(f"no proof: {READS}")
         trainer.engine.zero.written.settle(trainer.engine)
         now = plain_of(trainer.engine.model)
-        self.skeleton.follow(changes_of(self.plain, now))
+        follow(self.skeleton.model, changes_of(self.plain, now))
         self.plain = now
         unchanged = trainer.steps == 0 and versions_of(trainer) == self.versions
         self.last = Run(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(batch, self.predicted.length)

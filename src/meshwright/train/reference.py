@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.anatomy.skeleton import Apart, Skeleton
 from meshwright.anatomy.stacks import find_lists
-from meshwright.base.errors import InputError
 from meshwright.models.output import IGNORED
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.experts.balance import coefficient_of
@@ -38,7 +37,6 @@ from meshwright.parallel.pipeline.keeping import under
 from meshwright.parallel.tensor.loss import shifted
 from meshwright.parallel.tensor.products import use_products
 from meshwright.train.precise import precise
-from meshwright.train.skeleton import Skeleton
 
 Compare = Callable[[str, torch.Tensor, torch.Tensor], None]
 """Given a name, one device's gradient and the plan's."""
@@ -46,22 +44,6 @@ MISPLACED = 1e-4
 """Relative difference of fingerprints of weights that are not those of the model."""
 AT_ONCE = 1 << 20
 """Elements of gradients that wait before they are compared."""
-
-
-class Apart(TorchFunctionMode):
-    """Refuses operations on the parameters of the model that is trained, which one device's side must not reach."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.live = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.is_paused = False
-        """While whole tensors are gathered."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in () if self.is_paused else args:
-            if id(value) in self.live and isinstance(value, nn.Parameter):
-                raise InputError(f"the copy of the model or the loss reads {self.live[id(value)]} of the model that is trained")
-        return function(*args, **(kwargs or {}))
 
 
 @dataclass

@@ -46,10 +46,10 @@ from meshwright.spec.proof import Proof, ProofMode
 from meshwright.spec.record import Mixtures, RunState, StepRecord
 from meshwright.train.agreement import agree_on_batch, agree_on_model
 from meshwright.train.batches import check_batch, check_example, check_kind, labels_here, on_device
+from meshwright.train.plain_values import plain_of
 from meshwright.train.prover import Prover, proof_mode, versions_of
 from meshwright.train.scaler import LossScale
 from meshwright.train.sentinel import SUMS, Sentinel, made_again
-from meshwright.train.skeleton import plain_of
 from meshwright.train.uneven import divided, filled
 from meshwright.train.want import Holder, in_words
 
