@@ -79,7 +79,8 @@ def _proven(reading: Reading, proof: Proof, patterns: list[str], outline: Outlin
     if sequence and not reading.along:
         reading.along = _out_of_order(reading)
     if sequence and not reading.along:
-        reading.along = objection_between(proof, list(reading.found), outline.head) or ""
+        why, reading.sliced = objection_between(proof, list(reading.found), outline.head)
+        reading.along = why or ""
     return answers
 
 

@@ -105,17 +105,27 @@ def _unlike(here: Sequence[tuple[torch.Tensor, Own]], there: torch.Tensor, scale
     return None
 
 
-def compare_parameters(known: Record, ranks: Sequence[Record], part: str) -> str | None:
-    """The gradients of parameters, which every rank must find whole."""
+def compare_parameters(known: Record, ranks: Sequence[Record], part: str, summed: dict[str, bool] | None = None) -> str | None:
+    """The gradients of parameters, which every rank must find whole; or, where `summed` is given, those of all ranks must add up to the whole.
+    `summed` says by name which of the two holds, and must hold in every call."""
     scale = max((float(tensor.norm()) for tensor in known.of_parameters.values()), default=0.0)
     for name in dict.fromkeys([*known.of_parameters, *(name for record in ranks for name in record.of_parameters)]):
-        for record in ranks:
-            here, there = record.of_parameters.get(name), known.of_parameters.get(name)
-            one = torch.zeros_like(there) if here is None and there is not None else here
-            two = torch.zeros_like(here) if there is None and here is not None else there
-            assert one is not None and two is not None
-            if (off := differs(one, two, scale)) is not None:
-                return f"{part} the gradient of {name} differs by {off:.1e}"
+        like = next(record.of_parameters[name] for record in (known, *ranks) if name in record.of_parameters)
+        there = known.of_parameters.get(name, torch.zeros_like(like))
+        found = [record.of_parameters.get(name, torch.zeros_like(like)) for record in ranks]
+        off = next((off for one in found if (off := differs(one, there, scale)) is not None), None)
+        if off is None and (summed is None or not there.any() or not summed.setdefault(name, False)):
+            continue
+        same = all(one.shape == there.shape for one in found)
+        if (
+            off is not None
+            and summed is not None
+            and same
+            and differs(torch.stack(found).sum(0), there, scale) is None
+            and summed.setdefault(name, True)
+        ):
+            continue
+        return f"{part} the gradient of {name} differs by {off or 1.0:.1e}"
     return None
 
 

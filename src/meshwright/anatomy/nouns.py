@@ -112,6 +112,8 @@ class Anatomy:
     divisible: dict[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     """Replicated parameters that work on sharded features (a norm of each head): their gradient is a part on every tensor rank."""
+    sliced: tuple[str, ...] = ()
+    """Parameters between blocks: under sequence parallelism their gradient is a part on every tensor rank."""
     back: tuple[str, ...] = ()
     """Parameters outside blocks, embedding and head that are used after the blocks."""
     against: dict[str, str] = field(default_factory=dict)

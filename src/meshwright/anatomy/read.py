@@ -214,6 +214,7 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
         splits=splits,
         divisible=_divisible(found),
         partial=tuple(dict.fromkeys(name for one in found for name in one.partial if name not in splits)),
+        sliced=reading.sliced,
         back=outline.back,
         against=_against(reading, blocks, shapes, splits),
         understood=tuple(said),

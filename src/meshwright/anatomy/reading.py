@@ -31,6 +31,8 @@ class Reading:
     """Those of the lists that stages cut (stacks.py)."""
     along: str = ""
     """Why the hidden state cannot be cut along the sequence, as the numbers say."""
+    sliced: tuple[str, ...] = ()
+    """Parameters between blocks, whose gradient is a part on each rank that holds a slice of the sequence."""
     unproven: str = ""
     """Why splits are taken without numbers."""
 

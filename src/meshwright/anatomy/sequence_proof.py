@@ -3,7 +3,7 @@
 Sequence parallelism cuts the hidden state at the first block and joins it behind the last (Korthikanti et al., 2022, section 4.2.2): what
 the model's own forward does between its blocks runs on slices. Here no block runs. Each is given what the model gives it and returns
 random numbers, the whole or a slice of them, and what blocks are given, what reaches the head, and the gradients must be slices of the
-whole, or the whole where they are parameters: those are not summed over tensor ranks.
+whole. Those of parameters must be the whole on every rank, or add up to it: such parameters work on slices, between the blocks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from meshwright.anatomy.prove import Caught, Proof, with_first
 RANKS = 2
 
 
-def objection_between(proof: Proof, blocks: Sequence[str], head: str | None) -> str | None:
-    """Why what stands around `blocks`, the one stack in its order, cannot run on slices; None when it can."""
+def objection_between(proof: Proof, blocks: Sequence[str], head: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """Why what stands around `blocks`, the one stack in its order, cannot run on slices, None when it can; and the parameters
+    outside of the blocks whose gradient is then a part on each rank."""
+    summed: dict[str, bool] = {}
     for call, reached in zip(proof.called, proof.reached, strict=True):
         first = next((one for path, one in reached.items() if path in blocks), None)
         if first is None or first.output is None:
-            return "its blocks were not seen to run"
+            return "its blocks were not seen to run", ()
         before = Snapshot(proof.model)
         try:
             known = _run(proof, call, blocks, head, first, 0, 1, None)
@@ -51,11 +53,14 @@ def objection_between(proof: Proof, blocks: Sequence[str], head: str | None) -> 
                 before.put_back()
         except Exception as error:
             before.put_back()
-            return f"what the model does around its blocks does not run on a slice ({(str(error).splitlines() or [type(error).__name__])[0][:100]})"
+            return (
+                f"what the model does around its blocks does not run on a slice ({(str(error).splitlines() or [type(error).__name__])[0][:100]})",
+                (),
+            )
         part = "on a slice of the sequence"
-        if (why := compare_cuts(known, ranks, part) or compare_parameters(known, ranks, part)) is not None:
-            return why
-    return None
+        if (why := compare_cuts(known, ranks, part) or compare_parameters(known, ranks, part, summed)) is not None:
+            return why, ()
+    return None, tuple(name for name, is_part in summed.items() if is_part)
 
 
 def _run(

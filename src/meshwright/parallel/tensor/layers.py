@@ -120,12 +120,14 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 def partial_names(model: nn.Module, anatomy: Anatomy, sequence_parallel: bool = True) -> set[str]:
     """Replicated parameters whose gradient is only a part on each tensor rank and must be summed over them.
 
-    Under sequence parallelism everything whole inside the blocks (norms, biases of row layers) sees a slice of the sequence; without it
+    Under sequence parallelism everything whole inside the blocks (norms, biases of row layers) and between them sees a slice of the sequence; without it
     only parameters that work on shared features (a norm of each head) are partial.
     """
     inside = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
     names = [name for name, _ in model.named_parameters() if name not in anatomy.splits]
-    return {name for name in names if name in anatomy.partial or (sequence_parallel and name.startswith(inside))}
+    return {
+        name for name in names if name in anatomy.partial or (sequence_parallel and (name.startswith(inside) or name in anatomy.sliced))
+    }
 
 
 def _shard_parameters(model: nn.Module, anatomy: Anatomy, index: int, ranks: int) -> None:
