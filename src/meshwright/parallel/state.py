@@ -16,6 +16,8 @@ from meshwright.anatomy import Split, intervals
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.zero.flat import FlatUnit
+from meshwright.parallel.zero.master import numbers_of
+from meshwright.parallel.zero.skipped import mark, separate
 from meshwright.spec.piece import Piece
 
 REPLICA, OUTER, BUFFER = "replica-", "outer/", "buffer/"
@@ -29,8 +31,10 @@ class Held(NamedTuple):
     data: torch.Tensor
 
 
-def _runs(engine: Parallel, kind: str, unit: FlatUnit, parts: Sequence[torch.Tensor], saving: bool) -> Iterator[Held]:
-    """`parts` are the own run of `unit`, one behind the other, cut into pieces named `kind/parameter`; of replicas that go their own ways each but the first has a name
+def _runs(
+    engine: Parallel, kind: str, unit: FlatUnit, parts: Sequence[torch.Tensor], saving: bool, but: Set[str] = frozenset()
+) -> Iterator[Held]:
+    """`parts` are the own run of `unit`, one behind the other, cut into pieces named `kind/parameter`, without the parameters `but`; of replicas that go their own ways each but the first has a name
     of its own before it, except of what they have alike when they meet."""
     if not kind.startswith(OUTER):
         kind = f"{_whose(unit)}{kind}"
@@ -42,7 +46,7 @@ def _runs(engine: Parallel, kind: str, unit: FlatUnit, parts: Sequence[torch.Ten
         first, last = first + length * copy // copies, first + length * (copy + 1) // copies
     for name, offset in unit.unit.offsets.items():
         split, index, ranks, before = cut_of(engine, unit, name)
-        if saving and split is None and index:
+        if name in but or (saving and split is None and index):
             continue
         shape = tuple(engine.shapes[name])
         held = () if split is None else intervals(split.parts or shape[split.dim], index, ranks)
@@ -125,7 +129,7 @@ def optimizer_pieces(engine: Parallel, optimizer: torch.optim.Optimizer, saving:
             yield from _whole_states(unit, optimizer, saving)
             continue
         for key, parts in unit.master.state_parts(optimizer).items():
-            yield from _runs(engine, f"optimizer/{key}", unit, parts, saving)
+            yield from _runs(engine, f"optimizer/{key}", unit, parts, saving, engine.zero.stateless)
 
 
 def _whole_states(unit: FlatUnit, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[Held]:
@@ -152,7 +156,8 @@ def addresses(engine: Parallel, optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers of the optimizer: types of the states, scalars of a unit (equal for all), options of the groups."""
+    """Numbers of the optimizer: types of the states, scalars (equal for all parameters that no update has skipped; of the others by name), options of the
+    groups."""
     kinds: dict[str, str] = {}
     scalars: dict[str, float] = {}
     owned = [parameter for unit in engine.zero.trained if unit.master.tensors is not None for parameter in unit.master.tensors.parameters]
@@ -161,8 +166,11 @@ def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dic
         kinds |= {key: str(parts[0].dtype).removeprefix("torch.") for key, parts in unit.master.state_parts(optimizer).items() if parts}
     for unit in reversed(engine.zero.trained):  # of one that has any: reading a number of a device waits for all that it does
         scalars = scalars or dict(unit.master.scalars(optimizer))
+    single = [run for unit in engine.zero.trained for run in unit.master.single if not run.bare]
+    skipped = {run.path: dict(numbers_of(optimizer, run)) for run in single}
     options = [{key: value for key, value in group.items() if key != "params" and _is_plain(value)} for group in optimizer.param_groups]
-    return {"kinds": kinds, "scalars": scalars, "groups": options, **({"whole": True} if whole else {})}
+    some = {"whole": True} if whole else {}
+    return {"kinds": kinds, "scalars": scalars, "groups": options, **some, **({"skipped": skipped} if skipped else {})}
 
 
 def scalars_of_all(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -170,7 +178,8 @@ def scalars_of_all(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
     no kinds and no scalars, and whoever has them says them."""
     one = given[0]
     for other in given[1:]:
-        one = {**other, **one, **{what: {**other[what], **one[what]} for what in ("kinds", "scalars")}}
+        both = [what for what in ("kinds", "scalars", "skipped") if what in other and what in one]
+        one = {**other, **one, **{what: {**other[what], **one[what]} for what in both}}
     return one
 
 
@@ -183,15 +192,18 @@ HOW = ("fused", "foreach", "capturable")
 
 
 def prepare_optimizer(engine: Parallel, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading."""
+    """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading; none of parameters that are stateless."""
+    stateless, skipped = engine.zero.stateless, saved.get("skipped", {})
     for unit in engine.zero.trained:
         if unit.master.tensors is not None:
             for parameter in unit.master.tensors.parameters:
                 optimizer.state.pop(parameter, None)
             if saved.get("whole"):
-                unit.master.tensors.make_states(optimizer)
+                unit.master.tensors.make_states(optimizer, stateless)
             continue
-        unit.master.prepare(optimizer, saved["kinds"], saved["scalars"])
+        separate(unit, stateless | skipped.keys(), optimizer)
+        mark(unit, stateless, stateless)
+        unit.master.prepare(optimizer, saved["kinds"], saved["scalars"], skipped)
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items() if key not in HOW})
 

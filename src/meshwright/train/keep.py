@@ -83,10 +83,19 @@ def state_of_all(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _unreached(trainer: Trainer) -> str:
-    """Which of the trained parameters no loss has reached yet: a bit each, as a hexadecimal number."""
+    """Which of the trained parameters every update has skipped, since no loss had reached them: a bit each, as a hexadecimal number."""
     zero = trainer.engine.zero
-    left = set(zero.unreached)
+    left = zero.stateless
     return f"{int(''.join('01'[name in left] for name in zero.names), 2):x}" if left else "0"
+
+
+def _stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[str]:
+    """Of `names` those that a checkpoint has no states of: all, where it has weights alone."""
+    bits = bin(int(saved["unreached"], 16))[2:].zfill(len(names)) if "unreached" in saved else ""
+    if len(bits) == len(names):
+        return frozenset(name for name, bit in zip(names, bits, strict=True) if bit == "1")
+    has_states = saved["optimizer"]["kinds"] or saved["optimizer"].get("whole")
+    return frozenset() if has_states else frozenset(names)
 
 
 def random_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -110,6 +119,7 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
     engine.zero.settle()
     manifest = path.manifest if isinstance(path, Kept) else read_manifest(path)
     saved = state_of_all(path.states) if isinstance(path, Kept) else manifest.state
+    engine.zero.stateless = _stateless(engine.zero.names, saved)
     with torch.no_grad():
         state.prepare_optimizer(engine, optimizer, saved["optimizer"])
         wanted = [*state.weight_pieces(engine, saving=False), *state.optimizer_pieces(engine, optimizer, saving=False)]
@@ -126,9 +136,6 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
     engine.unfilled = frozenset()
     if isinstance(path, Kept) and manifest.plan_digest == trainer.plan.digest:
         engine.preflight.skip()  # the ranks that made these copies were checked before their first step
-    bits = bin(int(saved["unreached"], 16))[2:].zfill(len(engine.zero.names)) if "unreached" in saved else ""
-    if len(bits) == len(engine.zero.names):
-        engine.zero.unreached = tuple(name for name, bit in zip(engine.zero.names, bits, strict=True) if bit == "1")
     run = build(RunState, saved["run"], str(path))
     trainer.steps, trainer.samples = run.step, run.samples
     trainer.scale.factor, trainer.scale.good_steps = run.loss_scale, run.good_steps

@@ -123,6 +123,7 @@ def parallelize(
             give_back()
             torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
             made = groups.optimizer(engine.zero.masters())
+            engine.zero.stateless = frozenset(() if made.state else engine.zero.names)  # Adagrad makes its states at once
             fuse(made)
             trainer = Trainer(engine, made, clip, seed)
         trainer.predicted, trainer.prover, prover.versions = predicted, prover, versions_of(trainer)
@@ -239,7 +240,7 @@ class Trainer:
         own_sums = self.sentinel.sums(self, batches, every)
         sums = torch.cat([torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.came(), own_sums])
         all_reduce(sums, self.mesh.world).wait()
-        sums, came, seen = sums.split([2 + len(squares) + len(pairs), len(self.engine.zero.unreached), SUMS])
+        sums, came, seen = sums.split([2 + len(squares) + len(pairs), 1 + len(self.engine.zero.unreached), SUMS])
         self.engine.zero.agree(came.tolist())
         loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
         self._balance = None if balance is None else balanced_by / max(every, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -10,51 +10,27 @@ from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.windows import AwayMaster, AwayWindow
 from meshwright.parallel.update.few import few_of
-from meshwright.parallel.zero.flat import FlatUnit, own_run
+from meshwright.parallel.zero.flat import FlatUnit
 
 SOME = 16
 """Windows whose fresh states may lie around in the heap before it is given back."""
 
 
-def update_away(
-    away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Optimizer, scale: float, unreached: Collection[str] = ()
-) -> None:
-    """Gradients times `scale` through the optimizer; when this returns all weights are updated but those `unreached`, which no gradient came to, while the last
-    states may still be written."""
+def update_away(away: Away, units: Sequence[FlatUnit], optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Gradients times `scale` through the optimizer; when this returns all weights are updated, while the last states may still be written."""
     away.ferry.follow()  # gradients come down, and weights go up, behind what reads them
     windows = _windows(units)
-    left = {
-        id(part): [own_run(unit, name) for name in unit.unit.offsets if name in unreached]
-        for unit in units
-        if unreached and isinstance(unit.master, AwayMaster)
-        for part in unit.master.each
-    }
     with few_of(optimizer) as few:
 
         def update(window: AwayWindow) -> None:
             window.give(scale)
-            few(window.runs)
-            alone = _values(window, left.get(id(window.owner), ()))
-            optimizer.step()
-            for run, before in alone:
-                run.copy_(before)
+            few.step(window.runs)
             if window.take_back(optimizer) and window.number % SOME == 0:
                 give_back()
 
         away.pass_by(windows, update)
     if any(unit.master.copies or unit.master.file for unit in units if isinstance(unit.master, AwayMaster)):
         away.settle()  # the weights are written with the last windows
-
-
-def _values(window: AwayWindow, left: Sequence[slice]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of the runs of a window those elements of its unit that are `left` alone, and a copy of their values."""
-    found, at = [], window.of_unit.start
-    for run in window.runs if left else ():
-        for each in left:
-            part = run.detach()[max(each.start - at, 0) : max(each.stop - at, 0)]
-            found += [(part, part.clone())] if part.numel() else []
-        at += run.numel()
-    return found
 
 
 def fetch_ahead(away: Away, units: Sequence[FlatUnit]) -> None:

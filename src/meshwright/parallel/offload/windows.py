@@ -8,15 +8,28 @@ updated. What saves and loads (`parts`, `state_parts`) sees the file itself, map
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
 from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.scratch import paged
 from meshwright.parallel.offload.shards import FileShard
-from meshwright.parallel.zero.master import WINDOW, Master, Run, Stretch, is_elementwise, runs_of, scalars_of
+from meshwright.parallel.zero.master import (
+    NONE,
+    WINDOW,
+    Extent,
+    Master,
+    Run,
+    Scalars,
+    Stretch,
+    is_elementwise,
+    lay_state,
+    replaced,
+    runs_of,
+    separated,
+)
 from meshwright.spec.layout import Part
 
 MASTER, GRADIENT, WEIGHTS = "master", "gradient", "weights"
@@ -37,6 +50,10 @@ class AwayWindow:
         self.stays = owner.near and owner.file is None
         self.number, self.slot = owner.away.number(self.stays)
         self.runs: list[Run] = []
+        self.stretches: list[Stretch] = []
+        """What its runs are of, counted from its start."""
+        self.updated = torch.empty(0)
+        """What its runs are views of."""
         self.gradients: torch.Tensor | None = None
         """Its gradients where backward left them, once nothing is added to them any more."""
         self.is_down = False
@@ -118,30 +135,39 @@ class AwayWindow:
         own = own.to(self.owner.device) if self.owner.near else own  # sums that wait on the host come back to states that do not
         scaled = own.to(self.owner.dtype, copy=True).mul_(scale) if self.copies else own.mul_(scale) if scale != 1.0 else own
         for run, part in zip(self.runs, self.split(scaled), strict=True):
-            run.grad = part
+            run.grad = None if run.skipped else part
 
     def take_back(self, optimizer: torch.optim.Optimizer) -> bool:
         """After the update; states that the optimizer made in its first one move to where they stay. Whether there were any."""
         for run in self.runs:
             run.grad = None
-        if self.made:
+        of = next((run for run in self.runs if not run.bare), None)
+        if of is None or (self.made and not any(run.fresh for run in self.runs)):
             return False
-        for key, first in sorted(optimizer.state.get(self.runs[0], {}).items()):
-            if is_elementwise(first, self.runs[0]):
+        for key, first in sorted(optimizer.state.get(of, {}).items()):
+            if is_elementwise(first, of):
                 self.owner.provide(key, first.dtype)
                 for run, part in zip(self.runs, self.split(self.view(key, first.dtype)), strict=True):
-                    optimizer.state[run][key] = part.copy_(optimizer.state[run][key])
+                    if run.bare:
+                        part.zero_()
+                    elif run.fresh or not self.made:
+                        optimizer.state[run][key] = part.copy_(optimizer.state[run][key])
         self.made = True
         return True
 
-    def prepare(self, optimizer: torch.optim.Optimizer, scalars: dict[str, float]) -> None:
+    def separate(self, optimizer: torch.optim.Optimizer, tensors: Sequence[Extent], names: Collection[str]) -> None:
+        """As `Master.separate`; `tensors` by their elements of the unit's own run."""
+        at = self.of_unit.start
+        here = [Extent(each.start - at, each.stop - at, each.name) for each in tensors]
+        before, self.stretches = self.runs, separated(self.stretches, here, names)
+        self.runs = runs_of(self.updated, self.stretches)
+        replaced(optimizer, before, self.runs)
+
+    def prepare(self, optimizer: torch.optim.Optimizer, scalars: dict[str, float], skipped: Scalars) -> None:
         """States that were laid and are filled from elsewhere."""
         parts = {kind: self.split(self.view(kind, dtype)) for kind, dtype in self.owner.kinds.items() if kind != MASTER}
         for at, run in enumerate(self.runs):
-            state: dict[str, Any] = {kind: views[at] for kind, views in parts.items()}
-            state |= scalars_of(optimizer, run, scalars)
-            if state:
-                optimizer.state[run] = state
+            lay_state(optimizer, run, {kind: views[at] for kind, views in parts.items()}, scalars, skipped)
         self.made = bool(parts)
 
 
@@ -181,6 +207,7 @@ class AwayPart:
                 away.store(window)
             elif self.file is not None:
                 updated = window.view(MASTER, dtype)
+            window.updated, window.stretches = updated, inside
             window.runs = runs_of(updated, inside)
 
     @property
@@ -237,6 +264,12 @@ class AwayMaster(Master):
         self.copies = any(part.copies for part in self.each)
         self.runs = [run for window in self.windows for run in window.runs]
 
+    def separate(self, optimizer: torch.optim.Optimizer, tensors: Sequence[Extent], names: Collection[str]) -> None:
+        for window in self.windows:
+            window.separate(optimizer, tensors, names)
+        self.runs = [run for window in self.windows for run in window.runs]
+        self.single = [run for run in self.runs if run.single]
+
     @property
     def file(self) -> bool:
         """Whether weights are in files."""
@@ -273,10 +306,10 @@ class AwayMaster(Master):
         kinds = sorted({kind for part in self.each for kind in part.kinds} - {MASTER})
         return {kind: [whole for part in self.each for whole in part.whole(kind)] for kind in kinds}
 
-    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float]) -> None:
+    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float], skipped: Scalars = NONE) -> None:
         self.away.settle()
         for part in self.each:
             for kind, name in kinds.items():
                 part.provide(kind, getattr(torch, name))
         for window in self.windows:
-            window.prepare(optimizer, scalars)
+            window.prepare(optimizer, scalars, skipped)

@@ -13,12 +13,14 @@ from functools import cached_property
 
 import torch
 
+from meshwright.parallel.zero.master import Run
+
 
 class Few:
     """Leaves in the groups of an optimizer some parameters alone: else each of its steps would look at all runs of the model."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.groups = optimizer.param_groups
+        self.optimizer, self.groups = optimizer, optimizer.param_groups
         self.all = [group["params"] for group in self.groups]
         self.numbers = [{name: value for name, value in group.items() if isinstance(value, int | float)} for group in self.groups]
 
@@ -32,6 +34,23 @@ class Few:
             chosen[self._group_of[id(run)]].append(run)
         for group, some, numbers in zip(self.groups, chosen, self.numbers, strict=True):
             group.update(numbers, params=some)
+
+    def step(self, runs: Sequence[Run]) -> None:
+        """Update `runs`, those that were skipped until now by themselves: fused kernels of torch want states of all that they are given, or of none."""
+        fresh, others = [run for run in runs if run.fresh], [run for run in runs if not (run.fresh or run.skipped)]
+        gradients = [run.grad for run in others]
+        if fresh:
+            for run in others:  # an optimizer may hold parameters outside of its groups too
+                run.grad = None
+            self(fresh)
+            self.optimizer.step()
+            for run in fresh:
+                run.grad = None
+        if others:
+            for run, gradient in zip(others, gradients, strict=True):
+                run.grad = gradient
+            self(others)
+            self.optimizer.step()
 
 
 @contextmanager

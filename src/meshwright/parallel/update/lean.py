@@ -22,7 +22,7 @@ import torch
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.update.rounding import TILE, Places, round_into, within
-from meshwright.parallel.zero.master import Master, Stretch, Window, is_elementwise
+from meshwright.parallel.zero.master import NONE, Master, Scalars, Stretch, Window, is_elementwise
 from meshwright.spec.workload import BLOCK_OF_STATES as BLOCK
 
 LEAST = 1e-30
@@ -36,11 +36,11 @@ class Eight:
     A flat float32 tensor in 8 bits an element. `signed` False: none of its elements is negative."""
 
     def __init__(self, numel: int, device: torch.device, signed: bool) -> None:
-        """Of `numel` elements, a multiple of BLOCK."""
+        """Of `numel` elements, a multiple of BLOCK; zeros at first."""
         self.library = library()
         self.map = torch.tensor(self.library.create_dynamic_map(signed=signed), dtype=torch.float32, device=device)
-        self.codes = torch.empty(numel, dtype=torch.uint8, device=device)
-        self.scales = torch.empty(numel // BLOCK, device=device)
+        self.codes = torch.full((numel,), int(self.map.abs().argmin()), dtype=torch.uint8, device=device)
+        self.scales = torch.ones(numel // BLOCK, device=device)
 
     def _tiles(self, taken: slice) -> Iterator[tuple[slice, slice, slice]]:
         """Elements, their places among those `taken`, and their scales; as many at a time as stay in the cache."""
@@ -107,18 +107,20 @@ class Lean(Master):
             return
         for key, wide in self._values(window.elements).items():
             for run, part in zip(runs, self._split(wide.to(torch.float32), window.runs), strict=True):
-                optimizer.state[run][key] = part
+                if not run.stateless:
+                    optimizer.state[run][key] = part
 
     def narrow(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
         """Keep what the step left."""
         runs, places = self.runs[window.runs], tuple(within(self.places, window.elements))
-        for key in [key for key, value in optimizer.state.get(runs[0], {}).items() if is_elementwise(value, runs[0])]:
-            wide = torch.cat([optimizer.state[run].pop(key) for run in runs])
+        of = next((run for run in runs if not run.bare), runs[0])
+        for key, first in [(key, value) for key, value in optimizer.state.get(of, {}).items() if is_elementwise(value, of)]:
+            wide = torch.cat([torch.zeros_like(run, dtype=first.dtype) if run.bare else optimizer.state[run].pop(key) for run in runs])
             if not self.rounds:
                 self._keep_eight(key, wide, window.elements)
                 continue
             if key not in self._states:
-                self._states[key] = torch.empty_like(self.flat)
+                self._states[key] = torch.zeros_like(self.flat) if self.single else torch.empty_like(self.flat)
             round_into(self._states[key][window.elements], wide, places, self.seed, self._step, key)
         if self.rounds:
             kept = self.flat[window.elements]
@@ -150,14 +152,9 @@ class Lean(Master):
         self._shown = weakref.WeakValueDictionary(values)
         return values
 
-    def scalars(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
-        for key, value in optimizer.state.get(self.runs[0], {}).items():
-            if isinstance(value, torch.Tensor | int | float):
-                yield key, float(value)
-
-    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float]) -> None:
-        super().prepare(optimizer, kinds, scalars)
-        for run in self.runs:
+    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float], skipped: Scalars = NONE) -> None:
+        super().prepare(optimizer, kinds, scalars, skipped)
+        for run in (run for run in self.runs if not run.bare):
             for key in kinds:
                 optimizer.state[run].pop(key, None)
         self._kept = self.flat.numel() if kinds else 0

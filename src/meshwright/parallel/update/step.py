@@ -25,7 +25,9 @@ LEFT = 4
 
 def is_alone(unit: FlatUnit) -> bool:
     """Whether `unit` is not updated together with others."""
-    return unit.master.tensors is not None or isinstance(unit.master, Lean) or unit.own_gradients.dtype != unit.master.flat.dtype
+    master = unit.master
+    wide = isinstance(master, Lean) or unit.own_gradients.dtype != master.flat.dtype
+    return wide or master.tensors is not None or any(run.fresh for run in master.single)
 
 
 def update(units: Iterable[FlatUnit], optimizer: torch.optim.Optimizer, scale: float, step: int, first: bool) -> None:
@@ -75,8 +77,7 @@ def _by_windows(unit: FlatUnit, optimizer: torch.optim.Optimizer, few: Few, scal
     for number, window in enumerate(master.few_at_a_time(), 1):
         master.widen(optimizer, step, window)
         master.give(_wide(unit.own_gradients[window.elements], master, scale), window.runs)
-        few(master.runs[window.runs])
-        optimizer.step()
+        few.step(master.runs[window.runs])
         master.take_back(window.runs)
         master.narrow(optimizer, window)
         if makes and number % LEFT == 0:

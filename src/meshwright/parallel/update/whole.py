@@ -12,7 +12,7 @@ Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section 2.3, fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,6 +101,8 @@ class WholeUnit:
         kind = unit.master.flat.dtype
         self._place = torch.zeros((), dtype=kind, device=unit.master.flat.device)
         self.parameters = [Whole(self._place.expand(part.shape), part.name, in_block[part.name]) for part in self.mine]
+        self.skipped: Collection[str] = ()
+        """Tensors that the next update has no gradient for: the optimizer skips them."""
 
     def update(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """`weights`, this rank's run of the unit, after a step with `gradients`, of the same run."""
@@ -111,7 +113,7 @@ class WholeUnit:
         for part, parameter in zip(self.mine, self.parameters, strict=True):
             both = whole.pop(part.name)
             parameter.data = both[..., 0].contiguous()
-            parameter.grad = both[..., 1].contiguous()
+            parameter.grad = None if part.name in self.skipped else both[..., 1].contiguous()
         optimizer.step()
         after = {part.name: parameter.data.unsqueeze(-1) for part, parameter in zip(self.mine, self.parameters, strict=True)}
         for parameter in self.parameters:
@@ -122,7 +124,8 @@ class WholeUnit:
         """All of the unit is this rank's: its tensors are updated where they lie."""
         for part, parameter in zip(self.mine, self.parameters, strict=True):
             taken = slice(part.offset, part.offset + part.shape.numel())
-            parameter.data, parameter.grad = weights[taken].view(part.shape), gradients[taken].view(part.shape)
+            parameter.data = weights[taken].view(part.shape)
+            parameter.grad = None if part.name in self.skipped else gradients[taken].view(part.shape)
         optimizer.step()
         for part, parameter in zip(self.mine, self.parameters, strict=True):
             taken = slice(part.offset, part.offset + part.shape.numel())
@@ -130,11 +133,11 @@ class WholeUnit:
                 weights[taken].view(part.shape).copy_(parameter.data)
             parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
 
-    def make_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """The states that a first step makes, whatever is in them: the step is made on zeros."""
+    def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
+        """The states that a first step makes, whatever is in them, but of `stateless` tensors: the step is made on zeros."""
         for parameter in self.parameters:
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = torch.zeros_like(parameter.data)
+            parameter.grad = None if parameter.path in stateless else torch.zeros_like(parameter.data)
         optimizer.step()
         for parameter in self.parameters:
             parameter.grad, parameter.data = None, self._place.expand(parameter.shape)

@@ -4,11 +4,18 @@ An optimizer passes over its parameters once for each of its operations. 18 mill
 thread and 27 ms in runs that stay in the cache, so on a CPU the optimizer is given such runs; an accelerator gets one tensor, one launch.
 A run holds either matrices or vectors (biases, norms), and tensors of one group alone (update/groups.py), so that a rule can treat them apart. States with an element for each weight lie whole
 here, the optimizer holds views of them: what a checkpoint writes does not know of runs.
+
+[Note: skipped parameters] torch's optimizers skip a parameter whose gradient is None: its weights, its states and its count of steps stay. A parameter
+that is skipped for the first time gets runs of its own ([Run.single], zero/skipped.py), which have no gradient in such an update, so that torch itself
+skips them. A run that has been skipped in every update so far has no states: torch makes them in the first update that has a gradient for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,24 +37,56 @@ class Run(nn.Parameter):
 
     is_matrix: bool
     path: str
+    single: bool
+    """Whether it holds elements of `path` alone, because an update has skipped that tensor."""
+    skipped: bool
+    """Whether the last update that began has no gradient for it."""
+    stateless: bool
+    """Whether every update before that one has skipped it."""
 
-    def __new__(cls, data: torch.Tensor, is_matrix: bool, path: str = "") -> Run:
+    def __new__(cls, data: torch.Tensor, is_matrix: bool, path: str = "", single: bool = False) -> Run:
         made = super().__new__(cls, data)
-        made.is_matrix, made.path = is_matrix, path
+        made.is_matrix, made.path, made.single = is_matrix, path, single
+        made.skipped = made.stateless = False
         return made
+
+    @property
+    def bare(self) -> bool:
+        """Whether it has no states: no update has had a gradient for it."""
+        return self.stateless and self.skipped
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the update is the first that has a gradient for it, although others had theirs before."""
+        return self.stateless and not self.skipped
 
 
 class Stretch(NamedTuple):
-    """Elements `start` to `stop` are of tensors of one kind and group, the first of which is `path`."""
+    """Elements `start` to `stop` are of tensors of one kind and group, the first of which is `path`. `single`: of this one alone."""
 
     start: int
     stop: int
     is_matrix: bool
     path: str
+    single: bool = False
 
     def of(self, first: int, last: int) -> Stretch:
         """What of it lies from `first` to `last`, counted from there."""
         return self._replace(start=max(self.start, first) - first, stop=min(self.stop, last) - first)
+
+
+class Extent(NamedTuple):
+    """Elements `start` to `stop` are of the tensor `name`, with the room behind it."""
+
+    start: int
+    stop: int
+    name: str
+
+
+Scalars = Mapping[str, Mapping[str, float]]
+"""Scalars of states by the names of tensors."""
+
+NONE: Scalars = MappingProxyType({})
 
 
 class Window(NamedTuple):
@@ -65,7 +104,7 @@ def runs_of(flat: torch.Tensor, stretches: Sequence[Stretch]) -> list[Run]:
     longest = RUN if flat.device.type == "cpu" else max(flat.numel(), 1)
     cuts = list(_cuts(stretches, longest)) or [(flat.numel(), Stretch(0, 0, True, ""))]
     parts = flat.split([size for size, _ in cuts])
-    return [Run(part, of.is_matrix, of.path) for part, (_, of) in zip(parts, cuts, strict=True)]
+    return [Run(part, of.is_matrix, of.path, of.single) for part, (_, of) in zip(parts, cuts, strict=True)]
 
 
 class Master:
@@ -73,9 +112,11 @@ class Master:
 
     tensors: WholeUnit | None = None
     """What the optimizer is given instead of runs, where it needs whole tensors."""
+    single: Sequence[Run] = ()
+    """Of `runs` those of tensors that an update has skipped ([Note: skipped parameters])."""
 
     def __init__(self, flat: torch.Tensor, stretches: Sequence[Stretch]) -> None:
-        self._flat, self.runs = flat, runs_of(flat, stretches)
+        self._flat, self.runs, self._stretches = flat, runs_of(flat, stretches), list(stretches)
         self._states: dict[str, torch.Tensor] = {}
         self.computed = flat.dtype
         """The type of an update."""
@@ -111,10 +152,16 @@ class Master:
 
     # --- gradients ------------------------------------------------------------------------------------------------------------
 
+    def separate(self, optimizer: torch.optim.Optimizer, tensors: Sequence[Extent], names: Collection[str]) -> None:
+        """Cut runs so that each of `tensors` whose name is in `names` has its own; states and groups of the optimizer follow."""
+        before, self._stretches = self.runs, separated(self._stretches, tensors, names)
+        self.runs = runs_of(self._flat, self._stretches)
+        self.single = replaced(optimizer, before, self.runs)
+
     def give(self, gradient: torch.Tensor, some: slice = slice(None)) -> None:
         """The optimizer's next step uses `gradient`, which is that of `some` runs."""
         for run, part in zip(self.runs[some], self._split(gradient, some), strict=True):
-            run.grad = part
+            run.grad = None if run.skipped else part
 
     def take_back(self, some: slice = slice(None)) -> None:
         for run in self.runs[some]:
@@ -137,9 +184,9 @@ class Master:
 
     def narrow(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
         """After it: states that it has made are laid together."""
-        if window.elements.stop > self._kept:
+        if window.elements.stop > self._kept or (self.single and any(run.fresh for run in self.runs[window.runs])):
             self.lay(optimizer, window)
-            self._kept = window.elements.stop
+            self._kept = max(self._kept, window.elements.stop)
 
     # --- states ---------------------------------------------------------------------------------------------------------------
 
@@ -155,45 +202,51 @@ class Master:
         return self._states
 
     def lay(self, optimizer: torch.optim.Optimizer, some: Window = EVERYTHING) -> None:
-        """The optimizer's states of `some` runs become views of those that lie whole here."""
-        for key, first in sorted(optimizer.state.get(self.runs[0], {}).items()):
-            if is_elementwise(first, self.runs[0]):
+        """The optimizer's states of `some` runs become views of those that lie whole here; zeros lie where a run has none."""
+        of = next((run for run in self.runs[some.runs] if not run.bare), self.runs[0])
+        for key, first in sorted(optimizer.state.get(of, {}).items()):
+            if is_elementwise(first, of):
                 if key not in self._states:
-                    self._states[key] = torch.empty_like(self.flat, dtype=first.dtype)
+                    room = torch.zeros_like if self.single else torch.empty_like
+                    self._states[key] = room(self.flat, dtype=first.dtype)
                 for run, view in zip(self.runs[some.runs], self._split(self._states[key][some.elements], some.runs), strict=True):
+                    if run.bare:
+                        continue
                     held = optimizer.state[run]
                     if held[key].data_ptr() != view.data_ptr():
                         held[key] = view.copy_(held[key])
 
     def _lie_together(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's states are the views of ours, which is looked at in every step: without making them, and by the first and
-        the last run, between which all are laid alike."""
-        for key, first in optimizer.state.get(self.runs[0], {}).items():
-            if not is_elementwise(first, self.runs[0]):
+        the last run that have any, between which all are laid alike."""
+        begin, end = self.runs[0], self.runs[-1]
+        if self.single:
+            begin = next((run for run in self.runs if not run.bare), begin)
+            end = next((run for run in reversed(self.runs) if not run.bare), end)
+        for key, first in optimizer.state.get(begin, {}).items():
+            if not is_elementwise(first, begin):
                 continue
             if key not in self._states:
                 return False
-            at, last = self._states[key].data_ptr(), optimizer.state.get(self.runs[-1], {}).get(key)
-            end = at + (self.flat.numel() - self.runs[-1].numel()) * first.element_size()
-            if last is None or (first.data_ptr(), last.data_ptr()) != (at, end):
+            last = optimizer.state.get(end, {}).get(key)
+            pairs = ((begin, first), (end, last))
+            if last is None or any(held.data_ptr() != address(run, self.flat, self._states[key]) for run, held in pairs):
                 return False
         return True
 
     def scalars(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
-        """States that have one number for all weights, such as the count of steps."""
-        for key, value in optimizer.state.get(self.runs[0], {}).items():
-            if isinstance(value, torch.Tensor | int | float) and not is_elementwise(value, self.runs[0]):
-                yield key, float(value)
+        """States that have one number for all weights, such as the count of steps, of tensors that no update has skipped."""
+        run = next((run for run in self.runs if not run.single), None)
+        if run is not None:
+            yield from numbers_of(optimizer, run)
 
-    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float]) -> None:
-        """Empty states of these types, and these scalars, ready to be filled by loading."""
+    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float], skipped: Scalars = NONE) -> None:
+        """Empty states of these types, and these scalars, ready to be filled by loading. `skipped`: the scalars of each tensor that has other ones.
+        Runs of tensors that all updates have skipped lose their states."""
         self._states = {key: torch.zeros_like(self.flat, dtype=getattr(torch, kind)) for key, kind in kinds.items()}
         parts = {key: self._split(whole) for key, whole in self._states.items()}
         for at, run in enumerate(self.runs):
-            state: dict[str, Any] = {key: views[at] for key, views in parts.items()}
-            state |= scalars_of(optimizer, run, scalars)
-            if state:
-                optimizer.state[run] = state
+            lay_state(optimizer, run, {key: views[at] for key, views in parts.items()}, scalars, skipped)
 
 
 class Parted(Master):
@@ -222,7 +275,84 @@ def _cuts(stretches: Sequence[Stretch], longest: int) -> Iterator[tuple[int, Str
             first += size
 
 
-def scalars_of(optimizer: torch.optim.Optimizer, run: torch.Tensor, scalars: dict[str, float]) -> dict[str, torch.Tensor]:
+def address(run: torch.Tensor, flat: torch.Tensor, whole: torch.Tensor) -> int:
+    """Where the elements of `run`, a view of `flat`, are in `whole`, which is as long as `flat`."""
+    return whole.data_ptr() + (run.data_ptr() - flat.data_ptr()) // flat.element_size() * whole.element_size()
+
+
+def numbers_of(optimizer: torch.optim.Optimizer, run: Run) -> Iterator[tuple[str, float]]:
+    """States of `run` that have one number for all of its elements."""
+    for key, value in optimizer.state.get(run, {}).items():
+        if isinstance(value, torch.Tensor | int | float) and not is_elementwise(value, run):
+            yield key, float(value)
+
+
+def lay_state(
+    optimizer: torch.optim.Optimizer, run: Run, elementwise: dict[str, torch.Tensor], scalars: dict[str, float], skipped: Scalars
+) -> None:
+    """Give the optimizer these states of `run`, or none, as `Master.prepare` says."""
+    optimizer.state.pop(run, None)
+    state: dict[str, Any] = elementwise | scalars_of(optimizer, run, skipped.get(run.path, scalars) if run.single else scalars)
+    if state and not run.bare:
+        optimizer.state[run] = state
+
+
+def separated(stretches: Sequence[Stretch], tensors: Sequence[Extent], names: Collection[str]) -> list[Stretch]:
+    """`stretches`, in which each of `tensors` (in order, without gaps between them) that is named has one of its own.
+
+    >>> tensors = [Extent(0, 4, "a"), Extent(4, 7, "b"), Extent(7, 9, "c"), Extent(9, 12, "d")]
+    >>> [each[:2] + each[3:] for each in separated([Stretch(0, 9, True, "a"), Stretch(9, 12, False, "d")], tensors, {"b", "d"})]
+    [(0, 4, 'a', False), (4, 7, 'b', True), (7, 9, 'c', False), (9, 12, 'd', True)]
+    """
+    found: list[Stretch] = []
+    for old in stretches:
+        inside = [each for each in tensors if each.start < old.stop and each.stop > old.start]
+        for name, alike in groupby(inside, key=lambda each: each.name if each.name in names else ""):
+            parts = list(alike)
+            start, stop = max(parts[0].start, old.start), min(parts[-1].stop, old.stop)
+            found.append(Stretch(start, stop, old.is_matrix, parts[0].name, old.single or bool(name)))
+    return found
+
+
+def replaced(optimizer: torch.optim.Optimizer, before: Sequence[Run], after: Sequence[Run]) -> list[Run]:
+    """Give the optimizer, and those that it is made of, the runs `after` in the places of those `before`, which they are parts of, with their states. Those
+    that are single are returned."""
+    news = iter(after)
+    parts: dict[int, list[Run]] = {}
+    for old in before:
+        parts[id(old)] = new = [next(news)]
+        while sum(each.numel() for each in new) < old.numel():
+            new.append(next(news))
+    for one in nested(optimizer):
+        for old in before:
+            held = one.state.pop(old, None)
+            if held is not None:
+                one.state.update(zip(parts[id(old)], _divided(held, old, [each.numel() for each in parts[id(old)]]), strict=True))
+        for group in one.param_groups:
+            group["params"] = [new for old in group["params"] for new in parts.get(id(old), [old])]
+    return [run for run in after if run.single]
+
+
+def _divided(held: dict[str, Any], old: Run, sizes: list[int]) -> Iterator[dict[str, Any]]:
+    """The states `held` of a run, of its parts of these sizes: views of those with an element for each weight, copies of all others."""
+    split = {key: value.split(sizes) for key, value in held.items() if is_elementwise(value, old)}
+    for at in range(len(sizes)):
+        yield {key: split[key][at] if key in split else deepcopy(value) for key, value in held.items()}
+
+
+def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer and those that it holds as attributes, or in lists of attributes."""
+    found: list[torch.optim.Optimizer] = []
+    left: list[Any] = [optimizer]
+    while left:
+        each = left.pop()
+        if isinstance(each, torch.optim.Optimizer) and all(each is not other for other in found):
+            found.append(each)
+            left += [part for value in vars(each).values() for part in (value if isinstance(value, list | tuple) else [value])]
+    return found
+
+
+def scalars_of(optimizer: torch.optim.Optimizer, run: torch.Tensor, scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:
     """One number each, where the update of `run` reads it."""
     group = (
         {} if run.device.type == "cpu" else next(group for group in optimizer.param_groups if any(each is run for each in group["params"]))

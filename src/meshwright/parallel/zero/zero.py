@@ -26,6 +26,7 @@ from meshwright.parallel.update.step import update
 from meshwright.parallel.zero import exact
 from meshwright.parallel.zero.flat import FlatUnit, own_run
 from meshwright.parallel.zero.master import Run
+from meshwright.parallel.zero.skipped import check_lists, skip
 from meshwright.parallel.zero.written import Written
 from meshwright.schedules.action import Action, Kind
 
@@ -46,7 +47,7 @@ class Stage:
     waiting: deque[FlatUnit] = field(default_factory=deque)
     ready: set[int] = field(default_factory=set)
     reached: set[str] = field(default_factory=set)
-    """Parameters that a gradient has ever come to on this rank."""
+    """Parameters that a gradient has come to in this step on this rank."""
     probe: Callable[[str, torch.Tensor], None] | None = None
     """Takes each gradient in place of the sums, in the passes of a check (parallel/fingerprint.py)."""
 
@@ -112,7 +113,11 @@ class Zero:
         self.names: tuple[str, ...] = ()
         """All trained parameters of the model, in its order."""
         self.unreached: tuple[str, ...] = ()
-        """Of them those that no gradient has come to on any rank, as far as all ranks know: their weights stay, as torch leaves one without a gradient alone."""
+        """Of them those that no gradient came to on any rank in the last backward pass of all ranks: the update skips them, as torch skips a parameter whose
+        gradient is None."""
+        self.stateless: frozenset[str] = frozenset()
+        """Of them those that every update so far has skipped, so that the optimizer has no states of them."""
+        self._held = frozenset(name for unit in self.trained for name in unit.parameters)
         self.unconnected: frozenset[str] = frozenset()
         """Parameters that the outputs were not seen to come from with a gradient: zeros that another stage sends back are none that came."""
         self._updated = False
@@ -127,7 +132,7 @@ class Zero:
         """Before the first of `passes` backward passes of each stage."""
         self.settle()
         for stage in self.stages.values():
-            stage.passes = 0
+            stage.passes, stage.reached = 0, set()
             self._expect(stage)
             for unit in stage.units:
                 unit.begin_step(passes)
@@ -264,45 +269,43 @@ class Zero:
         return given or [Run(torch.zeros(0), False)]
 
     def came(self) -> torch.Tensor:
-        """Of each of `unreached` whether a gradient has come to it on this rank: ranks sum it."""
-        here = {name for stage in self.stages.values() for name in stage.reached} if self.unreached else set()
-        for unit in self.trained if self.unconnected else ():
-            here -= {name for name in self.unconnected & unit.unit.offsets.keys() if not unit.own_gradients[own_run(unit, name)].any()}
-        return torch.tensor([name in here for name in self.unreached], dtype=torch.float64, device=self.mesh.device)
+        """Of each of `unreached` whether a gradient came to it on this rank in this step, and whether none came to another parameter that this rank
+        trains: ranks sum it."""
+        here = self._came_here()
+        another = not (here >= self._held or here >= self._held.intersection(self.names).difference(self.unreached))
+        return torch.tensor([*(name in here for name in self.unreached), another], dtype=torch.float64, device=self.mesh.device)
 
     def agree(self, came: Sequence[float]) -> None:
-        """`came`, summed over all ranks."""
-        self.unreached = tuple(name for name, ranks in zip(self.unreached, came, strict=True) if not ranks)
+        """`came`, summed over all ranks, which all call this. Where some rank had no gradient of a parameter that was reached in the step before, ranks
+        sum once more: as a rule another rank had one."""
+        *came, another = came
+        missing = {name for name, ranks in zip(self.unreached, came, strict=True) if not ranks}
+        if another:
+            here, others = self._came_here(), [name for name in self.names if name not in self.unreached]
+            sums = torch.tensor([name in here for name in others], dtype=torch.float64, device=self.mesh.device)
+            all_reduce(sums, self.mesh.world).wait()
+            missing |= {name for name, ranks in zip(others, sums.tolist(), strict=True) if not ranks}
+        self.unreached = tuple(name for name in self.names if name in missing)
 
-    def _left_alone(self) -> set[str]:
-        """Parameters that an update does not change: what no loss has reached, and what was frozen since the optimizer was made."""
-        frozen = {name for unit in self.trained for name, parameter in unit.parameters.items() if not parameter.requires_grad}
-        return {*self.unreached, *(frozen & set(self.names))}
-
-    def _staying(self) -> list[tuple[FlatUnit, torch.Tensor, torch.Tensor]]:
-        """Runs of weights that an update leaves alone, and their values; what waits elsewhere sees to its own (offload/update.py)."""
-        names = self._left_alone()
-        held = [
-            (unit, own_run(unit, name))
-            for unit in self.trained
-            if not isinstance(unit.master, AwayMaster)
-            for name in names & unit.unit.offsets.keys()
-        ]
-        runs = [(unit, unit.master.flat[run]) for unit, run in held]
-        return [(unit, run, run.clone()) for unit, run in runs if run.numel()]
+    def _came_here(self) -> set[str]:
+        """Parameters that a gradient came to in this step on this rank."""
+        here = {name for stage in self.stages.values() for name in stage.reached}
+        for unit in self.trained if self.unconnected else ():
+            here -= {name for name in self.unconnected & unit.unit.offsets.keys() if not unit.own_gradients[own_run(unit, name)].any()}
+        return here
 
     def update(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
         """Gradients times `scale` through the optimizer (update/step.py)."""
         self.settle()
-        staying = self._staying()
+        skipped = frozenset(self.unreached)
+        check_lists(optimizer, skipped)
+        for unit in self.trained:
+            skip(unit, skipped, self.stateless, optimizer)
         if self.mesh.away is not None and any(isinstance(unit.master, AwayMaster) for unit in self.trained):
-            update_away(self.mesh.away, self.trained, optimizer, scale, self._left_alone())
+            update_away(self.mesh.away, self.trained, optimizer, scale)
         else:
             update(self.trained, optimizer, scale, step, not self._updated)
-        self._updated = True
-        for unit, run, before in staying:
-            run.copy_(before)
-            unit.write_back()
+        self._updated, self.stateless = True, self.stateless & skipped
         for pending in [unit.share() for unit in self.trained]:
             pending.wait()
         if self.mesh.plan.zero in (1, 2):  # the user's code may write to weights now, whose shards other ranks may still be reading
