@@ -66,15 +66,16 @@ def check_divided(engine: Parallel, batches: Sequence[Batch]) -> None:
     """Raises PlanRefused on every rank where rows of a batch see each other and the plan takes them apart. Every rank calls it."""
     plan = engine.mesh.plan
     pieces = sum(plan.shares) or plan.dp * len(batches)
-    if pieces > 1 or plan.recompute == Recompute.layer:
-        with perturbed(engine):
-            _check_kept(engine, batches)
-    if pieces == 1:
+    if pieces == 1 and plan.recompute != Recompute.layer:
         return
     counts = engine.anatomy.against.get("rows", "")
     whole = together(batches) if engine.objective.loss is None else unequal(together(batches))
     with perturbed(engine):
-        _check_rows(engine, (whole, twice(batches[0])), pieces, counts)
+        _check_kept(engine, batches)
+        if pieces > 1:
+            _check_rows(engine, (whole, twice(batches[0])), pieces, counts)
+    if pieces == 1:
+        return
     rows = max(sum(map(rows_of, batches)) * plan.dp, 2)
     _check_rows(
         engine, [repeated(batches[0], rows, token) for token in (None, 0, 1)] if counts else [whole], pieces, counts, backward=False

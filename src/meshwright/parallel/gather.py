@@ -14,15 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.state import BUFFER, REPLICA, Held, buffer_pieces, pieces_of
 from meshwright.spec.piece import Piece
+
+if TYPE_CHECKING:
+    from meshwright.parallel.engine import Parallel
 
 BUCKET_BYTES = 1 << 22
 """What one all-reduce carries at most."""

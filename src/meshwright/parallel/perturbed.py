@@ -1,86 +1,114 @@
-"""Weights that hold one number throughout, perturbed for a check and restored to the bit: zero-initialised heads, gates of 0, gains of 1.
+"""Constant parameters hold noise for a check or a proof, and their constant again afterwards, bit for bit.
 
-What such a weight multiplies, or hides, has no effect on the loss or on other gradients yet and has one from the second step on, so that a check with the
-weights as they are would see nothing of it. The noise depends on the name and the place of an element alone: all ranks that hold it add the same.
-Only weights that are trained are perturbed; what is offloaded under ZeRO 3 is not.
+A gradient that is zero because a head, a gate or a bias is zero hides every fault behind it, as does what such a weight multiplies, and a gain of one hides
+that it was applied twice. So a parameter whose elements are all equal is changed by a number that depends on its name and the index of the element
+alone, on every rank that stores it, and filled with its constant afterwards: nothing is copied.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from meshwright.parallel.zero.flat import FlatUnit, own_run
+from meshwright.parallel import state
+from meshwright.parallel.exchange.exchange import all_reduce
+from meshwright.parallel.gather import places
+from meshwright.parallel.state import Held
 
 if TYPE_CHECKING:
     from meshwright.parallel.engine import Parallel
 
-TILE = 65521
-"""Numbers of noise, a prime, that a large weight repeats."""
-
+NOISE, RELATIVE = 0.05, 0.1
+"""Largest change of a constant: this much, and this part of its absolute value."""
+LEAST = 0.2
+"""Smallest part of that change of a vector or a number, which grows: a gain or a variance may have to be above zero."""
 PROBED = 64
 """Elements that are compared before all are."""
-
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+AT_ONCE = 1 << 20
+"""Elements whose indices are computed at a time."""
 
 
 @contextmanager
-def perturbed(engine: Parallel) -> Iterator[None]:
-    """Constant weights hold noise inside. Every rank enters it."""
+def perturbed(engine: Parallel) -> Iterator[list[str]]:
+    """Parameters that are constant have noise inside, and are as before afterwards, bit for bit. Gives their names; all ranks call it."""
     engine.zero.settle()
     engine.zero.close_all()
-    changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with torch.no_grad():
-        for unit in engine.zero.trained:
-            for name, parameter in unit.parameters.items():
-                first, piece = _piece(unit, name)
-                if parameter.requires_grad and is_constant(piece):
-                    changed.append((piece, piece[:1].clone()))
-                    piece.add_(noise(name, parameter.shape, first, piece))
-    engine.zero.settle()
+    constants = _constants(engine)
+    _write(engine, constants, noisy=True)
     engine.open_ungated()
     try:
-        yield
+        yield list(constants)
     finally:
         engine.zero.settle()
         engine.zero.close_all()
-        with torch.no_grad():
-            for piece, value in changed:
-                piece.view(BITS[piece.element_size()]).copy_(value.view(BITS[piece.element_size()]).expand(piece.shape))
-        engine.zero.settle()
+        _write(engine, constants, noisy=False)
         engine.open_ungated()
 
 
-def _piece(unit: FlatUnit, name: str) -> tuple[int, torch.Tensor]:
-    """Elements of `name` that this rank may write, flat, and which the first of them is."""
-    if unit.zero < 3:
-        return 0, unit.view(unit.weights, name).reshape(-1)
-    if unit.elsewhere is not None:
-        return 0, unit.weights.new_empty(0)
-    run = own_run(unit, name)
-    return max(unit.own.start - unit.unit.offsets[name], 0), unit._shard[run]
+def _constants(engine: Parallel) -> dict[str, float]:
+    """Floating-point parameters whose elements are all equal on all ranks, by name with their value; the same on every rank."""
+    names = {name: at for at, name in enumerate(engine.shapes)}
+    bounds = torch.full((2, len(names)), -torch.inf, dtype=torch.float64, device=engine.mesh.device)
+    for held in state.weight_pieces(engine, saving=False):
+        if held.data.is_floating_point() and held.data.numel():
+            low, high = _bounds(held.data.detach().view(-1))
+            at = names[state.of_first(held).piece.name.partition("/")[2]]
+            bounds[0, at], bounds[1, at] = max(float(bounds[0, at]), -low), max(float(bounds[1, at]), high)
+    all_reduce(bounds, engine.mesh.world, largest=True).wait()
+    lows, highs = bounds.tolist()
+    return {name: highs[at] for name, at in names.items() if -lows[at] == highs[at] and abs(highs[at]) != torch.inf}
 
 
-def is_constant(piece: torch.Tensor) -> bool:
-    """Whether all elements are equal to the bit.
+def _bounds(flat: torch.Tensor) -> tuple[float, float]:
+    """Smallest and largest element; infinite ones where some differ, also in the sign of a zero.
 
-    >>> is_constant(torch.zeros(3)), is_constant(torch.arange(3.0)), is_constant(torch.zeros(0))
-    (True, False, False)
+    >>> _bounds(torch.ones(3)), _bounds(torch.tensor([0.0, -0.0])), _bounds(torch.tensor([1.0, 2.0]))
+    ((1.0, 1.0), (-inf, inf), (-inf, inf))
     """
-    if not piece.numel() or not piece.is_floating_point():
-        return False
-    bits = piece.view(BITS[piece.element_size()])
-    return bool((bits[:PROBED] == bits[0]).all()) and bool((bits == bits[0]).all())
+    if bool((flat[:PROBED] != flat[0]).any()):
+        return -torch.inf, torch.inf
+    low, high = (float(value) for value in flat.aminmax())
+    return (low, high) if low or high or not bool(flat.signbit().any()) else (-torch.inf, torch.inf)
 
 
-def noise(name: str, shape: torch.Size, first: int, like: torch.Tensor) -> torch.Tensor:
-    """For the elements from `first` on of the weight `name`: of both signs for matrices, so that products keep their size, else above zero, where any gain may be."""
-    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    tile = torch.rand(TILE, generator=random, dtype=torch.float64)
-    tile = (2 * tile - 1) * shape[-1] ** -0.5 if len(shape) > 1 else 0.02 + 0.08 * tile
-    places = torch.arange(first, first + like.numel()).remainder(TILE)
-    return tile[places].to(like)
+@torch.no_grad()
+def _write(engine: Parallel, constants: Mapping[str, float], noisy: bool) -> None:
+    if not constants:
+        return
+    for held in state.weight_pieces(engine, saving=False):
+        name = state.of_first(held).piece.name.partition("/")[2]
+        if name in constants:
+            _lay(held, name, constants[name], noisy)
+    for unit in engine.zero.units:
+        if not constants.keys().isdisjoint(unit.unit.offsets):
+            unit.write_back()
+    for unit in engine.zero.units:
+        if not constants.keys().isdisjoint(unit.unit.offsets):
+            unit.share().wait()
+    engine.zero.settle()
+
+
+def _lay(held: Held, name: str, constant: float, noisy: bool) -> None:
+    piece, flat = held.piece, held.data.view(-1)
+    if not noisy:
+        flat.fill_(constant)
+        return
+    seed, size = zlib.crc32(name.encode()), NOISE + RELATIVE * abs(constant)
+    for first in range(0, flat.numel(), AT_ONCE):
+        part = flat[first : first + AT_ONCE]
+        index = torch.arange(piece.start + first, piece.start + first + part.numel(), device=flat.device)
+        random = _noise(places(index, piece), seed)
+        part.copy_(constant + size * (random if len(piece.shape) > 1 else LEAST + (1 - LEAST) * random.abs()))
+
+
+def _noise(index: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers in -1 .. 1 by index: the integer hash of Wang, 2007, in 32 bits of 64."""
+    bits = (index + seed * 2654435761) & 0xFFFFFFFF
+    for shift, multiplier in ((16, 0x45D9F3B), (16, 0x45D9F3B)):
+        bits = (((bits >> shift) ^ bits) * multiplier) & 0xFFFFFFFF
+    bits = (bits >> 16) ^ bits
+    return bits.double() / 0x7FFFFFFF - 1.0

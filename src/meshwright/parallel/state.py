@@ -7,18 +7,20 @@ it holds. Weights are the master weights where there are any, so that nothing is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from meshwright.anatomy import Split, intervals
-from meshwright.parallel.engine import Parallel
 from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.parallel.zero.master import numbers_of
 from meshwright.parallel.zero.skipped import mark, separate
 from meshwright.spec.piece import Piece
+
+if TYPE_CHECKING:
+    from meshwright.parallel.engine import Parallel
 
 REPLICA, OUTER, BUFFER = "replica-", "outer/", "buffer/"
 """How names of pieces begin: of a replica that goes its own way, of what replicas meet with, of buffers that belong to the saved state."""

@@ -22,10 +22,10 @@ from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.exchange.heap import give_back
 from meshwright.parallel.gather import WholeTensors
 from meshwright.parallel.objective import Batch, rows_of
+from meshwright.parallel.perturbed import perturbed
 from meshwright.spec.proof import Proof
 from meshwright.train.contents import Content, contents_of
 from meshwright.train.digests import Digests, first_differing
-from meshwright.train.perturbed import perturbed
 from meshwright.train.reference import Reference, Side
 from meshwright.train.tolerance import FLOORS, STRICT, Compared, Limits, Verdict, gap_of, judged, sketch
 from meshwright.train.untouched import quiet, untouched

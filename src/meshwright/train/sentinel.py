@@ -26,7 +26,6 @@ import torch
 from meshwright.base.errors import MeshwrightError, PlanRefused
 from meshwright.parallel.exchange.calls import gather_objects
 from meshwright.parallel.objective import Batch, Weightless
-from meshwright.parallel.perturbed import BITS
 from meshwright.parallel.preflight import CHECKED
 from meshwright.train.guards import Guards
 
@@ -42,6 +41,7 @@ SMALL = 1 << 20
 """Parameters of a model, all of whose elements are read in less than a millisecond."""
 WINDOW, PARTS = 1 << 16, 16
 """Elements of a unit that are read at least, and parts that it is read in at most."""
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SUMS = 7
 """Numbers that a rank adds to the reduction."""
 T = TypeVar("T")

@@ -1,18 +1,21 @@
-"""A pass of the plan that leaves the trainer, its model and the random states as they were."""
+"""A pass of the plan that leaves the trainer, its model and the random states as they were.
+
+In it dropout is a factor, so that one that is lost under a plan shows: both sides of a proof multiply instead of drawing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.observed import observed
 from meshwright.parallel.exchange.compression import Ways
 from meshwright.parallel.preflight import Preflight
 from meshwright.parallel.tensor.chance import drops
-from meshwright.train.perturbed import Scaled
 from meshwright.train.sentinel import Sentinel
 
 if TYPE_CHECKING:
@@ -22,6 +25,31 @@ FIELDS = ("_rows", "_agreed", "_balance", "_loads", "_dropped", "on_phase", "sen
 """What a backward pass of a trainer writes on it, or calls."""
 FREE_STEP = 4
 """Before the step behind it nothing is checked."""
+KEPT = 0.75
+"""Factor in the place of a dropout of rate p: not 1 - p, so that another rate on one side shows by its own factor."""
+
+
+class Scaled(TorchFunctionMode):
+    """Dropout of rate p that would draw multiplies by KEPT + p / 8 instead; so does that of attention weights, with its output."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            if rate > 0.0:
+                args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+                kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+                return function(*args, **kwargs) * factor(rate)
+        elif name.strip("_").endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            rate = given.get("p", 0.0 if name.startswith("_") else 0.5)
+            draws = given.get("training", given.get("train", True))
+            return given["input"] * factor(rate) if draws and rate > 0.0 else given["input"]
+        return function(*args, **kwargs)
+
+
+def factor(rate: float) -> float:
+    return KEPT + rate / 8
 
 
 @contextmanager
