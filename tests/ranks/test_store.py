@@ -164,6 +164,7 @@ def test_keys_without_a_prefix_are_shared_by_the_clients_of_a_generation(port: i
     for store in (first, second):
         assert not PrefixStore(prefix_of(SECRET, 20), store).check(["a"])
     first.set("exception_dump", "1")
+    assert first.get("exception_dump") == b"1"  # nothing else says that it has arrived
     assert second.check(["exception_dump"]) and raw(port).check(["exception_dump"])
 
 
