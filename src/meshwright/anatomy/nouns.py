@@ -129,8 +129,6 @@ class Anatomy:
     """Arguments of blocks that are made of parameters outside of them, beside the hidden state: stages behind the first cannot make them."""
     between: tuple[tuple[str, ...], ...] = ()
     """Of each stack but the last, parameters outside of blocks that are first used behind it."""
-    returns: int = 0
-    """Values that a block returns; 0 for a bare tensor."""
     used: dict[str, Split] = field(default_factory=dict)
     """Parameters that every tensor rank holds whole and uses a share of; filled by `over`."""
 

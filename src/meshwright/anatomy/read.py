@@ -220,9 +220,6 @@ def _anatomy(reading: Reading, blocks: str, outline: Outline) -> Anatomy:
         understood=tuple(said),
         replicated=tuple(name for name in shapes if name not in splits),
         beside=_beside(reading),
-        returns=next(
-            (one.returns for block, one in (reading.seen.handed if reading.seen else {}).items() if block.startswith(f"{blocks}.")), 0
-        ),
         stacks=tuple((path, len(list(model.get_submodule(path).children()))) for path in reading.stacks),
         between=between(reading.stacks, reading.seen.order) if reading.seen else (),
     )
