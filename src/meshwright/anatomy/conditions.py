@@ -83,7 +83,7 @@ def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
 
 @contextmanager
 def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """`model` in `modes` (see `modes_of`), and as it was when the proof ends."""
+    """Inside, `model` is in `modes` (see `modes_of`); its former state is restored when the proof ends."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(observed(model, {}))  # a proof computes with copies (proof_parameters): no write has to be noted

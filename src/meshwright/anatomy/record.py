@@ -94,7 +94,7 @@ class Record:
 
     @property
     def rewritten(self) -> set[str]:
-        """Parameters that the forward writes to."""
+        """Returns the names of the parameters that the forward writes to."""
         return {self.names[at] for event in self.events if isinstance(event, Op) for at in event.changed if at < len(self.names)}
 
 

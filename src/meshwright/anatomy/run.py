@@ -227,7 +227,7 @@ def analyse(model: nn.Module, blocks: Sequence[str], example: Example | None = N
 
 
 def _steady(model: nn.Module, blocks: Sequence[str], example: Example, on_meta: bool) -> tuple[Record, bool]:
-    """The record, and whether the forward asked for values. Where it draws at random, a block that other seeds call otherwise is noted."""
+    """Returns the record, and whether the forward requested values of tensors. Where it draws random numbers, a block that other seeds call in another order is noted."""
     record, watch = _run(model, blocks, example, on_meta, 0)
     for seed in range(1, SEEDS) if watch.is_random else ():
         other, _ = _run(model, blocks, example, on_meta, seed)
@@ -286,7 +286,7 @@ def _idle(parameters: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[Callable[[], bool]]:
-    """All generators of the processor start at `seed`, and are those of before afterwards. What is yielded says whether Python's or numpy's was used."""
+    """Seeds all generators of the host with `seed` and restores their states on exit. The function that it yields says whether Python's or numpy's generator was used."""
     numpy: Any = sys.modules.get("numpy")
     python, others = random.getstate(), numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=[]):

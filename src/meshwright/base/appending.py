@@ -53,7 +53,7 @@ class Lines:
         self._handle = -1
 
     def close(self) -> OSError | None:
-        """Writes what waits, if there is room now. Returns the error of what is lost."""
+        """Writes the buffered lines, if the disk has room now. Returns the error for lines that are lost."""
         error = self.flush() if self._waiting else None
         self.lost += len(self._waiting) if error else 0
         self._drop()

@@ -37,7 +37,7 @@ SPARSE = 100
 """A file of which less than this part of its bytes is on disk is not one that was written here."""
 
 OVERDUE = 5.0
-"""Seconds after which whoever waits for a disk is told."""
+"""Seconds of waiting for a disk after which a line is printed."""
 
 PLAIN = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 """Flags under which opening a pipe does not wait for its other end."""

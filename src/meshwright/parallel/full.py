@@ -7,7 +7,7 @@
             parameter.clamp_(-1, 1)
 
 Inside, the parameters of the model are whole under every plan, those of other pipeline stages too, in the type of the master weights. After FSDP's
-`summon_full_params`. Costs the memory of what is asked for on every rank, and one exchange of it.
+`summon_full_params`. Costs the memory of the requested parameters on every rank, and one all-gather of them.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _checked_buffers(engine: Parallel) -> set[str]:
 
 
 def _written(engine: Parallel, batch: Batch) -> Written:
-    """Forward and backward of `batch` in training mode, which leave everything as it was."""
+    """Runs forward and backward of `batch` in training mode, and restores all that they changed."""
     before = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
     once, forward = engine.preflight.once, Once(frozenset(before))
     with fingerprinted(engine), quiet(engine, True, dropout=True, every=True) as writes:

@@ -18,7 +18,7 @@ import torch
 STRICT = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
 """Largest relative difference of the loss and of a gradient, by the type of computation."""
 FLOORS = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 5e-4)}
-"""The same below float32, besides the rounding that is measured: one rounding of a number to that type."""
+"""The same below float32, in addition to the measured rounding: one rounding of a number to that type."""
 K = 4.0
 FEW = 16
 """Of a gradient of few elements the rounding that is measured may by chance be small: it counts 1 + FEW / elements times."""

@@ -54,7 +54,7 @@ def factor(rate: float) -> float:
 
 @contextmanager
 def untouched(trainer: Trainer) -> Iterator[None]:
-    """What a backward pass writes besides gradients is put back: which parameters a loss has reached, records, what compression holds back."""
+    """Restores what a backward pass writes in addition to gradients: the set of reached parameters, records, the error feedback of compression."""
     engine, zero = trainer.engine, trainer.engine.zero
     fields = {name: vars(trainer)[name] for name in FIELDS if name in vars(trainer)}
     preflight, unreached, across = engine.preflight, zero.unreached, [unit.across for unit in zero.units]
