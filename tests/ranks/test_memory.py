@@ -51,7 +51,7 @@ def little_room(room: int = ROOM) -> Iterator[None]:
 def starved(where: str, predicted: tuple[Memory, ...]) -> str:
     """A step, or an evaluation, whose activations pass what this process may still map; a model of which no second copy has room."""
     if where == "states":
-        model = nn.Linear(1 << 12, 1 << 12)
+        model = nn.Linear(1 << 13, 1 << 13)  # 256 MiB, more than a heap that is given back could free
         with little_room(), pytest.raises(OutOfMemory) as found:
             parallelize(model, make_optimizer, "dp1", loss=lambda output, batch: output.mean(), predicted=predicted)
         return str(found.value)

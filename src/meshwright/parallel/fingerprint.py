@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.engine import Parallel
 
 DIRECTIONS = 4
-COLUMNS = 4096
+COLUMNS = 1024
 """Elements that share one row factor."""
 
 SMALLEST = 1e-2
