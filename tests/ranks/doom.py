@@ -27,6 +27,7 @@ import torch
 
 import meshwright.parallel.apply as apply
 import meshwright.train.loop as loop
+import meshwright.train.model as models
 import meshwright.train.recovery as recovery
 import meshwright.train.scribe as scribe
 from meshwright.anatomy import Anatomy, read
@@ -247,7 +248,7 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
     hit = payload.get("poisoned", channel.rank) == channel.rank
     POISON[:], LEFT_OUT[:] = payload.get("poison", []) if hit else [], payload.get("left_out", [])
     recovery.Guard = Preset  # type: ignore[misc]
-    loop.Loader = Poisoned  # type: ignore[misc]
+    models.Loader = Poisoned  # type: ignore[misc]
     apply.read = read_once
     FAULTS[:] = [
         {**fault, "mark": f"{payload['folder']}/fault-{number}"}

@@ -32,7 +32,9 @@ def lent(model: nn.Module, needed: Callable[[str], bool], read: int = READ) -> I
         for module, name, parameter in before:
             if id(parameter) not in numbers:
                 width = parameter.shape[-1] if parameter.ndim else 1
-                tensor = torch.zeros(parameter.shape)  # of a large vocabulary only the rows that the proof reads ever take memory
+                kind = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
+                # Of a large vocabulary only the rows that the proof reads ever take memory.
+                tensor = torch.zeros(parameter.shape, dtype=kind)
                 rows = read * width if isinstance(module, nn.Embedding) else None
                 tensor.view(-1)[:rows].normal_(0, width**-0.5, generator=random)
                 numbers[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
