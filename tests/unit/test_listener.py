@@ -46,7 +46,7 @@ class Port:
         end.close()
 
     def admits(self) -> bool:
-        """Whether somebody with the token is let in now."""
+        """Returns whether a client with the token is admitted."""
         before = len(self.came)
         answer = let_in(self.at)
         while len(self.came) == before:
@@ -178,7 +178,7 @@ class Echo(Guest):
         if data == b"raise":
             raise KeyError("not caught by any protocol")
         if data == b"refuse":
-            raise Refused("as it was requested")
+            raise Refused("refused on request")
         self.send(data)
 
 
@@ -230,7 +230,7 @@ def test_whatever_a_protocol_raises_ends_its_own_connection() -> None:
                     assert is_closed(end)
             other.sendall(b"still")
             assert other.recv(100) == b"still"
-        assert reasons == ["a message that cannot be read (KeyError)", "as it was requested"]
+        assert reasons == ["a message that cannot be read (KeyError)", "refused on request"]
 
 
 def test_one_that_does_not_read_delays_nobody_and_gets_all_of_it_later() -> None:

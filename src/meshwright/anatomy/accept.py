@@ -85,16 +85,16 @@ def _proven(reading: Reading, proof: Proof, patterns: list[str], outline: Outlin
 
 
 def _out_of_order(reading: Reading) -> str:
-    """Why the hidden state, which is cut before the block that is listed first, cannot be cut there; '' where that block also runs first, and the last one last."""
+    """Returns why sequence parallelism is wrong for this order of blocks, or "" where they run in the order of their list.
+
+    The hidden state is scattered before the first block of the list and gathered after the last one.
+    """
     ran = list(reading.found)
     listed = [
         path for name in reading.model.get_submodule(reading.lists[0])._modules if (path := f"{reading.lists[0]}.{name}") in reading.found
     ]
-    return (
-        ""
-        if ran == listed
-        else f"its blocks run in another order than they are listed ({', '.join(ran[:4])}{', ...' if len(ran) > 4 else ''})"
-    )
+    shown = ", ".join([*ran[:4], *(["..."] if len(ran) > 4 else [])])
+    return "" if ran == listed else f"its blocks run in another order than they are listed ({shown})"
 
 
 def _trained(proof: Proof, block: str, answers: Answers, sequence: bool) -> str | None:

@@ -106,27 +106,30 @@ def _unlike(here: Sequence[tuple[torch.Tensor, Own]], there: torch.Tensor, scale
 
 
 def compare_parameters(known: Record, ranks: Sequence[Record], part: str, summed: dict[str, bool] | None = None) -> str | None:
-    """The gradients of parameters, which every rank must find whole; or, where `summed` is given, those of all ranks must add up to the whole.
-    `summed` says by name which of the two holds, and must hold in every call."""
+    """Compares the gradients of parameters and returns the first difference. Every rank must compute the whole gradient.
+
+    Where `summed` is given, the gradients of all ranks may add up to the whole instead. It records by name which of the two holds
+    (True: they add up), and the same must hold in every call.
+    """
     scale = max((float(tensor.norm()) for tensor in known.of_parameters.values()), default=0.0)
     for name in dict.fromkeys([*known.of_parameters, *(name for record in ranks for name in record.of_parameters)]):
         like = next(record.of_parameters[name] for record in (known, *ranks) if name in record.of_parameters)
         there = known.of_parameters.get(name, torch.zeros_like(like))
         found = [record.of_parameters.get(name, torch.zeros_like(like)) for record in ranks]
         off = next((off for one in found if (off := differs(one, there, scale)) is not None), None)
-        if off is None and (summed is None or not there.any() or not summed.setdefault(name, False)):
+        if off is None and not (summed and summed.get(name)):
+            if summed is not None and there.any():
+                summed[name] = False
             continue
-        same = all(one.shape == there.shape for one in found)
-        if (
-            off is not None
-            and summed is not None
-            and same
-            and differs(torch.stack(found).sum(0), there, scale) is None
-            and summed.setdefault(name, True)
-        ):
+        if summed is not None and summed.get(name, True) and _add_up(found, there, scale):
+            summed[name] = True
             continue
         return f"{part} the gradient of {name} differs by {off or 1.0:.1e}"
     return None
+
+
+def _add_up(found: Sequence[torch.Tensor], there: torch.Tensor, scale: float) -> bool:
+    return all(one.shape == there.shape for one in found) and differs(torch.stack(list(found)).sum(0), there, scale) is None
 
 
 def backward(record: Record, known: Record, parameters: Mapping[str, torch.Tensor], projected: Projected) -> None:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 
 HANDSHAKE = 15.0
-"""Seconds from the begin of a connection to its admission: on a machine that is overloaded a process may stand still for several."""
+"""Maximum seconds from accepting a connection to admitting it. On an overloaded machine a process may get no CPU for several seconds."""
 
 LIMIT = 4096
 """Bytes that a connection may send before it is admitted."""
@@ -115,7 +115,7 @@ class Listener:
         self._end.close()
 
     def close(self) -> None:
-        """Closes the port and all connections that were not handed on."""
+        """Closes the port and all connections except those that `leave` has transferred to a caller."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)

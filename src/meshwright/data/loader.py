@@ -29,7 +29,7 @@ class Loader:
     """The batches of `dataset`, `batch` rows a step, ordered by `seed`."""
 
     def __init__(self, dataset: Dataset, batch: int, seed: int, next_token: bool = False) -> None:
-        """`next_token`: the label at a place is the token behind it; else it is the token there, and the loss shifts labels itself."""
+        """`next_token`: the label at position t is token t + 1. Otherwise it is token t, and the loss shifts the labels itself."""
         self.dataset, self.batch, self.seed, self.next_token = dataset, batch, seed, next_token
         self.left_out: Sequence[tuple[int, int]] = ()
         """Batches [first, stop), in order, that no step reads: the steps behind read the next ones."""

@@ -119,8 +119,11 @@ def objective_of(source: ModelSource, model: nn.Module) -> Objective:
 
 
 def loader_of(dataset: Dataset, objective: Objective, model: nn.Module, workload: Workload) -> Loader:
-    """The batches of a job. Where the loss does not shift labels (a model of one's own whose logits stand beside their labels), a label is the next token:
-    else the model would learn to copy its input."""
+    """Returns the loader of a job's batches.
+
+    A causal loss compares the logits at position t with token t + 1. Where the model's loss does not shift the labels by one position itself, the loader does:
+    otherwise the model would learn to copy its input.
+    """
     return Loader(dataset, workload.batch, workload.seed, next_token=objective == "causal" and not shifts(model))
 
 

@@ -386,6 +386,6 @@ class Trainer:
 
 
 def _in_words(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
-    """Of a call that all ranks make: exceptions inside reach the other ranks, a want of memory is said in words, writes to weights are the trainer's own."""
+    """Wraps a call that all ranks make: an exception inside is propagated to the other ranks, an out-of-memory error becomes one line, and writes to weights are not reported as the user's."""
     holder = Holder(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted)
     return trainer.mesh.calls.call(trainer.engine.zero.written.ours(in_words(holder, doing)))
