@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from equality import adapted
 from torch import nn
 from torch.nn import functional as F
 
 from meshwright.base.errors import InputError
+from meshwright.spec.workload import Lora
 from meshwright.train.trainer import parallelize
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS = 48, 16, 4, 16, 4
@@ -131,8 +133,10 @@ class Odd(nn.Module):
 
 
 def make(way: str) -> nn.Module:
+    """`way` with ", adapted" at its end: a low-rank adapter on the layer between the blocks, on one in the blocks, nothing else is trained."""
     torch.manual_seed(0)
-    return Odd(way).double()
+    model = Odd(way.removesuffix(", adapted")).double()
+    return adapted(model, Lora(rank=2, alpha=4, target=("between", "up"))) if way.endswith(", adapted") else model
 
 
 def batch_of(way: str) -> dict[str, torch.Tensor]:

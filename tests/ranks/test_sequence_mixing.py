@@ -29,6 +29,11 @@ def test_a_layer_between_blocks_gets_its_gradient_from_all_slices(ranks: Any) ->
     check(ranks, "tp2.sp", ["between: layer"], None)
 
 
+def test_an_adapter_between_blocks_is_refused_where_its_gradient_would_be_a_part(ranks: Any) -> None:
+    check(ranks, "tp2.sp", ["between: layer, adapted"], "sp: the adapter on between is outside of the blocks")
+    check(ranks, "tp2", ["between: layer, adapted"], None)
+
+
 def test_what_works_on_each_position_alone_is_cut_and_exact(ranks: Any) -> None:
     check(ranks, "tp2.sp", [f"{place}: {name}" for place in ("in", "between") for name in ALONE] + ["zero gate"], None)
     check(ranks, "tp2.sp.pp2", [f"in: {name}" for name in ALONE], None)

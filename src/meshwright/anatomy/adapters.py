@@ -71,6 +71,11 @@ def with_adapters(model: nn.Module, found: Anatomy, layers: dict[str, nn.Module]
         splits |= {f"{path}.weight": Split(1) for path in behind}
         regions.append(_region(region, inside, tuple(behind)))
     names = [name for name, _ in model.named_parameters()]
+    # The base weights are frozen, so no proof has seen a gradient there that says whether the layer works on a slice of the sequence.
+    outside = next((path for path in layers if found.stacks and not path.startswith(tuple(f"{block}." for block in found.cuts))), None)
+    against = dict(found.against)
+    if outside is not None and not found.against_sequence:
+        against["sequence"] = f"the adapter on {outside} is outside of the blocks"
     behind_blocks = {path for path in layers if any(name.rpartition(".")[0] == path for name in found.back)}
     back = [name for name in names if any(name.startswith(f"{path}.") for path in behind_blocks)]
     return replace(
@@ -79,6 +84,7 @@ def with_adapters(model: nn.Module, found: Anatomy, layers: dict[str, nn.Module]
         regions=tuple(regions),
         partial=tuple(partial),
         back=tuple(dict.fromkeys((*map(renamed, found.back), *back))),
+        against=against,
         understood=(*found.understood, f"adapters on {len(layers)} layers"),
         replicated=tuple(name for name in names if name not in splits),
     )
