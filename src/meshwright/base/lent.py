@@ -7,6 +7,7 @@ end of the memory, none where there is no such memory.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from meshwright.base.lines import message_of
 from meshwright.base.link import NotAdmitted, enter
@@ -14,6 +15,11 @@ from meshwright.base.listener import LIMIT
 
 AT, NOWHERE = "at:", "nowhere:"
 """How the place of a copy on another node begins, and the place of one that is lost with its node."""
+
+
+def places_of(table: str) -> tuple[str, ...]:
+    """Where the copies of all ranks lie, in order of rank, as the file `table` says; none where there is no such file."""
+    return tuple(Path(table).read_text().splitlines()) if table else ()
 
 
 class Lent:

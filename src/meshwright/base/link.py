@@ -68,7 +68,11 @@ class Link:
 
     def send(self, message: Message) -> None:
         """From any thread. Raises OSError when the other end is gone, or does not read for PATIENCE seconds."""
-        rest = memoryview(_line(message))
+        self.write(line_of(message))
+
+    def write(self, line: bytes) -> None:
+        """`send` of a line that is ready, as several ends get it."""
+        rest = memoryview(line)
         with self._speaks:
             while rest:
                 try:
@@ -121,7 +125,7 @@ class _Knock(Guest):
         self._challenge, self._line = secrets.token_hex(16), b""
 
     def greet(self) -> None:
-        self.send(_line({"challenge": self._challenge}))
+        self.send(line_of({"challenge": self._challenge}))
 
     def receive(self, data: bytes) -> None:
         self._line += data
@@ -131,9 +135,9 @@ class _Knock(Guest):
             return
         hello = message_of(self._line)
         if not _is_proof(hello.pop("proof", ""), self._token, "enters", self._challenge):
-            self.send(_line({"refused": OTHER_TOKEN}))
+            self.send(line_of({"refused": OTHER_TOKEN}))
             raise Refused(OTHER_TOKEN)
-        self.send(_line({"proof": _proof(self._token, "admits", str(hello.pop("challenge", ""))), **self._me}))
+        self.send(line_of({"proof": _proof(self._token, "admits", str(hello.pop("challenge", ""))), **self._me}))
         if self.unsent:
             raise Refused("it does not read")
         self._enter(self.leave(), hello)
@@ -146,7 +150,7 @@ def enter(host: str, port: int, token: str, me: Message) -> tuple[socket.socket,
     try:
         challenge = secrets.token_hex(16)
         theirs = str(_first_line(end, until).get("challenge", ""))
-        end.sendall(_line({"proof": _proof(token, "enters", theirs), "challenge": challenge, **me}))
+        end.sendall(line_of({"proof": _proof(token, "enters", theirs), "challenge": challenge, **me}))
         answer = _first_line(end, until)
         if "refused" in answer:
             raise NotAdmitted(f"{host}:{port} has another token", wrong_token=True)
@@ -194,7 +198,8 @@ def _proof(token: str, deed: str, challenge: str) -> str:
     return hmac.new(token.encode(), f"meshwright {deed} {challenge}".encode(), "sha256").hexdigest()
 
 
-def _line(message: Message) -> bytes:
+def line_of(message: Message) -> bytes:
+    """`message` as it travels."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.lines import Message
-from meshwright.base.link import TOKEN, Door, Link
+from meshwright.base.link import TOKEN, Door, Link, line_of
 from meshwright.base.store import prefix_of
 from meshwright.elastic.holdings import Holdings
-from meshwright.elastic.homes import Homes
+from meshwright.elastic.homes import Homes, places, ranks_at
 from meshwright.elastic.lending import Lender
 from meshwright.elastic.mirror import Mirror
 from meshwright.elastic.mirrors import Mirrors
@@ -48,6 +48,7 @@ class _Node:
     ranks: dict[int, int] = field(default_factory=dict)
     """Living ranks here and their generation."""
     leaving: bool = False
+    is_lost: bool = False
 
 
 class Fleet(Nursery):
@@ -61,7 +62,8 @@ class Fleet(Nursery):
         self.nodes: list[_Node] = []
         self._seats = Seats(devices)
         self.name_of = self._seats.name_of
-        self._own: set[int] = set()
+        self._at: list[_Node | None] = []
+        """The node of each rank; None: this machine."""
         self._port, self._secret = 0, ""
         self._came: queue.SimpleQueue[tuple[socket.socket | None, Message]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
@@ -121,6 +123,7 @@ class Fleet(Nursery):
 
     def _lose(self, node: _Node, why: str) -> list[Message]:
         self.nodes.remove(node)
+        node.is_lost = True
         node.link.close()
         self._mirrors.lost()
         words = f"its node {node.name} {why}"
@@ -131,28 +134,12 @@ class Fleet(Nursery):
         return [*lost, {"event": "lost", "name": node.name, "why": why}]
 
     def _node_of(self, rank: int) -> _Node | None:
-        return next((node for node in self.nodes if rank in node.ranks), None)
-
-    def _home(self, rank: int, seats: Sequence[int]) -> tuple[_Node | None, int, int]:
-        """Where a new rank goes, its number there, and how many may be there. `seats`: the slots of all ranks; empty: all devices in their order."""
-        if seats:
-            node = holder(self.nodes, seats[rank])
-            return node, seats[rank] - (node.first if node else 0), sum(holder(self.nodes, slot) is node for slot in seats)
-        if rank < self.devices:
-            return None, rank, self.devices
-        at = self.devices
-        for node in self.nodes:
-            if not node.leaving and rank < at + node.devices:
-                return node, rank - at, node.devices
-            at += 0 if node.leaving else node.devices
-        return None, rank, self.devices  # more ranks than places: they share the devices of this machine
+        node = self._at[rank] if 0 <= rank < len(self._at) else None
+        return node if node is not None and not node.is_lost and rank in node.ranks else None
 
     # --- as a nursery ---------------------------------------------------------------------------------------------------------
 
     def command(self, do: str, rank: int, **more: Any) -> None:
-        if do == "start" and rank >= 0:
-            self._start(rank, more)
-            return
         node = self._node_of(rank)
         if do == "start" and "slot" in more["payload"]:  # it is to measure this device
             node = holder(self.nodes, slot := more["payload"]["slot"])
@@ -162,21 +149,30 @@ class Fleet(Nursery):
         else:
             self._tell(node, do=do, rank=rank, **more)
 
-    def _start(self, rank: int, more: Message) -> None:
-        memory, seats = more["memory"], more.pop("seats", ())
-        node, local, most = self._home(rank, seats)
-        here = most if seats else min(most, more["world"] - rank + local)
-        self._own = (self._own if rank else set()) | (set() if node else {rank})
-        self._homes.alive = {self._lender.address, *(other.lender for other in self.nodes)}
-        home = node.lender if node else self._lender.address
-        there = self._homes.start(rank, home, more["generation"], more["world"], memory["key"], memory["source"])
-        if node is None:
-            there = [place or memory["sources"][at] for at, place in enumerate(there)]
-            super().command("start", rank, **{**more, "memory": {**memory, "sources": there}, "local": [local, here]})
-            return
-        node.ranks[rank] = more["generation"]
-        store = [self.host, self._port, prefix_of(self._secret, more["generation"])]
-        self._tell(node, do="start", rank=rank, **{**more, "memory": {**memory, "sources": there}, "local": [local, here], "store": store})
+    def start(self, what: Message, logs: Sequence[str], slots: Sequence[int], holdings: Holdings, source: Holdings) -> None:
+        """One message for each node, which says of its own ranks alone how they start; and the same line for all of them, where the copies of `source` lie."""
+        here, nodes, number = self._lender.address, {id(node): node for node in self.nodes}, what["generation"]
+        homes = self._seats.seated(len(logs), slots, self.nodes)
+        ranks: dict[int, list[tuple[int, int, str]]] = {place: [] for place in (id(None), *nodes)}
+        for rank, (node, device) in enumerate(homes):
+            ranks[id(node)].append((rank, device, logs[rank]))
+        lenders = [node.lender if node else here for node, _ in homes]
+        runs = self._homes.start(lenders, {here, *(node.lender for node in self.nodes)}, holdings.key, source.key)
+        self._at = [node for node, _ in homes]
+        settled = line_of({"do": "sources", "key": holdings.key, "source": source.key, "runs": runs})
+        more: Message = {**what, "key": holdings.key, "store": [self.host, self._port, prefix_of(self._secret, number)]}
+        for place, node in nodes.items():
+            if ranks[place]:
+                node.ranks |= {rank: number for rank, *_ in ranks[place]}
+                self._write(node, settled)
+                self._tell(node, do="start", **more, ranks=ranks[place], here=min(len(ranks[place]), node.devices))
+        if holdings is source:
+            holdings.release({*ranks_at(runs, here), *self._mirrors.ranks})
+        table = holdings.table(places(runs, source.key, here, source.source))
+        most = min(len(ranks[id(None)]), self.devices)
+        for rank, device, log in ranks[id(None)]:
+            memory = {"sources": table, "beside": False, **holdings.places(rank)}
+            super().command("start", rank, **what, log=log, local=[device, most], memory=memory)
 
     def hold(self, holdings: Holdings) -> None:
         """What of this machine may be lent."""
@@ -204,7 +200,7 @@ class Fleet(Nursery):
             elif event["event"] == "said" and (event["message"]["kind"] == "spike" or event["message"].get("source") in ("", "disk")):
                 self._mirrors.forget()
         now = self._looked = time.monotonic()
-        self._mirrors.look(self.nodes, len(self._own))
+        self._mirrors.look(self.nodes, self._at.count(None))
         for node in list(self.nodes):
             messages, ended = node.link.read()
             node.heard = now if messages else node.heard
@@ -247,8 +243,11 @@ class Fleet(Nursery):
             self._tell(node, do="again")
 
     def _tell(self, node: _Node, **message: Any) -> None:
+        self._write(node, line_of(message))
+
+    def _write(self, node: _Node, line: bytes) -> None:
         with contextlib.suppress(OSError):  # one that is gone is noticed by `events`
-            node.link.send(message)
+            node.link.write(line)
 
     def end(self, code: int, line: str) -> None:
         """The run is over: nodes end as it did."""

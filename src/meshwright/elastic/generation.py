@@ -63,24 +63,18 @@ class Generation:
     def start(self, nursery: Nursery, holdings: Holdings, source: Holdings) -> None:
         """Ranks that keep their copies in `holdings` and go on from those of `source`."""
         nursery.hold(holdings)
-        for rank in range(self.work.world):
-            self.living[rank] = 0
-            memory = {**holdings.places(rank, source), "beside": nursery.places is None}
-            self._command(nursery, rank, self.work.target, self.work.payload, memory)
-
-    def _command(self, nursery: Nursery, rank: int, target: str, payload: Message, memory: Message) -> None:
-        log = str(self.work.log(rank))
-        here = {"world": self.work.world, "generation": self.number, "log": log, "memory": memory}
-        if rank >= 0 and self.work.slots:
-            at_home = nursery.places is None
-            here |= {"local": (self.work.slots[rank], self.work.world)} if at_home else {"seats": self.work.slots}
-        nursery.command("start", rank, target=target, payload=payload, **here)
+        self.living = dict.fromkeys(range(self.work.world), 0)
+        what = {"target": self.work.target, "payload": self.work.payload, "world": self.work.world, "generation": self.number}
+        logs = [str(self.work.log(rank)) for rank in self.living]
+        nursery.start(what, logs, self.work.slots, holdings, source)
 
     def write(self, nursery: Nursery, holdings: Holdings, asked: Message) -> None:
         """Starts the process that writes the checkpoint that was `asked` for."""
         assert self.work.scribe, "nobody writes for this work"
         payload = {"launch": self.work.payload, "step": asked["step"]}
-        self._command(nursery, SCRIBE, self.work.scribe, payload, {"sources": holdings.sources})
+        memory = {"sources": holdings.table(map(holdings.source, range(holdings.world)))}
+        here = {"world": self.work.world, "generation": self.number, "log": str(self.work.log(SCRIBE)), "memory": memory}
+        nursery.command("start", SCRIBE, target=self.work.scribe, payload=payload, **here)
 
     def probe(self, nursery: Nursery, target: str, slot: int) -> None:
         """Starts the process that measures the device of `slot`."""

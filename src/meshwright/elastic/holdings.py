@@ -2,6 +2,9 @@
 
 An anonymous file lives as long as anyone has it open; ranks open it by the path of this process's handle. When this process ends it is gone:
 then the checkpoint on disk is what is left. Where the system has no anonymous files there are no copies.
+
+Only the ranks of this machine, and those whose copies it mirrors, have a file here: the number of open files does not grow with the world. Where the
+copies of all ranks lie stands in one file more, a line for each rank, so that what a rank is told has the same size in any world.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 import os
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from meshwright.base.lent import NOWHERE
 from meshwright.base.pulse import ROW, Phase, Pulse, Word, opened
 from meshwright.base.slots import HEAD, KEPT
 
@@ -21,42 +25,67 @@ class Holdings:
 
     def __init__(self, world: int) -> None:
         self.world, self.key = world, secrets.token_hex(8)
-        here = hasattr(os, "memfd_create")
-        self._files = [os.memfd_create(f"meshwright-copies-{rank}") for rank in range(world)] if here else []
-        self._pulse = os.memfd_create("meshwright-pulse") if here else -1
-        if here:
+        self.is_open = hasattr(os, "memfd_create")
+        self._files: dict[int, int] = {}
+        self._table = self._pulse = -1
+        if self.is_open:
+            self._table, self._pulse = os.memfd_create("meshwright-places"), os.memfd_create("meshwright-pulse")
             os.ftruncate(self._pulse, world * ROW * 8)
         self.memory = opened(_path(self._pulse), world)
+        self._words = self.memory.cast("B").cast("Q")
 
-    @property
-    def sources(self) -> list[str]:
-        """Where the copies lie, in order of rank."""
-        return [_path(file) for file in self._files]
+    # --- copies ---------------------------------------------------------------------------------------------------------------
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self._files)
+    def source(self, rank: int) -> str:
+        """Where the copies of a rank lie here; NOWHERE if they do not."""
+        return _path(self._files[rank]) if rank in self._files else NOWHERE
+
+    def table(self, places: Iterable[str]) -> str:
+        """The file that says where the copies of every rank lie, for ranks that are about to start; it replaces the one before. Empty without files."""
+        if self._table >= 0:
+            text = "".join(f"{place}\n" for place in places).encode()
+            os.ftruncate(self._table, 0)
+            os.pwrite(self._table, text, 0)
+        return _path(self._table)
+
+    def file(self, rank: int) -> int:
+        """The open file of the copies of a rank; a new one where there is none yet. Raises OSError when these holdings are closed."""
+        if not self.is_open:
+            raise OSError("these copies are closed")
+        if rank not in self._files:
+            self._files[rank] = os.memfd_create(f"meshwright-copies-{rank}")
+        return self._files[rank]
 
     def lend(self, rank: int) -> int:
-        """The open file of the copies of a rank once more, for whoever closes it. Raises OSError when it is closed here."""
-        if rank >= len(self._files):
-            raise OSError("these copies are closed")
+        """The open file of the copies of a rank once more, for whoever closes it. Raises OSError when there is none here."""
+        if rank not in self._files:
+            raise OSError("these copies are not here")
         return os.dup(self._files[rank])
 
     def keep(self, steps: Sequence[int]) -> None:
         """Two steps that ranks do not write over (base/slots.py)."""
-        for file in self._files:
+        for file in self._files.values():
             if os.fstat(file).st_size >= HEAD:
                 os.pwrite(file, array("Q", steps).tobytes(), KEPT * 8)
 
-    def places(self, rank: int, source: Holdings | None = None) -> dict[str, Any]:
-        """What a rank is told: where its own memory is, and the copies of `source` that it goes on from. Memory of another machine goes by key."""
-        source = source or self
-        own = self.sources[rank] if self._files else ""
-        return {"pulse": _path(self._pulse), "own": own, "sources": source.sources, "key": self.key, "source": source.key}
+    def release(self, needed: Collection[int]) -> None:
+        """Closes the copies of all other ranks: nobody reads them any more."""
+        for rank in self._files.keys() - set(needed):
+            os.close(self._files.pop(rank))
+
+    def places(self, rank: int) -> dict[str, Any]:
+        """Where a rank of this machine finds its own memory."""
+        own = _path(self.file(rank)) if self.is_open else ""
+        return {"pulse": _path(self._pulse), "own": own, "key": self.key}
+
+    # --- signs of life --------------------------------------------------------------------------------------------------------
 
     def pulse(self, rank: int) -> Pulse:
         return Pulse(self.memory, rank)
+
+    def column(self, word: Word) -> list[int]:
+        """One word of all rows, in order of rank."""
+        return self._words[word::ROW].tolist()
 
     def place(self, rank: int) -> dict[str, Any]:
         """Where a rank was by its last sign of life, for the event log; nothing for all of them, which are -1."""
@@ -68,15 +97,15 @@ class Holdings:
     @property
     def kept(self) -> int:
         """The newest step that every rank has said to hold a copy of."""
-        return min(self.pulse(rank).read(Word.kept) for rank in range(self.world)) if self._files else 0
+        return min(self.column(Word.kept)) if self.is_open else 0
 
-    def begin(self) -> None:
-        """Before a new generation: no signs of life yet. What copies hold stays."""
-        for rank in range(self.world):
-            row = self.pulse(rank).row
+    def begin(self, ranks: Iterable[int] | None = None) -> None:
+        """Before a new generation: `ranks`, or all of them, have given no signs of life yet. What copies hold stays."""
+        for rank in range(self.world) if ranks is None else ranks:
+            first = rank * ROW
             for word in (Word.step, Word.phase, Word.waits):
-                row[word] = 0
-            row[Word.beat] += 1
+                self._words[first + word] = 0
+            self._words[first + Word.beat] += 1
 
     def heard(self, rows: dict[str, list[int]]) -> None:
         """Rows of ranks of other machines, as they are there."""
@@ -91,8 +120,8 @@ class Holdings:
             row[Word.busy] = 0
 
     def close(self) -> None:
-        files = [*self._files, *([self._pulse] if self._pulse >= 0 else [])]
-        self._files, self._pulse = [], -1  # first, since other threads lend them
+        files = [*self._files.values(), *(file for file in (self._table, self._pulse) if file >= 0)]
+        self._files, self._table, self._pulse, self.is_open = {}, -1, -1, False  # first, since other threads lend them
         for file in files:
             os.close(file)
 

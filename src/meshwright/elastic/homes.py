@@ -1,40 +1,38 @@
 """Where the copies of each rank lie, over all nodes, and who has mirrors of them: the leader's knowledge.
 
 Rule: copies are read where their rank ran. When that node is gone they are read from its mirror, if one is whole, and else they are lost. What a
-generation goes on from is settled once, when its first rank starts: its own ranks may live elsewhere.
+generation goes on from is settled once, when it starts: its own ranks may live elsewhere.
+
+Nodes hear of it in runs, [address, ranks], in order of rank: as many as there are nodes, however many ranks these have. Each node makes of them the
+table that its ranks read (holdings.py), so that no start of a rank says where the copies of other ranks lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from meshwright.base.lent import AT, NOWHERE
+
+Runs = Sequence[tuple[str, int]]
+"""An address, empty where copies are lost, and for how many of the next ranks it stands."""
 
 
 class Homes:
     """Nodes go by the address at which they lend."""
 
     def __init__(self) -> None:
-        self.alive: set[str] = set()
-        self._homes: dict[str, list[str]] = {}
+        self._homes: dict[str, Sequence[str]] = {}
         self._mirrors: dict[str, dict[int, str]] = {}
-        self._generation = -1
-        self._sources: list[str] = []
 
-    def start(self, rank: int, home: str, generation: int, world: int, key: str, source: str) -> list[str]:
-        """A rank of `generation` lives at `home`. Places of the copies of `source`, as they are read there; empty for those of `home` itself."""
-        if generation != self._generation:
-            self._generation = generation
-            before = self._homes.get(source, [""] * world)
-            self._sources = [self._found(source, at, before_) for at, before_ in enumerate(before)]
-            self._homes = {kept: homes for kept, homes in self._homes.items() if kept in (key, source)}
-            self._mirrors = {kept: mirrors for kept, mirrors in self._mirrors.items() if kept in (key, source)}
-        self._homes.setdefault(key, [""] * world)[rank] = home
-        return ["" if at == home else f"{AT}{at}/{source}/{number}" if at else NOWHERE for number, at in enumerate(self._sources)]
-
-    def _found(self, key: str, rank: int, home: str) -> str:
-        mirror = self._mirrors.get(key, {}).get(rank, "")
-        return next((place for place in (home, mirror) if place in self.alive), "")
+    def start(self, homes: Sequence[str], alive: set[str], key: str, source: str) -> Runs:
+        """Ranks begin to live at `homes`, with copies under `key`. Where those of `source` are read, at nodes that are `alive`."""
+        before = self._homes.get(source, [""] * len(homes))
+        mirrors = self._mirrors.get(source, {})
+        found = [next((at for at in (home, mirrors.get(rank, "")) if at in alive), "") for rank, home in enumerate(before)]
+        self._homes = {kept: lived for kept, lived in self._homes.items() if kept == source} | {key: homes}
+        self._mirrors = {kept: mirrors for kept, mirrors in self._mirrors.items() if kept in (key, source)}
+        return [(at, len(list(ranks))) for at, ranks in itertools.groupby(found)]
 
     def mirrored(self, key: str, mirrors: Mapping[int, str]) -> None:
         """A step of all ranks is kept twice from here on."""
@@ -43,3 +41,24 @@ class Homes:
     def forget(self) -> None:
         """Mirrors are of a past that is no longer the run's."""
         self._mirrors.clear()
+
+
+def ranks_at(runs: Runs, here: str) -> Iterator[int]:
+    """The ranks whose copies are read at the node that lends at `here`."""
+    ranks = itertools.count()
+    for at, count in runs:
+        for rank in itertools.islice(ranks, count):
+            if at == here:
+                yield rank
+
+
+def places(runs: Runs, key: str, here: str, own: Callable[[int], str]) -> Iterator[str]:
+    """Where a rank of the node that lends at `here` finds the copies under `key` of every rank; `own` gives those of the node itself.
+
+    >>> list(places([("10.0.0.1:5", 1), ("10.0.0.2:5", 2), ("", 1)], "ab", "10.0.0.1:5", lambda rank: f"/{rank}"))
+    ['/0', 'at:10.0.0.2:5/ab/1', 'at:10.0.0.2:5/ab/2', 'nowhere:']
+    """
+    ranks = itertools.count()
+    for at, count in runs:
+        for rank in itertools.islice(ranks, count):
+            yield own(rank) if at == here else f"{AT}{at}/{key}/{rank}" if at else NOWHERE

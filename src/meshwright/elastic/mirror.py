@@ -11,7 +11,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import xxhash
@@ -46,6 +47,7 @@ class Mirror:
         self._token, self._done = token, done
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._latest: Order | None = None
+        self._ranks: deque[Collection[int]] = deque(maxlen=2)
         self._lent: dict[tuple[str, str, int], Lent] = {}
         self._seconds = 0.0
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
@@ -53,7 +55,13 @@ class Mirror:
     def order(self, order: Order) -> None:
         """The one before is given up, if it is still under way."""
         self._latest = order
+        self._ranks.append(order.files.keys())
         self._orders.put(order)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Of the last order and of the one before, whose copies are whole while those of the last are not."""
+        return {rank for ranks in self._ranks for rank in ranks}
 
     def close(self) -> None:
         self._latest = None

@@ -12,6 +12,7 @@ ahead + 3 c steps at most.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -105,6 +106,11 @@ class Mirrors:
             self._whole = self._step
             self.homes.mirrored(self._holdings.key, self._where)
 
+    @property
+    def ranks(self) -> set[int]:
+        """Whose copies this node mirrors."""
+        return self._mirror.ranks
+
     def close(self) -> None:
         self._mirror.close()
 
@@ -115,5 +121,5 @@ class Mirrors:
 
 def order(message: Message, holdings: Holdings) -> Order:
     """What a mirror is told, with the files of this node."""
-    files = {rank: holdings.lend(rank) for rank in message["ranks"]}
+    files = {rank: os.dup(holdings.file(rank)) for rank in message["ranks"]}
     return Order(message["number"], message["key"], message["step"], message["address"], files)

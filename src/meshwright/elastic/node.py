@@ -5,7 +5,9 @@ never goes on alone; a SIGTERM here tells the leader, which goes on with the oth
 
 | the leader says | this node says |
 |---|---|
-| start, tell, signal: as to a zygote (train/zygote.py) | started, said, ended: as a zygote |
+| sources: key, source, runs: where the copies lie that ranks go on from (homes.py) | |
+| start: what ranks do, and of each here its number, device and log | started, said, ended: as a zygote |
+| tell, signal: as to a zygote (train/zygote.py) | |
 | again: ranks that will not die: all of them end with their zygote | ready: the zygote is there |
 | mirror: number, key, step, address, ranks: read their copies (mirror.py) | mirrored: number, whether all of them are whole, and the seconds that copying took |
 | keep: key, steps: ranks do not write over their copies of these | |
@@ -22,12 +24,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.lent import NOWHERE
 from meshwright.base.limits import check_files, memory_kills
 from meshwright.base.lines import Message
 from meshwright.base.link import Link
 from meshwright.base.signals import hearing
 from meshwright.elastic.failure import Failure, cause
 from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.homes import Runs, places, ranks_at
 from meshwright.elastic.lending import Lender
 from meshwright.elastic.mirror import Mirror
 from meshwright.elastic.mirrors import order
@@ -54,9 +58,10 @@ class Node:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.nursery = self._nursery(warm)
         self.lender = Lender(host, token, self._file)
-        self.mirror = Mirror(token, self._mirrored)
+        self.mirror = Mirror(token, self._was_mirrored)
         self.holdings: dict[str, Holdings] = {}
         self.generation, self.key = -1, ""
+        self._sources: list[str] = []
         self.processes: dict[int, int] = {}
         self.leaving = ""
         """The signal that asked this node to go, if one has."""
@@ -124,10 +129,10 @@ class Node:
         if message["do"] == "again":
             self.nursery.close()
             self._bury()
-        elif message["do"] == "start" and message["rank"] < 0:
-            self.nursery.command(**message)  # what measures a device keeps no copies
-        elif message["do"] == "start":
-            self._start(message)
+        elif message["do"] == "sources":
+            self._settle(message["key"], message["source"], message["runs"])
+        elif message["do"] == "start" and "ranks" in message:
+            self._start(message)  # else it is what measures a device, which keeps no copies
         elif message["do"] == "keep":
             if message["key"] in self.holdings:
                 self.holdings[message["key"]].keep(message["steps"])
@@ -137,23 +142,30 @@ class Node:
         elif message["do"] != "alive":
             self.nursery.command(**message)
 
-    def _start(self, message: Message) -> None:
-        """A rank with the memory of this node: rows and copies here, copies elsewhere by address."""
-        memory, rank, world = message["memory"], message["rank"], message["world"]
-        if (message["generation"], memory["key"]) != (self.generation, self.key):
-            self.generation, self.key = message["generation"], memory["key"]
-            for key in set(self.holdings) - {memory["key"], memory["source"]}:
-                self.holdings.pop(key).close()
-            self.holdings.setdefault(self.key, Holdings(world)).begin()
-            self._rows.clear()
-        self.processes.setdefault(
-            rank, 0
-        )  # from here on, so that the end of a zygote that dies before it obeys is the end of this rank too
-        own, source = self.holdings[self.key], self.holdings.get(memory["source"])
-        sources = [place or (source.sources[at] if source else "") for at, place in enumerate(memory["sources"])]
-        self.nursery.command(**{**message, "memory": {**memory, **own.places(rank), "sources": sources}})
+    def _settle(self, key: str, source: str, runs: Runs) -> None:
+        """What the next ranks go on from. Copies that nobody can be told of any more are closed."""
+        here = self.lender.address
+        for old in set(self.holdings) - {key, source}:
+            self.holdings.pop(old).close()
+        found = self.holdings.get(source)
+        self._sources = [*places(runs, source, here, found.source if found else lambda rank: NOWHERE)]
+        if key == source and found:
+            found.release({*ranks_at(runs, here), *self.mirror.ranks})
 
-    def _mirrored(self, number: int, whole: bool, seconds: float) -> None:
+    def _start(self, message: Message) -> None:
+        """Ranks with the memory of this node: rows and copies here, copies elsewhere by address."""
+        key, ranks, here = message.pop("key"), message.pop("ranks"), message.pop("here")
+        holdings = self.holdings.setdefault(key, Holdings(message["world"]))
+        self.generation, self.key = message["generation"], key
+        holdings.begin(rank for rank, *_ in ranks)
+        self._rows.clear()
+        memory = {"sources": holdings.table(self._sources), "beside": False}
+        for rank, device, log in ranks:
+            # from here on, so that the end of a zygote that dies before it obeys is the end of this rank too
+            self.processes.setdefault(rank, 0)
+            self.nursery.command(**message, rank=rank, log=log, local=[device, here], memory={**memory, **holdings.places(rank)})
+
+    def _was_mirrored(self, number: int, whole: bool, seconds: float) -> None:
         """From the mirror's thread."""
         with contextlib.suppress(OSError):
             self.link.send({"event": "mirrored", "number": number, "whole": whole, "seconds": seconds})

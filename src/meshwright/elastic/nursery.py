@@ -89,6 +89,14 @@ class Nursery:
         with contextlib.suppress(BrokenPipeError):
             write_line(self._commands.fileno(), {"do": do, "rank": rank, **more})
 
+    def start(self, what: Message, logs: Sequence[str], slots: Sequence[int], holdings: Holdings, source: Holdings) -> None:
+        """Starts a rank for each of `logs`: what all of them do, where each writes and on which device, by the `slots` or in order. They keep their
+        copies in `holdings` and go on from those of `source`."""
+        memory = {"sources": holdings.table(map(source.source, range(source.world))), "beside": True}
+        for rank, log in enumerate(logs):
+            local = {"local": (slots[rank], len(logs))} if slots else {}
+            self.command("start", rank, **what, log=log, **local, memory={**memory, **holdings.places(rank)})
+
     def events(self, timeout: float) -> list[Message]:
         """What happened, waiting for it at most `timeout` seconds. `ended` is True once the zygote is gone."""
         messages, self._pending = self._pending, []

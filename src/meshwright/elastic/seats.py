@@ -10,10 +10,11 @@ from typing import Protocol, TypeVar
 
 
 class Holder(Protocol):
-    """A node: its first slot, and how many it has."""
+    """A node: its first slot, how many it has, and whether it has been asked to go."""
 
     first: int
     devices: int
+    leaving: bool
 
 
 Node = TypeVar("Node", bound=Holder)
@@ -43,6 +44,20 @@ class Seats:
         """
         first = max((first for first in self._known if first <= slot), default=0)
         return f"{slot - first} of node {self._known[first][0]}" if first else f"{slot} of the first node"
+
+    def seated(self, world: int, slots: Sequence[int], nodes: Sequence[Node]) -> list[tuple[Node | None, int]]:
+        """The machine of each of `world` new ranks, None for the first, and its device there. `slots`: those of all ranks; empty: all devices in
+        order, but for those of nodes that are leaving, and where there are too few, the ranks that are left over go to the first machine.
+
+        >>> Seats(2).seated(4, (), [])
+        [(None, 0), (None, 1), (None, 2), (None, 3)]
+        """
+        if slots:
+            held = {slot: node for node in nodes for slot in range(node.first, node.first + node.devices)}
+            return [(node := held.get(slot), slot - (node.first if node else 0)) for slot in slots]
+        seats: list[tuple[Node | None, int]] = [(None, device) for device in range(self.devices)]
+        seats += [(node, device) for node in nodes if not node.leaving for device in range(node.devices)]
+        return seats[:world] + [(None, rank) for rank in range(len(seats), world)]
 
     def all_of(self, nodes: Sequence[Holder]) -> tuple[int, ...]:
         """The slots of the first machine and of `nodes`, machine by machine."""

@@ -28,7 +28,7 @@ class Starting:
         if now < self._said + EVERY:
             return
         self._said = now
-        phase, rank = min((holdings.pulse(rank).read(Word.phase), rank) for rank in range(holdings.world))
+        phase, rank = min(zip(holdings.column(Word.phase), range(holdings.world), strict=True))
         if phase < Phase.build:
             words = "processes start and load torch"
         else:

@@ -99,7 +99,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
-        check_files(max(self.work.world, self.care.full))
+        check_files(max(self.work.world, self.care.full) if self.lent is None or self.lent.places is None else self.lent.devices)
         self.work.logs.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self.work.folder, self.note)
         self._retries = Retries(self.care.retries)

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from meshwright.base.errors import InputError, MeshwrightError, of_the_system
+from meshwright.base.lent import places_of
 from meshwright.base.lines import LineReader, Message, write_line
 from meshwright.base.pulse import opened
 from meshwright.base.signals import heed
@@ -149,7 +150,7 @@ def become_rank(message: Message, parent: int, store: tuple[str, int, str], inbo
     code = 1
     try:
         memory = message.get("memory") or {}
-        places = Places(memory.get("pulse", ""), memory.get("own", ""), tuple(memory.get("sources", ())), memory.get("beside", True))
+        places = Places(memory.get("pulse", ""), memory.get("own", ""), places_of(memory.get("sources", "")), memory.get("beside", True))
         channel = Channel(message["rank"], message["world"], lambda said: write_line(outbox, said), memory=places)
         die_with(parent, f"mesh-rank-{channel.rank}")
         log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
