@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from paced import PACED
 from ports import reserved
@@ -18,6 +20,7 @@ from test_train_supervisor import gone
 
 from meshwright.checkpoint.folder import newest
 from meshwright.checkpoint.manifest import step_of
+from meshwright.elastic.adoption import FILE
 from meshwright.spec.workload import Optimizer
 from meshwright.train.optimizer import learning_rate
 
@@ -115,9 +118,26 @@ def test_a_run_learns_records_every_step_and_says_what_comes_next(place: Path, w
     assert gone(place)
 
 
+def holder_of(place: Path, run: str) -> psutil.Process | None:
+    """The process that holds the snapshots of a run, if it lives."""
+    with suppress(OSError):
+        name = (place / "runs" / run / FILE).read_text().strip()
+        return next((process for process in psutil.process_iter() if name in words_of(process)), None)
+    return None
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 def test_a_run_killed_at_once_with_all_its_processes_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
     process = start(place, "killed", until=20)
     wait_for_step(place, "killed", 13, process)
+    holder = holder_of(place, "killed")
+    assert holder is not None
+    holder.kill()
     process.kill()
     process.communicate()
     assert gone(place)

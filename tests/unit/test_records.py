@@ -7,8 +7,8 @@ from pathlib import Path
 
 from meshwright.data.tokens import LibraryTokenizer, train_bpe
 from meshwright.report.run import read_records
-from meshwright.spec.record import StepRecord
-from meshwright.train.metrics import RECORDS, Records
+from meshwright.spec.record import RECORDS, StepRecord
+from meshwright.train.metrics import Records
 
 
 def test_a_record_that_found_no_room_is_said_once_and_written_when_there_is_some(tmp_path: Path) -> None:

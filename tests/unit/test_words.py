@@ -192,6 +192,8 @@ def test_what_breaks_in_a_run_and_what_is_done_about_it_is_said_in_chinese(tmp_p
     journal = Journal(tmp_path, notes.append)
     killed = "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
     journal.fault(rank=2, step=7, phase="backward", cause=killed, decision="ranks start again")
+    journal.fault(step=7, phase="backward", cause="the supervisor was killed", decision="another one adopts its snapshots")
+    notes.append("the snapshots of the killed supervisor are of another job: not adopted")
     journal.resize(4, 3, "dp3.z2", 1)
     journal.resize(3, 3, "dp3.z3", 1)
     journal.hear({"kind": "begin", "step": 6, "source": "memory"}, 1)

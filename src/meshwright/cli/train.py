@@ -146,6 +146,7 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
     from meshwright.cli.preparation import read_file
     from meshwright.cli.replans import Replans
     from meshwright.cli.succession import announced
+    from meshwright.elastic.adoption import HELD, Hold, digest_of
     from meshwright.elastic.slots import Leaving
     from meshwright.elastic.starting import Starting
     from meshwright.elastic.supervisor import Care, Supervisor
@@ -161,7 +162,10 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
         leaving = Leaving(plans.predict, PROBE) if run.balance else None
         work = plans.work_of(launch)
         terms = ACCELERATORS if cuda_cards() else CORES
-        care = Care(run.retries, run.patience, plans.replan, run.least, plans.leaner, plans.instead, run.rejoin, leaving, work.world, terms)
+        hold = Hold(HELD, digest_of(launch.result()), not run.anew) if run.copies else None
+        care = Care(
+            run.retries, run.patience, plans.replan, run.least, plans.leaner, plans.instead, run.rejoin, leaving, work.world, terms, hold
+        )
         stack.callback(_sweep, folder / "checkpoints")
         stack.enter_context(announced(folder, node, screen.note))
         fleet = stack.enter_context(leading(node, work, screen.note, run)) if node else None

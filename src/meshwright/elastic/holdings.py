@@ -23,13 +23,17 @@ from meshwright.base.slots import HEAD, KEPT
 class Holdings:
     """Of the ranks of one plan."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, adopted: tuple[str, Sequence[int]] | None = None) -> None:
+        """`adopted`: the key and the files of a supervisor that was killed, its pulse last, which are closed with this (adoption.py)."""
         self.world, self.key = world, secrets.token_hex(8)
         self.is_open = hasattr(os, "memfd_create")
         self._files: dict[int, int] = {}
         self._table = self._pulse = -1
-        if self.is_open:
-            self._table, self._pulse = os.memfd_create("meshwright-places"), os.memfd_create("meshwright-pulse")
+        if adopted is not None:
+            self.key, (*files, self._pulse) = adopted[0], adopted[1]
+            self._table, self._files = os.memfd_create("meshwright-places"), dict(enumerate(files))
+        elif self.is_open:
+            self._table, self._pulse = os.memfd_create("meshwright-places"), os.memfd_create(f"meshwright-pulse-{self.key}")
             os.ftruncate(self._pulse, world * ROW * 8)
         self.memory = opened(_path(self._pulse), world)
         self._words = self.memory.cast("B").cast("Q")
@@ -53,8 +57,12 @@ class Holdings:
         if not self.is_open:
             raise OSError("these copies are closed")
         if rank not in self._files:
-            self._files[rank] = os.memfd_create(f"meshwright-copies-{rank}")
+            self._files[rank] = os.memfd_create(f"meshwright-copies-{self.key}-{rank}")
         return self._files[rank]
+
+    def all_files(self) -> list[str]:
+        """Where the copies of all ranks lie, where all of them are of this machine, and then their signs of life."""
+        return [_path(file) for file in (*map(self.file, range(self.world)), self._pulse)]
 
     def lend(self, rank: int) -> int:
         """The open file of the copies of a rank once more, for whoever closes it. Raises OSError when there is none here."""

@@ -39,9 +39,16 @@ class Nursery:
     """Of this machine, where there are several."""
 
     def __init__(
-        self, log: Path, warm: Sequence[str] = (), environment: Mapping[str, str] | None = None, before: Nursery | None = None
+        self,
+        log: Path,
+        warm: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        before: Nursery | None = None,
+        lifeline: int | None = None,
     ) -> None:
-        """`before`: one that is as new (`clear`) and ends here; its process goes on where it is such a one."""
+        """`before`: one that is as new (`clear`) and ends here; its process goes on where it is such a one. `lifeline`: an open file that all processes
+        which come of this inherit, so that its other end shows when all of them have ended."""
+        self._inherited = () if lifeline is None else (lifeline,)
         self.log, self.warm, self.environment = log, tuple(warm), dict(environment or {})
         self.name_of: Callable[[int], str] = str
         """A device, in words."""
@@ -72,6 +79,7 @@ class Nursery:
                 bufsize=0,
                 env={**os.environ, **self.environment},
                 process_group=0,
+                pass_fds=self._inherited,
             )
         finally:
             os.close(handle)

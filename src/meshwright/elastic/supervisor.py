@@ -28,6 +28,7 @@ from meshwright.base.limits import check_files
 from meshwright.base.lines import Message
 from meshwright.base.signals import hearing
 from meshwright.base.storage import overdue
+from meshwright.elastic.adoption import Adoption, Hold
 from meshwright.elastic.failure import Failure, cause, culprit, orphan, orphaned, verdict
 from meshwright.elastic.generation import PROBER, Generation, Work
 from meshwright.elastic.holdings import Holdings
@@ -68,6 +69,8 @@ class Care:
     """As many ranks as it may have again, where it begins with fewer than it was planned for; 0: those that it begins with."""
     terms: Terms = CORES
     """On which a rank counts as hung, by the kind of its device."""
+    hold: Hold | None = None
+    """How snapshots outlive this process, where all ranks are on this machine; None: they end with it."""
 
 
 @dataclass
@@ -106,15 +109,17 @@ class Supervisor:
         self._slots = Slots(max(self.work.world, self.care.full), self._journal, self.care.leaving)
         self._wanted = Asked(self.work.folder, self.note, self._slots.full)
         self._leaner: Work | None = None
-        self._pace = Pace()
-        self._holdings = Holdings(self.work.world)
-        self._nursery = self.lent or Nursery(self.work.logs / "zygote.log", self.work.warm, self.work.environment)
+        self._pace, self._holdings = Pace(), Holdings(self.work.world)
+        self._adoption = Adoption(self.work.folder, self.care.hold if self.lent is None else None, self.note)
+        log, pipe = self.work.logs / "zygote.log", self._adoption.lifeline
+        self._nursery = self.lent or Nursery(log, self.work.warm, self.work.environment, lifeline=pipe)
         self._places = self._nursery.places
         limit = max(self.care.terms.otherwise, 10 * self.care.patience)
         self._writer = Writer(self._journal, self.hear, self.note, self._nursery.command, limit)
         self._slots.name, self._slots.first = self._nursery.name_of, self._nursery.devices
         try:
             with hearing(self._on_signal):
+                self._adopt()
                 if self.lent is None and not self._await_ready():
                     raise orphaned(self._nursery.status(), self._nursery.log)
                 while True:
@@ -126,10 +131,17 @@ class Supervisor:
         finally:
             if self._nursery is not self.lent:
                 self._nursery.close()
+            self._adoption.close()
             for holdings in (self._holdings, self._old):
                 if holdings is not None:
                     holdings.close()
-        self._conclude(now)
+        _conclude(self, now)
+
+    def _adopt(self) -> None:
+        """Goes on from what a killed supervisor left as after any fault: the next generation reads its snapshots."""
+        if (found := self._adoption.adopt(self.work, self._journal)) is not None:
+            self.generation, self._begun = found.generation + 1, True
+            self._old, self._holdings = found.sets(self._holdings)
 
     def _on_signal(self, number: int, _: Any) -> None:
         self._asked.append(signal.Signals(number).name)
@@ -155,6 +167,7 @@ class Supervisor:
             self.work = replace(self.work, slots=self._slots.seat(self.work.world))
         now = self._now = Generation(self.work, self.generation, self._hear)
         self._holdings.begin()
+        self._adoption.hold(self.generation, self.work, self._old, self._holdings)
         watch = Watch(
             self._holdings,
             self.care.patience * 2 ** max(0, self._retries.in_row - 1),
@@ -178,6 +191,7 @@ class Supervisor:
                 self._told = len(self._asked)
                 self._ask(now)
             self._writer.look(self.generation, self._holdings)
+            self._adoption.look()
             hung = watch.look(now.living)
             if hung is not None:
                 self._silent = hung.silent
@@ -227,6 +241,7 @@ class Supervisor:
         if self._old is not None and self._holdings.kept and not self._writer.lives:
             self._old.close()
             self._old = None
+            self._adoption.hold(self.generation, self.work, self._old, self._holdings)
             self._nursery.released()
         if time.monotonic() < self._looked + LOOK or not now.begun or self.care.replan is None or self._deadline is not None:
             return False
@@ -360,20 +375,22 @@ class Supervisor:
             self._holdings.close()
         self._holdings = Holdings(work.world)
 
-    def _conclude(self, now: Generation) -> None:
-        if now.failures and len(self._asked) < 2:
-            instead = self.care.instead(self.work) if self._retries.hungry else ""
-            raise verdict(list(now.failures.values()), self.work.world, self.work.log, self._why, instead)
-        if self._asked and not self._begun:
-            raise Interrupted(f"stopped by {self._asked[0]} {self.early}; the same command starts again")
-        if self._asked and (now.failures or now.stopped or self._killed):  # else the last step was done all the same
-            saved = len(now.stopped) == self.work.world
-            how = "everything is saved" if saved else "the step in progress was given up"
-            raise Interrupted(f"stopped by {self._asked[0]}: {how}; the same command goes on where this one stopped")
-
 
 def _leaner(care: Care, work: Work) -> Work | None:
     """The same under a plan that takes less memory ([Note: leaner] in retries.py), if there is one."""
     with contextlib.suppress(MeshwrightError):
         return care.leaner(work) if care.leaner is not None else None
     return None
+
+
+def _conclude(run: Supervisor, now: Generation) -> None:
+    """How the run ended: returns, or raises what failed or stopped it."""
+    if now.failures and len(run._asked) < 2:
+        instead = run.care.instead(run.work) if run._retries.hungry else ""
+        raise verdict(list(now.failures.values()), run.work.world, run.work.log, run._why, instead)
+    if run._asked and not run._begun:
+        raise Interrupted(f"stopped by {run._asked[0]} {run.early}; the same command starts again")
+    if run._asked and (now.failures or now.stopped or run._killed):  # else the last step was done all the same
+        saved = len(now.stopped) == run.work.world
+        how = "everything is saved" if saved else "the step in progress was given up"
+        raise Interrupted(f"stopped by {run._asked[0]}: {how}; the same command goes on where this one stopped")

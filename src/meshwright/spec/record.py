@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 from pydantic import Field
 
 from meshwright.base.codec import Noun
+
+RECORDS = "records.jsonl"
+
+LAST = 1 << 16
+"""Bytes at the end of the records in which the last one is looked for."""
 
 
 class Mixtures(Noun):
@@ -60,3 +67,17 @@ class RunState(Noun):
     plan: str = ""
     loss_scale: float = 1.0
     good_steps: int = Field(default=0, description="steps since the loss scale last changed")
+
+
+def last_step(end: bytes) -> int:
+    """The step of the last whole record in the end of a file; -1 where there is none.
+
+    >>> last_step(b'"x":1}\\n{"step":7,"loss":1.0}\\n{"step":8,"lo')
+    7
+    """
+    for line in reversed(end.split(b"\n")):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return -1

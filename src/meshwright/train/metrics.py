@@ -18,15 +18,10 @@ from meshwright.base.appending import Lines
 from meshwright.base.storage import StorageFailed, failure, read_file
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.exchange.group import Group
-from meshwright.spec.record import StepRecord
+from meshwright.spec.record import LAST, RECORDS, StepRecord, last_step
 from meshwright.train.straggler import Phases
 
 Say = Callable[[str], None]
-
-RECORDS = "records.jsonl"
-
-LAST = 1 << 16
-"""Bytes at the end of the records in which the last one is looked for."""
 
 
 class Agreed(NamedTuple):
@@ -117,22 +112,8 @@ class Records:
 def last_reported(folder: Path) -> int:
     """The last step that the records of a run folder have; -1 where there is none. Raises StorageFailed where nobody can tell."""
     try:
-        return _last_step(read_file(folder / RECORDS, -LAST, links=True))
+        return last_step(read_file(folder / RECORDS, -LAST, links=True))
     except FileNotFoundError:
         return -1
     except OSError as error:
         raise StorageFailed(failure(error)) from None
-
-
-def _last_step(end: bytes) -> int:
-    """The step of the last whole record in the end of a file; -1 where there is none.
-
-    >>> _last_step(b'"x":1}\\n{"step":7,"loss":1.0}\\n{"step":8,"lo')
-    7
-    """
-    for line in reversed(end.split(b"\n")):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return -1

@@ -83,6 +83,8 @@ class Screen:
         self.note(message["data"])
         if self.first >= self.steps:
             self.note(f"all {self.steps} steps are done")
+        elif self.first and message.get("source") == "memory":
+            self.note(f"goes on from the snapshots of step {self.first}")
         elif self.first:
             self.note(f"goes on from the checkpoint of step {self.first}")
         if self.console.is_terminal and not self.quiet and self.first < self.steps:

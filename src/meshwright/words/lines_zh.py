@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.words.lines_zh_adoption import ADOPTION
 from meshwright.words.lines_zh_keeps import KEEPS
 from meshwright.words.lines_zh_machines import MACHINES
 from meshwright.words.lines_zh_storage import STORAGE
@@ -12,6 +13,7 @@ LINES = {
     **KEEPS,
     **UPDATES,
     **STORAGE,
+    **ADOPTION,
     # --- plans
     "--page and --budget: the page has a slider for the memory of a device; leave one out": "--page 与 --budget：网页里有设备显存的滑块；请去掉一个",
     "ZeRO 0 shards nothing: write dp{} without a shard group, or z1 to z3": "ZeRO 0 不切分任何东西：写 dp{0} 而不写切分组，或者写 z1 到 z3",

@@ -1,0 +1,67 @@
+"""`meshwright` whose ranks kill its supervisor with SIGKILL at given moments, each once. `python -m regicide` stands in the place of the command, and of the process that it forks ranks from.
+
+The file that KILLS names is a JSON list of moments: {"rank": 1, "step": 7, "phase": "backward", "delay": 0.01}, the delay in seconds; phase "copy" is when all bytes of a snapshot are
+written and it has no step yet. A rank does not go on to the next step before a kill that is due has come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+
+from meshwright.base.pulse import Phase, Pulse, Word
+from meshwright.base.slots import Head
+
+KILLS = "MESHWRIGHT_TEST_KILLS"
+AT, NAME = Pulse.at, Head.name
+RANK = [-1]
+DUE: list[threading.Timer] = []
+
+
+def at(pulse: Pulse, phase: Phase, step: int | None = None) -> None:
+    AT(pulse, phase, step)
+    RANK[0] = pulse.rank
+    if phase in (Phase.data, Phase.sample):
+        for timer in DUE:
+            timer.join()
+    come(phase.name, pulse.read(Word.step))
+
+
+def name(head: Head, slot: int, step: int, digest: int, length: int) -> None:
+    come("copy", step)
+    NAME(head, slot, step, digest, length)
+
+
+def come(phase: str, step: int) -> None:
+    """To a moment."""
+    file = Path(os.environ[KILLS])
+    for number, kill in enumerate(json.loads(file.read_text())):
+        if (kill["rank"], kill["step"], kill["phase"]) == (RANK[0], step, phase):
+            try:
+                os.close(os.open(f"{file}.{number}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            timer = threading.Timer(kill["delay"], os.kill, (psutil.Process(os.getppid()).ppid(), signal.SIGKILL))
+            timer.start()
+            DUE.append(timer)
+            if phase == "copy":
+                signal.pause()
+
+
+if __name__ == "__main__":
+    if sys.argv[1].isdigit():
+        from meshwright.train import zygote
+
+        Pulse.at, Head.name = at, name  # type: ignore[method-assign]
+        zygote.main()
+    from meshwright.cli.main import main
+    from meshwright.elastic import nursery
+
+    nursery.ZYGOTE = "regicide"
+    sys.exit(main())
