@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from meshwright.anatomy.conditions import CHEAP, kinds_of_blocks
-from meshwright.anatomy.experts import has_experts
+from meshwright.anatomy.expert_modules import has_experts
 from meshwright.anatomy.prove import Proof, passing, proven, proving
 from meshwright.anatomy.reading import Outline, Reading
 from meshwright.anatomy.regions import Found, guesses

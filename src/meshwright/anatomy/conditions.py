@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -81,6 +81,12 @@ def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
     return {module: module.training or not model.training for module in model.modules()}
 
 
+def set_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
+    """Each module of `model` is in its mode from here on; one that `modes` does not have is in training mode."""
+    for module in model.modules():
+        module.training = modes.get(module, True)
+
+
 @contextmanager
 def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
     """Inside, `model` is in `modes` (see `modes_of`); its former state is restored when the proof ends."""
@@ -89,8 +95,7 @@ def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module,
         stack.enter_context(observed(model, {}))  # a proof computes with copies (proof_parameters): no write has to be noted
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(torch.enable_grad())
-        for module in model.modules():
-            module.training = modes.get(module, True)
+        set_modes(model, modes)
         stack.enter_context(Repeatable(exact))
         if exact:
             torch.set_default_dtype(torch.float64)
@@ -142,7 +147,7 @@ def _twin(tensor: torch.Tensor, read: int | None, random: torch.Generator, exact
     else:
         part.copy_(tensor.detach()[:read] if tensor.ndim else tensor.detach())
     if is_parameter and part.numel():
-        if _is_constant(part):
+        if is_constant(part):
             part.add_(NOISE * torch.randn(part.shape, generator=random, dtype=torch.float32).to(part))
         if part.ndim > 1:
             part.mul_(_raise(part))
@@ -165,7 +170,7 @@ def _fill(tensor: torch.Tensor, size: float, random: torch.Generator) -> None:
         piece.copy_(numbers[: piece.numel()])
 
 
-def _is_constant(tensor: torch.Tensor) -> bool:
+def is_constant(tensor: torch.Tensor) -> bool:
     places = tensor.view(-1)
     return all(bool((piece == places[0]).all()) for piece in (places[:PERIOD], places))
 
@@ -226,17 +231,18 @@ def differs(here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> floa
 def kinds_of_blocks(blocks: list[nn.Module]) -> list[int]:
     """For each block the number of the first one like it: the same modules, shapes, and plain attributes, but for those that number it."""
     kinds: dict[Any, int] = {}
-    return [kinds.setdefault(_kind(block, index), index) for index, block in enumerate(blocks)]
+    return [kinds.setdefault(kind_of(block, (index,)), index) for index, block in enumerate(blocks)]
 
 
-def _kind(block: nn.Module, index: int) -> Any:
+def kind_of(root: nn.Module, numbers: Sequence[int]) -> Any:
+    """What like modules have in common; `numbers` are those of their place in the model, which plain attributes may repeat."""
     modules = []
-    for path, module in block.named_modules():
+    for path, module in root.named_modules():
         plain = tuple(
             (name, repr(value))
             for name, value in sorted(vars(module).items())
-            if isinstance(value, bool | float | str | tuple | torch.dtype) or value is None or (type(value) is int and value != index)
+            if isinstance(value, bool | float | str | tuple | torch.dtype) or value is None or (type(value) is int and value not in numbers)
         )
         modules.append((path, type(module), plain))
-    tensors = [*block.named_parameters(), *block.named_buffers()]
+    tensors = [*root.named_parameters(), *root.named_buffers()]
     return tuple(modules), tuple((name, tensor.shape, tensor.requires_grad) for name, tensor in tensors)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.anatomy.experts import standing_in
+from meshwright.anatomy.expert_modules import standing_in
 from meshwright.anatomy.observed import call_with, observed
 
 BATCH, LENGTH, SIDE = 2, 7, 32

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshwright.anatomy.conditions import CHEAP, EXACT, proof_parameters, training_conditions
 from meshwright.anatomy.cut_records import Arguments, Reached, Snapshot, hidden_in
-from meshwright.anatomy.experts import standing_in
+from meshwright.anatomy.expert_modules import standing_in
 from meshwright.anatomy.inputs import WORDS, Example, Unasked, arguments, demands, highest
 from meshwright.anatomy.lent import READ
 from meshwright.anatomy.observed import in_eval_mode

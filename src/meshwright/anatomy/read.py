@@ -1,7 +1,7 @@
 """Understands a model by its structure: the repeated blocks, the vocabulary embedding and head, the regions that tensor ranks share.
 
-Rule: the blocks are lists of like modules (stacks.py); everything else comes from runs on the meta device (trace.py), and regions are
-proven with numbers (prove.py). A run whose columns must stay whole is followed by another that takes them so. A model that cannot run
+Rule: the blocks are lists of like modules (stacks.py); everything else comes from runs on the meta device (trace.py), and
+regions are proven with numbers (prove.py). A run whose columns must stay whole is followed by another that takes them so. A model that cannot run
 there falls back on the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without one to replication.
 `understood` says in words what was found and what was not.
 """
@@ -74,7 +74,7 @@ def read(model: nn.Module, lend: bool = False, example: Example | None = None, s
         else:
             reading.found = {block: [] for block in reading.found}
         check(made, reading.whole)
-        return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, lend)
+        return add_experts(model, _anatomy(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, reading.modes)
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------------------

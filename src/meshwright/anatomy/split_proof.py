@@ -324,7 +324,7 @@ class BlockRuns:
                         sizes = list(gradient.shape)
                         sizes[splits[name].dim] = tensors[name].shape[splits[name].dim]
                         total[name] = gradient.new_zeros(sizes)
-                    _scatter(total[name], gradient, splits[name], rank, case.ranks)
+                    scatter(total[name], gradient, splits[name], rank, case.ranks)
                 elif name in partial or case.sequence:
                     total[name] = total[name] + gradient if name in total else gradient
         for record in ranks:
@@ -351,7 +351,7 @@ def _raised(error: Exception) -> str:
     return f"it does not run when shared ({(str(error).splitlines() or [type(error).__name__])[0][:100]})"
 
 
-def _scatter(total: torch.Tensor, gradient: torch.Tensor, split: Split, rank: int, ranks: int) -> None:
+def scatter(total: torch.Tensor, gradient: torch.Tensor, split: Split, rank: int, ranks: int) -> None:
     """Adds the gradient of a rank's share to that of the whole."""
     begin = 0
     for start, stop in intervals(split.parts or total.shape[split.dim], rank, ranks, split.ways):

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.anatomy import Anatomy, Experts, local_slice
-from meshwright.anatomy.experts import count_experts, holding
+from meshwright.anatomy.expert_modules import count_experts, holding
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange import exchange
 from meshwright.parallel.exchange.group import Group
@@ -36,6 +36,7 @@ from meshwright.parallel.experts.ranks import ExpertRanks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.objective import Batch, rows_of
 from meshwright.parallel.tensor import collectives
+from meshwright.parallel.tensor.chance import Chance, drops
 from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.spec.layout import LayerSlots, Slot, unit_of
 from meshwright.spec.plan import Plan
@@ -58,7 +59,8 @@ def check(anatomy: Anatomy, plan: Plan) -> None:
             + ("; at ZeRO 0 data ranks are replicas: use z1, z2 or z3" if plan.dp > 1 and not plan.zero else "")
         )
     if ep > 1 and not anatomy.experts:
-        raise InputError(f"plan {plan.name}: ep({ep}) needs experts that are given pairs of token and expert; none were found: use ep1")
+        why = anatomy.against.get("experts", "none were found")
+        raise InputError(f"plan {plan.name}: ep({ep}) needs experts that are given pairs of token and expert; {why}: use ep1")
     for experts in anatomy.experts:
         if experts.count % ep:
             raise InputError(f"plan {plan.name}: ep({ep}) does not divide experts({experts.count}) of {experts.path}")
@@ -93,6 +95,8 @@ def shard_experts(model: nn.Module, anatomy: Anatomy, ranks: ExpertRanks, mesh: 
                 assert full is not None
                 held[short] = nn.Parameter(own_part(full.detach(), experts, name, ranks), requires_grad=full.requires_grad)
             count_experts(module, experts, experts.count // ranks.ranks)
+        if mesh.tp is not None and not mesh.plan.sequence_parallel and drops(module):
+            Chance(mesh.tp, 1).attach([module], [module])  # tensor ranks drop other features or other pairs each
         found.append(Mixture(module, experts, ranks, mesh.plan.sequence_parallel, capacity))
     return found
 
