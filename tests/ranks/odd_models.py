@@ -204,7 +204,7 @@ class Odd(nn.Module):
             for block in blocks[1:]:
                 block.norm = blocks[0].norm
         if stack == "shared-weight" and isinstance(next(blocks[0].body.parameters()), nn.Parameter):
-            inner = next(name for name, _ in blocks[0].body.named_parameters() if name.endswith("weight"))
+            inner = next(name for name, _ in blocks[0].body.named_parameters() if name.rpartition(".")[2].startswith("weight"))
             path, _, name = inner.rpartition(".")
             setattr(blocks[3].body.get_submodule(path), name, blocks[0].body.get_parameter(inner))
         if stack == "two":

@@ -152,14 +152,16 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def outcomes(plan: str, ways: Sequence[str]) -> list[Any]:
-    return [_outcome(plan, way) for way in ways]
+    return [outcome(plan, way) for way in ways]
 
 
-def _outcome(plan: str, way: str) -> Any:
-    batch = batch_of(way)
+def outcome(plan: str, way: str, change: Callable[[nn.Module], Any] = lambda model: None) -> Any:
+    """On a rank: loss, gradients (on rank 0) and losses of three steps, of a model to which `change` was made; or why the plan is refused."""
+    model, batch = make(way), batch_of(way)
+    change(model)
     given = {"example": {key: value for key, value in batch.items() if key != "labels"}} if "mask" in batch else {}
     try:
-        trainer = parallelize(make(way), sgd, plan, precision="fp64", prove="never", **given)
+        trainer = parallelize(model, sgd, plan, precision="fp64", prove="never", **given)
         loss, _, gradients = trainer.gradients(batch)
         losses = [trainer.step(batch).loss for _ in range(3)]
         trainer.close()

@@ -12,10 +12,22 @@ RUNS = {
     "attention and a gated perceptron that read the same input": ("body:parallel", "tp2.mb8 tp2.sp.mb8 dp2.tp2.mb4"),
     "dropout inside a block that is recomputed": ("inner:dropout-all", "dp1.mb8 dp1.mb2.rc-layer dp2.z3.mb2.rc-layer pp2.mb2.rc-layer"),
     "one norm that all blocks hold": ("stack:shared-module body:attention", "dp1.mb8 dp2 dp2.z1 dp2.z2.mb2 tp2.mb8 cp2.mb8"),
+    "a parameter without elements beside one that is updated": ("front:empty between:layer-embedding", "dp1 dp2.z1.mb4 dp2.z3"),
+    "a counter between blocks, where a rank runs several stages": ("once:counter", "pp2.mb8 pp2.mb8.zbv"),
+    "a counter behind the blocks": ("back:counter", "pp2.mb8.zbv"),
+    "a hook on a weight that several stages of a rank use": ("between:weight-hook", "pp2.mb8.zbv pp2.mb2.interleaved2"),
+    "a loss that counts its calls": ("loss:grows", "tp2.mb8 pp2.mb8"),
 }
 REFUSALS = {
     "one norm that all blocks hold": ("stack:shared-module", "dp2.z3 pp2.mb2 pp2.mb2.z3"),
     "reused blocks between which lists are made": ("back:tolist stack:reused", "pp2.mb2"),
+    "a counter that two stages increment": ("between:counter", "pp2.mb8 pp2.mb8.zbv"),
+    "a teacher whose weights are freed between the layers": ("block:moving-teacher", "dp2.z3.mb4.off-parameters"),
+    "a maximum over the rows that moves the loss by 2e-9": ("back:item block:detach", "dp2.tp2.z3.mb4"),
+    "a capacity of tokens in front of the blocks": ("front:capacity head:first", "dp2.z3"),
+}
+PROVEN = {
+    "a loss that counts its calls": ("loss:grows", "tp2.mb8 pp2.mb8"),
 }
 
 
@@ -26,6 +38,11 @@ def listed(cases: dict[str, tuple[str, str]]) -> list[Any]:
 @pytest.mark.parametrize(("features", "plan"), listed(RUNS))
 def test_a_model_that_was_trained_wrong_is_equal_to_one_device(ranks: Any, features: str, plan: str) -> None:
     assert run(ranks, Job(1, tuple(sorted(features.split()))), plan) == (EQUAL, "")
+
+
+@pytest.mark.parametrize(("features", "plan"), listed(PROVEN))
+def test_a_model_whose_state_moves_from_step_to_step_is_proven(ranks: Any, features: str, plan: str) -> None:
+    assert run(ranks, Job(1, tuple(sorted(features.split()))), plan, prove="start") == (EQUAL, "")
 
 
 @pytest.mark.parametrize(("features", "plan"), listed(REFUSALS))

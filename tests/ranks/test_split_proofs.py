@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from odd_splits import ALONE, ALONG, batch_of, is_equal, make, outcomes
+import torch
+from odd_splits import ALONE, ALONG, alone, batch_of, is_equal, make, outcome, outcomes
 
 from meshwright.anatomy import read
 from meshwright.spec.plan import parse_plan
@@ -88,3 +89,20 @@ def test_a_region_that_trains_alike_on_shares_is_shared(way: str) -> None:
     found = read(make(way), example=example)
     assert {"blocks.0.up", "blocks.1.qkv"} <= {path for region in found.regions for path in region.columns}
     assert found.against_sequence == ""
+
+
+def hooked(plan: str, exponent: float) -> Any:
+    """On a rank: loss, gradients and losses of a model with a gradient hook on a norm, or why the plan is refused."""
+    return outcome(
+        plan, "nothing", lambda model: model.norm.weight.register_hook(lambda gradient: 0.5 * gradient.sign() * gradient.abs() ** exponent)
+    )
+
+
+@pytest.mark.parametrize("plan", ["tp2", "cp2", "pp2"])
+def test_a_gradient_hook_that_is_not_linear_is_refused_where_ranks_have_parts_of_the_gradient(ranks: Any, plan: str) -> None:
+    found = ranks.run(2, hooked, plan, 2.0)
+    assert len(set(found)) == 1 and found[0].startswith(f"plan {plan}: the gradient hook of norm.weight is not linear, ")
+    loss, gradients, _ = ranks.run(2, hooked, plan, 1.0)[0]
+    expected = alone("nothing")
+    assert abs(loss / expected[0] - 1) <= 1e-10
+    assert torch.allclose(gradients["norm.weight"], 0.5 * expected[1]["norm.weight"], rtol=1e-9)

@@ -1,4 +1,4 @@
-"""Blocks that give a token a place among all tokens that pass together: what a token gets then depends on which others pass with it.
+"""Modules that give a token a place among all tokens that pass together: what a token gets then depends on which others pass with it.
 
 Rule: a running sum, or a choice of the largest, along a dimension that holds all tokens of the run, whose result is compared with a number (the capacity of
 an expert: GShard, arXiv 2006.16668, algorithm 1), or is the choice itself (tokens chosen by experts: arXiv 2202.09368). A sort that
@@ -10,6 +10,7 @@ Seen in the run without memory; whether it ever bites numbers must say.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,13 +28,21 @@ class Counted:
 
     found: str = ""
     places: set[int] = field(default_factory=set)
+    tokens: set[int] = field(default_factory=set)
+    """How many tokens the inputs of the model may have."""
 
-    def follow(self, call: Call, given: list[torch.Tensor], outputs: list[torch.Tensor], where: str, block: torch.Tensor) -> None:
-        """One operation inside a block, which was given `block`; `where` is the innermost module that runs."""
+    def begin(self, inputs: Iterable[torch.Tensor]) -> None:
+        """The model is called with `inputs`."""
+        for tensor in inputs:
+            self.tokens |= tokens_of(tensor.shape) if tensor.is_floating_point() else {tensor.numel()}
+
+    def follow(self, call: Call, given: list[torch.Tensor], outputs: list[torch.Tensor], where: str, block: torch.Tensor | None) -> None:
+        """One operation. `where`: the innermost module that runs; `block`: what the block that runs was given, None outside of all."""
+        tokens = self.tokens if block is None else tokens_of(block.shape)
         name = call.name.strip("_")
         if name in PLACES | CHOICES and given and given[0].ndim:
             dim = call.argument(2 if name in CHOICES else 1, "dim", -1)
-            if isinstance(dim, int) and over_all(given[0].shape, dim % given[0].ndim, tokens_of(block.shape)):
+            if isinstance(dim, int) and over_all(given[0].shape, dim % given[0].ndim, tokens):
                 if name in CHOICES:
                     self.found = self.found or where
                 self.places.update(id(tensor) for tensor in outputs)

@@ -8,7 +8,7 @@ look would be another model from the first step on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,25 +16,23 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from meshwright.anatomy.attributes import Attributes, state_of
 from meshwright.anatomy.written import Span, Writes, spans_of
 
 OWN = frozenset({"_parameters", "_buffers", "_modules"})
 """What holds tensors and modules: put back by those who lend or replace them, but for what is written to them."""
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
 
 
 @contextmanager
-def observed(model: nn.Module, parameters: Mapping[str, Span] | None = None, as_it_trains: bool = False) -> Iterator[Writes]:
-    """`model` in eval mode, or in the modes that it is in; it is that of before when the run ends. Gives the writes to its `parameters`, which may not lie where the model has them."""
-    kept = [(module, {name: value for name, value in vars(module).items() if name not in OWN}) for module in model.modules()]
-    hooks = [(held, held.copy()) for module in model.modules() for name in HOOKS for held in (vars(module)[name],)]
-    buffers = [(module, name, buffer, _copy(buffer)) for module in model.modules() for name, buffer in module._buffers.items()]
+def observed(
+    model: nn.Module, parameters: Mapping[str, Span] | None = None, as_it_trains: bool = False, loss: Callable[..., Any] | None = None
+) -> Iterator[Writes]:
+    """Runs `model` in eval mode, or in its own modes, and restores it and what the user's `loss` function holds on exit.
+
+    Yields the writes to its `parameters`, which may be elsewhere than the model has them.
+    """
+    states = [*(Attributes(vars(module), OWN) for module in _modules(model, loss)), *state_of(loss)]
+    buffers = [(module, name, buffer, _copy(buffer)) for module in _modules(model, loss) for name, buffer in module._buffers.items()]
     writes = Writes(spans_of(dict(model.named_parameters())) if parameters is None else parameters)
     if not as_it_trains:
         model.eval()
@@ -43,19 +41,19 @@ def observed(model: nn.Module, parameters: Mapping[str, Span] | None = None, as_
             yield writes
     finally:
         writes.restore()
-        for module, before in kept:
-            state: dict[str, Any] = vars(module)
-            for name in state.keys() - before.keys() - OWN:
-                del state[name]
-            state.update(before)
-        for held, found in hooks:
-            held.clear()
-            held.update(found)
+        for state in states:
+            state.restore()
         for module, name, buffer, numbers in buffers:
             if buffer is not None and numbers is not None:
                 with torch.no_grad():
                     buffer.copy_(numbers)
             module._buffers[name] = buffer
+
+
+def _modules(model: nn.Module, loss: Any) -> list[nn.Module]:
+    """Those of the model, and of a loss that is a module."""
+    own = list(model.modules())
+    return [*own, *(module for module in loss.modules() if module not in set(own))] if isinstance(loss, nn.Module) else own
 
 
 def call_with(model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -92,6 +92,22 @@ class Record:
         """Blocks in the order of their calls."""
         return tuple(event.block for event in self.events if isinstance(event, Entry))
 
+    replaced: frozenset[str] = frozenset()
+    """Buffers in whose place the forward put another tensor."""
+
+    @property
+    def updated(self) -> dict[str, set[int]]:
+        """Returns the buffers that the forward writes to in place and at which blocks: inside of the block, or after it; -1 before the first."""
+        found: dict[str, set[int]] = {}
+        last = -1
+        for event in self.events:
+            if isinstance(event, Entry):
+                last = event.block
+            elif isinstance(event, Op):
+                for at in self.written.keys() & event.changed:
+                    found.setdefault(self.written[at], set()).add(last)
+        return found
+
     @property
     def rewritten(self) -> set[str]:
         """Returns the names of the parameters that the forward writes to."""

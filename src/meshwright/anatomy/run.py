@@ -246,6 +246,7 @@ def _run(model: nn.Module, blocks: Sequence[str], example: Example, on_meta: boo
     args, kwargs = arguments(example, None, device, vocabulary)
     with observed(model, as_it_trains=True), torch.enable_grad(), torch.device(device), _seeded(seed) as is_drawn:
         handles = watch.attach(model, blocks)
+        handles.append(model.register_forward_hook(lambda *_: setattr(record, "replaced", _replaced(model, buffers))))
         try:
             with standing_in(model) if on_meta else nullcontext(), watch:
                 output = call_with(model, {**parameters, **buffers}, args, kwargs)
@@ -266,6 +267,10 @@ def _twin(tensor: torch.Tensor, device: str) -> torch.Tensor:
         return torch.empty_like(tensor, device="meta", requires_grad=trained)
     found = torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device, copy=True)
     return found.requires_grad_(trained)
+
+
+def _replaced(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    return frozenset(name for name, buffer in model.named_buffers() if buffer is not buffers.get(name))
 
 
 def _idle(parameters: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]) -> frozenset[str]:

@@ -16,6 +16,9 @@ from meshwright.anatomy.keeper import AGAIN
 from meshwright.anatomy.places import Call, Share
 from meshwright.anatomy.vocabulary import Vocabulary
 
+OUTSIDE = "the model's own forward"
+"""Where code runs that is in no module inside the blocks."""
+
 
 @dataclass
 class Product:
@@ -147,7 +150,7 @@ class Trace:
         return f"{twice} runs more than once in a pass" if twice else ""
 
     def follow(self, call: Call, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str], stack: list[str]) -> None:
-        """One operation, inside the modules of `stack`."""
+        """One operation, inside the modules of `stack`; outside of all blocks it is empty."""
         self.vocabulary.follow(call, given, outputs, names)
-        if stack:
-            self.counted.follow(call, given, outputs, stack[-1], self.inputs[stack[0]])
+        where, block = (stack[-1], self.inputs[stack[0]]) if stack else (OUTSIDE, None)
+        self.counted.follow(call, given, outputs, where, block)

@@ -63,6 +63,7 @@ def trace(
         tensor.requires_grad_(tensor.is_floating_point())
     args, kwargs = arguments(example_of(model, example), dtype)
     watch = Watch(names, {id(tensor): name for name, tensor in buffers.items()}, whole, [*tensors_in((args, kwargs))])
+    watch.trace.counted.begin(tensors_in((args, kwargs)))
     watch.shapes = {name: tensor.shape for name, tensor in state.items()}
     inside = [(name, module) for name, module in model.named_modules() if any(name.startswith(f"{path}.") for path in lists)]
     depths = {name: name.count(".") - next(path.count(".") for path in lists if name.startswith(f"{path}.")) for name, _ in inside}

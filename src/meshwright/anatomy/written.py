@@ -58,6 +58,12 @@ class Writes(TorchDispatchMode):
         """Whether there is anything to write to."""
         return bool(self._held)
 
+    def values(self) -> dict[str, torch.Tensor]:
+        """Returns the current value of each tensor that was written to; the earlier one where its memory has been freed since."""
+        return {
+            name: (tensor if tensor.untyped_storage().nbytes() else value).detach().clone() for name, (tensor, value) in self.before.items()
+        }
+
     def restore(self) -> None:
         """The values of before; of weights that ZeRO 3 has freed meanwhile nothing is left to restore."""
         for tensor, value in self.before.values():

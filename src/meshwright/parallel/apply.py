@@ -95,7 +95,7 @@ def parallelize_model(model: nn.Module, mesh: Mesh, recipe: Recipe, make: MakeOp
     layout = layout_of(model, anatomy, mesh, example, loss is not None)
     anatomy, cut, wants, table = layout.anatomy, layout.cut, layout.wants, layout.table
     groups, needs = _groups(model, make, table, mesh, recipe)
-    beside = beside_parameters(model, cut, table)
+    beside = beside_parameters(model, cut, table, layout.writers)
     experts, context = expert_ranks(mesh, anatomy), context_of(model, anatomy, mesh, example)
     objective = Objective(model, loss, mesh.tp if anatomy.divides(anatomy.head) else None, context.cut_labels if context else None)
     with later:

@@ -96,7 +96,7 @@ def _check_rows(engine: Parallel, contents: Iterable[Batch], pieces: int, counts
         )
         shown = f"together their loss is {together:.6g}, apart {apart:.6g} (they differ by {difference(together, apart):.1e} of it)"
         if gradient.name:
-            why = "a hook or a backward of its own that is not linear, scale_grad_by_freq, or what starts at zero: a contrast behind a gate of 0"
+            why = "a hook or backward that is not linear, scale_grad_by_freq, or a contrast behind a gate of 0"
             shown = f"the gradient of {gradient.name} differs by {gradient.size:.3g} of its norm when they pass together and apart"
         raise PlanRefused(
             f"plan {name}: rows of a batch see each other in this model or its loss ({why}): {shown}, and this plan divides the batch into {pieces} parts: "
@@ -205,7 +205,7 @@ def _halves(whole: Batch) -> list[Batch]:
 
 def _tolerance(engine: Parallel) -> float:
     """Relative, of the loss; 16-bit products differ more with the rows that they are taken of."""
-    return {"float64": 1e-8, "float32": 1e-4}.get(engine.recipe.compute, 2e-2)
+    return {"float64": 1e-10, "float32": 1e-4}.get(engine.recipe.compute, 2e-2)
 
 
 class Found(NamedTuple):
@@ -299,7 +299,7 @@ def quiet(engine: Parallel, train: bool, dropout: bool = False, every: bool = Fa
             for name, parameter in unit.parameters.items()
             if every or name in engine.preflight.written
         }
-        writes = stack.enter_context(observed(model, lying))
+        writes = stack.enter_context(observed(model, lying, loss=engine.objective.loss))
         if train:
             for module, mode in modes:
                 module.training = mode

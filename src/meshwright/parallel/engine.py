@@ -146,7 +146,7 @@ class Parallel:
 
     def _of_others(self, stage: int) -> list[torch.Tensor]:
         """Buffers that another stage of this rank moves on: the model's own code comes by there on the way of each."""
-        if self.mesh.plan.stages == self.mesh.plan.pp or not (self.beside.buffers and self.model.training):
+        if self.mesh.plan.stages == self.mesh.plan.pp or not (self.beside.stages and self.model.training):
             return []
         return [buffer for name, buffer in self.model.named_buffers() if self.beside.stages.get(name, stage) != stage]
 

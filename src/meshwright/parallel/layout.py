@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -16,7 +17,7 @@ from meshwright.base.errors import InputError
 from meshwright.parallel.analysis import Analysed
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.carry import Wants, carried, layers_over
-from meshwright.parallel.pipeline.holding import NOBODY, Holders, check_calls, holders_of
+from meshwright.parallel.pipeline.holding import NOBODY, Holders, check_calls, holders_of, writers_of
 from meshwright.parallel.place import Layer, check_left_out, place_layers, stage_bounds
 from meshwright.spec.plan import Plan, Recompute
 
@@ -33,6 +34,8 @@ class Layout:
     reads: Reads
     idle: frozenset[str]
     analysed: Analysed | None
+    writers: Mapping[str, int] = field(default_factory=dict)
+    """The stage that writes to a buffer, of those that the forward writes to."""
 
     @property
     def several(self) -> set[tuple[int, ...]]:
@@ -68,7 +71,10 @@ def layout_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh, example: Example, 
     ends = (0, plan.stages - 1)
     held = {name: ends if anatomy.tied and layer.name == "embedding" else layer.stages for layer in table for name in layer.parameters}
     analysed = Analysed(plan.name, model, cut.cuts, example, wants if plan.stages > 1 else None, held, record.reads, derive)
-    return Layout(anatomy, cut, wants, table, record.reads, record.idle if plan.stages > 1 else frozenset(), analysed)
+    if plan.stages == 1:
+        return Layout(anatomy, cut, wants, table, record.reads, frozenset(), analysed)
+    writers = writers_of(record, cut, stage_bounds(cut, mesh), model.state_dict(keep_vars=True).keys(), plan)
+    return Layout(anatomy, cut, wants, table, record.reads, record.idle, analysed, writers)
 
 
 def _record(model: nn.Module, anatomy: Anatomy, plan: Plan, example: Example) -> Record | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +44,9 @@ class Beside:
     stages: dict[str, int] = field(default_factory=dict)
 
 
-def beside_parameters(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer]) -> Beside:
-    """Of a model that is still whole. A buffer lies where the parameters around it do; where these lie on several stages, it is of the last one
-    when it was registered behind the blocks, else of the first."""
+def beside_parameters(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer], writers: Mapping[str, int]) -> Beside:
+    """Of a model that is still whole. A buffer is of the stage that writes to it (`writers`). One that no stage writes to has the stage of the parameters
+    around it; where these are on several stages, the last one if it was registered after the blocks, else the first."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     saved = model.state_dict(keep_vars=True).keys()
     second = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False) if name in saved}
@@ -69,7 +69,9 @@ def beside_parameters(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer]
             return held.pop()
         return max(stage_of.values(), default=0) if order.index(owner) > last else 0
 
-    return Beside(buffers, {name: one for name, one in second.items() if name != one}, {name: stage(name) for name in buffers})
+    return Beside(
+        buffers, {name: one for name, one in second.items() if name != one}, {**{name: stage(name) for name in buffers}, **writers}
+    )
 
 
 def check_left_out(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
@@ -85,6 +87,32 @@ def check_left_out(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
             raise InputError(
                 f"plan {plan.name}: {name} has a gradient hook, which shares of tensor ranks do not call: use tp1, or take it off"
             )
+    for name, parameter in model.named_parameters() if max(plan.tp, plan.cp, plan.stages) > 1 else ():
+        if parameter._backward_hooks and not _is_linear(parameter):
+            raise InputError(
+                f"plan {plan.name}: the gradient hook of {name} is not linear, and tensor, context or pipeline ranks may each compute a part of that gradient: "
+                "use data parallelism alone, or a linear hook"
+            )
+
+
+def _is_linear(parameter: nn.Parameter) -> bool:
+    """Returns whether the gradient hooks of `parameter` give for a sum of two random gradients the sum of what they give for each."""
+    kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    random = torch.Generator().manual_seed(0)
+
+    def hooked(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        for hook in (parameter._backward_hooks or {}).values():
+            found = hook(gradient)
+            gradient = gradient if found is None else found
+        return gradient
+
+    with torch.no_grad():
+        one, other = (
+            torch.randn(parameter.shape, generator=random).to(parameter.device if not parameter.is_meta else "cpu", kind) for _ in range(2)
+        )
+        together, apart = hooked(one + other), hooked(one) + hooked(other)
+        return bool((together - apart).norm() <= (1e-10 if kind == torch.float64 else 1e-4) * apart.norm())
 
 
 def stage_bounds(anatomy: Anatomy, mesh: Mesh) -> dict[int, tuple[int, int]]:
@@ -174,13 +202,20 @@ def drop_absent(
     give_back()  # before flat buffers are made beside it
 
 
+def copy_of(first: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """Returns a parameter of `values` for another stage, with the gradient hooks of `first`, and how it is initialised where that comes later."""
+    copy = nn.Parameter(values, requires_grad=first.requires_grad)
+    copy._backward_hooks = first._backward_hooks
+    if hasattr(first, ORIGIN):
+        setattr(copy, ORIGIN, getattr(first, ORIGIN))
+    return copy
+
+
 def second_copy(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer]) -> dict[str, nn.Parameter]:
     """Both ends of a V are on this rank: of a tied weight two copies, which are kept equal as on two ranks. The head's, by name."""
     head: Any = model.get_submodule(anatomy.head or "")
     first = head.weight
-    head.weight = second = nn.Parameter(first.detach().clone())
-    if hasattr(first, ORIGIN):
-        setattr(second, ORIGIN, getattr(first, ORIGIN))
+    head.weight = second = copy_of(first, first.detach().clone())
     return {name: second for layer in table if layer.name == "embedding" for name in layer.parameters}
 
 

@@ -63,7 +63,7 @@ class Preflight:
         if stages or rows:
             engine.open_ungated()
             if stages:
-                rehearse(engine.model, engine.mesh, engine.run, engine.stage_forward, batches[0])
+                rehearse(engine.model, engine.mesh, engine.run, engine.stage_forward, batches[0], engine.objective.loss)
             if rows:
                 self.once.names = check_writes(engine, batches)
                 check_divided(engine, batches)

@@ -159,7 +159,7 @@ def _written(engine: Parallel, batch: Batch) -> Written:
         finally:
             engine.preflight.once = once
         now = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
-        written = {name: tensor.detach().clone() for name, (tensor, _) in writes.before.items()}
+        written = writes.values()
     moved = {name for name, value in now.items() if name not in before or not _equal(value, before[name])}
     backward = frozenset(name for name, value in forward.made.items() if name in moved and not _equal(value, now[name]))
     replaced = taken_back(engine)

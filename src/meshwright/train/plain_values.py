@@ -14,17 +14,19 @@ Plain = dict[str, dict[str, Any]]
 PLAIN = (bool, int, float, str, type(None))
 
 
-def plain_of(model: nn.Module) -> Plain:
-    """Numbers, words and tuples of these that modules hold, such as counters of steps; not modes."""
+LOSS = "(loss)"
+"""Stands for the path of a loss that is an object with attributes."""
+
+
+def plain_of(model: nn.Module, loss: Any = None) -> Plain:
+    """Returns the numbers, strings and tuples of these that modules and the user's loss hold, such as counters of steps; not modes."""
 
     def is_plain(value: Any) -> bool:
         return isinstance(value, PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
 
-    return {
-        path: {name: value for name, value in vars(module).items() if name != "training" and is_plain(value)}
-        for path, module in model.named_modules()
-        if not isinstance(module, Absent)
-    }
+    owners: list[tuple[str, Any]] = [(path, module) for path, module in model.named_modules() if not isinstance(module, Absent)]
+    owners += [(LOSS, loss)] if isinstance(getattr(loss, "__dict__", None), dict) else []
+    return {path: {name: value for name, value in vars(owner).items() if name != "training" and is_plain(value)} for path, owner in owners}
 
 
 def changes_of(before: Plain, now: Plain) -> Plain:
@@ -42,9 +44,9 @@ def changes_of(before: Plain, now: Plain) -> Plain:
     return found
 
 
-def follow(model: nn.Module, changes: Plain) -> None:
-    """Give the copy `model` the plain values that the model which is trained has now."""
-    modules = dict(model.named_modules())
+def follow(model: nn.Module, loss: Any, changes: Plain) -> None:
+    """Gives the copies `model` and `loss` the plain values that the trained model and its loss have now."""
+    owners: dict[str, Any] = {**dict(model.named_modules()), LOSS: loss}
     for path, values in changes.items():
-        if path in modules:
-            modules[path].__dict__.update(values)
+        if hasattr(owners.get(path), "__dict__"):
+            owners[path].__dict__.update(values)

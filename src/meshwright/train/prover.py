@@ -133,8 +133,8 @@ class Prover:
         if trainer.engine.objective.unreadable.is_used:
             raise InputError(f"no proof: {READS}")
         trainer.engine.zero.written.settle(trainer.engine)
-        now = plain_of(trainer.engine.model)
-        follow(self.skeleton.model, changes_of(self.plain, now))
+        now = plain_of(trainer.engine.model, trainer.engine.objective.loss)
+        follow(self.skeleton.model, self.skeleton.loss, changes_of(self.plain, now))
         self.plain = now
         unchanged = trainer.steps == 0 and versions_of(trainer) == self.versions
         self.last = Run(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(batch, self.predicted.length)

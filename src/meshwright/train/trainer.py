@@ -127,7 +127,7 @@ def parallelize(
             fuse(made)
             trainer = Trainer(engine, made, clip, seed)
         trainer.predicted, trainer.prover, prover.versions = predicted, prover, versions_of(trainer)
-        prover.plain = plain_of(engine.model)
+        prover.plain = plain_of(engine.model, known["loss"])
         return trainer
 
 

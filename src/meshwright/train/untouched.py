@@ -88,7 +88,7 @@ def quiet(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices_of(trainer)))
         torch.manual_seed(seed)
-        stack.enter_context(observed(model))
+        stack.enter_context(observed(model, loss=trainer.engine.objective.loss))
         for module, mode in modes if trains else ():
             module.training = mode
         if compiles and drops(model):  # a compiled block would be compiled again for the mode that replaces dropout

@@ -7,7 +7,7 @@ of them, and its gradients are summed over them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 
 from meshwright.anatomy import Anatomy
@@ -83,3 +83,26 @@ def holders_of(
                 )
             found[name].append(number)
     return {name: tuple(stages) for name, stages in found.items()}
+
+
+def writers_of(
+    record: Record, anatomy: Anatomy, bounds: Mapping[int, tuple[int, int]], saved: Collection[str], plan: Plan
+) -> dict[str, int]:
+    """The stage that writes to each of the buffers that the forward writes to. Raises InputError where this is not one stage of a `saved` buffer.
+
+    Code before the first block also runs on later stages, and code between blocks on those behind: what they write is not the model's.
+    """
+    inside = tuple(f"{path}." for path in anatomy.cuts)
+    replaced = min((name for name in record.replaced & set(saved) if not name.startswith(inside)), default=None)
+    if replaced is not None:
+        raise InputError(
+            f"plan {plan.name}: the forward puts another tensor in the place of the buffer {replaced}, and stages hold one each: write to it in place "
+            "(copy_), register it with persistent=False, or use pp1"
+        )
+    found = {}
+    for name, blocks in record.updated.items():
+        stages = sorted({next(stage for stage, (_, stop) in bounds.items() if block < stop) for block in blocks})
+        if len(stages) > 1 and name in saved:
+            raise InputError(f"plan {plan.name}: stages {stages[0]} and {stages[1]} both write to the buffer {name}: use pp1")
+        found[name] = stages[0]
+    return found

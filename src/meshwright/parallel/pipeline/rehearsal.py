@@ -29,11 +29,11 @@ Form = tuple[tuple[int, ...], torch.dtype]
 Forward = Callable[[int, dict[str, Any], tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
-def rehearse(model: nn.Module, mesh: Mesh, run: Run, forward: Forward, batch: dict[str, Any]) -> None:
-    """Nothing, or PlanRefused on every rank with what the first stage that cannot run says. Every rank calls it."""
+def rehearse(model: nn.Module, mesh: Mesh, run: Run, forward: Forward, batch: dict[str, Any], loss: Any = None) -> None:
+    """Raises PlanRefused on every rank with what the first stage that cannot run says. Every rank calls it; what `loss` holds is restored."""
     forms: list[Form] = []
     batch = {name: value[:1] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()}
-    with observed(model), _all_tried(model, run):
+    with observed(model, loss=loss), _all_tried(model, run):
         for stage in range(mesh.plan.stages):
             said: tuple[str, list[Form]] = ("", [])
             if mesh.plan.rank_of(stage) == mesh.place.pp:

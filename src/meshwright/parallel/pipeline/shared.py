@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from meshwright.parallel.exchange.group import Group
-from meshwright.parallel.later import ORIGIN
 from meshwright.parallel.mesh import Mesh, tie_group
-from meshwright.parallel.place import Layer
+from meshwright.parallel.place import Layer, copy_of
 
 
 @dataclass
@@ -37,10 +36,7 @@ class Shared:
                     (module, key) for module in model.modules() for key, held in module._parameters.items() if held is first
                 ]
                 for stage in here:
-                    copy = first if stage == here[0] else nn.Parameter(first.detach(), requires_grad=first.requires_grad)
-                    if hasattr(first, ORIGIN):
-                        setattr(copy, ORIGIN, getattr(first, ORIGIN))
-                    found.copies.setdefault(stage, {})[name] = copy
+                    found.copies.setdefault(stage, {})[name] = first if stage == here[0] else copy_of(first, first.detach())
         return found
 
     def add(self, stage: int, copies: Mapping[str, nn.Parameter]) -> None:

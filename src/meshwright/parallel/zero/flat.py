@@ -390,7 +390,7 @@ def _stretches(flat: FlatUnit, groups: Mapping[str, int]) -> list[Stretch]:
     optimizer end at multiples of ALIGN alone, so that fused kernels, whose rounding is another behind the last full vector of a run, round an
     element alike wherever it lies."""
     offsets, own = flat.unit.offsets, flat.own
-    tensors = sorted(flat.parameters.items(), key=lambda item: offsets[item[0]])
+    tensors = sorted(((name, one) for name, one in flat.parameters.items() if one.numel()), key=lambda item: offsets[item[0]])
     here = [(name, tensor) for name, tensor in tensors if offsets[name] < own.stop and offsets[name] + tensor.numel() > own.start]
     firsts = [next(alike)[0] for _, alike in groupby(here, key=lambda item: (item[1].ndim > 1, groups.get(item[0], 0)))]
     starts = [0, *(offsets[name] - own.start for name in firsts[1:]), own.stop - own.start]

@@ -49,7 +49,8 @@ def separate(unit: FlatUnit, names: Set[str], optimizer: torch.optim.Optimizer) 
     new = (names & unit.unit.offsets.keys()) - {run.path for run in unit.master.single} if names else names
     if not new or own.stop == own.start:
         return
-    begins = sorted((offset, name) for name, offset in unit.unit.offsets.items())
+    # A tensor without elements begins where the next one does: it has no extent.
+    begins = sorted((offset, name) for name, offset in unit.unit.offsets.items() if unit.parameters[name].numel())
     starts = [own.start, *(min(max(offset, own.start), own.stop) for offset, _ in begins[1:]), own.stop]
     extents = [Extent(first - own.start, last - own.start, name) for (first, last), (_, name) in zip(pairwise(starts), begins, strict=True)]
     here = [each for each in extents if each.start < each.stop]
