@@ -57,6 +57,7 @@ class Phase(IntEnum):
     save = 11
     sample = 12
     end = 13
+    prove = 14
 
 
 class Pulse:
@@ -71,6 +72,10 @@ class Pulse:
         if step is not None:
             self._begin(step)
         self.row[Word.phase] = phase
+        self.beat()
+
+    def beat(self) -> None:
+        """A sign of life of a rank that goes on with what it does."""
         self.row[Word.beat] += 1
 
     def _begin(self, step: int) -> None:

@@ -67,7 +67,7 @@ DISK = 1200.0
 ALONE = (Phase.start, Phase.build, Phase.sample)
 """Where a rank waits for no other."""
 
-DOING = {Phase.join: "joining the others, ", Phase.data: "reading its data, "}
+DOING = {Phase.join: "joining the others, ", Phase.data: "reading its data, ", Phase.prove: "proving its plan, "}
 """What is said of where it hangs."""
 
 STOPPED = 0.8

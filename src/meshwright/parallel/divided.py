@@ -287,6 +287,7 @@ def quiet(engine: Parallel, train: bool, dropout: bool = False, every: bool = Fa
     """The model as it trains, without `dropout`, or in eval mode; afterwards it and the random state are those of before. Gives the writes to its parameters,
     to `every` one, or to those that a pass is known to write to (writes.py, which comes first)."""
     model, device = engine.model, engine.mesh.device
+    engine.mesh.calls.alive()
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))

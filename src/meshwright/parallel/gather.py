@@ -108,6 +108,7 @@ class WholeTensors:
             if failure:
                 bucket.zero_()[-1] = 1.0
             all_reduce(bucket, self.engine.mesh.world).wait()
+            self.engine.mesh.calls.alive()
             if failed := int(bucket[-1]):
                 said = f": {failure}" if failure else ""
                 raise InputError(

@@ -94,7 +94,7 @@ class Loop:
         self.trainer.recount = Recount(launch.run.recount_every, lambda step, line: said(line, step))
         self.trainer.mend = partial(mend, self.trainer, said)
         self.recovery = Recovery(launch, channel, self.trainer, self.pulse, identity)
-        self.trainer.on_phase = self._phase
+        self.trainer.on_phase, self.trainer.mesh.calls.alive = self._phase, self.pulse.beat
         if self.trainer.mesh.host is not None:
             self.trainer.mesh.host.waiting = self.pulse.row[Word.waits : Word.waits + 1]
         self.spent["build"] = time.perf_counter() - joined

@@ -20,6 +20,7 @@ from torch import nn
 
 from meshwright.anatomy.skeleton import skeleton_of
 from meshwright.base.errors import InputError, PlanRefused
+from meshwright.base.pulse import Phase
 from meshwright.base.units import show_seconds
 from meshwright.parallel.exchange.exchange import all_reduce
 from meshwright.parallel.exchange.group import shrink
@@ -96,6 +97,13 @@ class Prover:
         self._updates += 1
         if not reason:
             return
+        trainer.on_phase(Phase.prove)
+        try:
+            self._prove_or_refuse(trainer, batch, reason)
+        finally:
+            trainer.on_phase(Phase.data)
+
+    def _prove_or_refuse(self, trainer: Trainer, batch: Batch | Share, reason: str) -> None:
         preflight(trainer, batch)
         if trainer.engine.objective.unreadable.is_used:
             self.required = ""

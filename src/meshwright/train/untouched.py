@@ -83,6 +83,7 @@ def untouched(trainer: Trainer) -> Iterator[None]:
 @contextmanager
 def quiet(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
     """Random states and the model are as before afterwards; dropout is a factor. `trains`: modules have the modes that they have."""
+    trainer.mesh.calls.alive()
     model, compiles = trainer.engine.model, trainer.plan.compile
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:

@@ -156,4 +156,11 @@ MACHINES = {
     "plan {} is to take {} on a rank where {} was to take {}: --plan {}": "按预测每个 rank 方案 {0} 占 {1}，{2} 占 {3}：--plan {4}",
     "{}: use more ranks, or a smaller batch": "{0}：请用更多 rank，或更小的 batch",
     "this machine has an accelerator of the kind {}, which is not used: training runs on its cores": "这台机器有 {0} 类加速器，但不会使用：训练在处理器核心上进行",
+    # --- ranks that hang
+    "hung: no sign of life for {}": "停滞：{0} 没有动静",
+    "hung: stopped by a signal, no sign of life for {}": "停滞：被信号停住，{0} 没有动静",
+    "hung: proving its plan, no sign of life for {}": "停滞：正在证明方案，{0} 没有动静",
+    "hung: reading its data, no sign of life for {}": "停滞：正在读数据，{0} 没有动静",
+    "hung: no sign of life for {}, and no rank is behind the others": "停滞：{0} 没有动静，且没有哪个 rank 落在其他 rank 之后",
+    "hung: {}: they are not in the same collective": "停滞：{0}：它们不在同一个集合通信里",
 }

@@ -17,7 +17,7 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
@@ -97,6 +97,8 @@ class CollectiveCalls:
 
     def __init__(self, store: dist.Store | None = None, prefix: str = "", rank: int = 0) -> None:
         self._store, self._key, self._rank = store, f"{prefix}/{ERROR}", rank
+        self.alive: Callable[[], None] = lambda: None
+        """Called between the parts of what may take minutes before a step, so that a supervisor does not take the rank for one that hangs."""
         self._number = self._raised_in = 0
         self._is_inside = False
         self._due = 0.0
