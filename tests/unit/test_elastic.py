@@ -1,6 +1,6 @@
 """Which rank failed first and what is said of it; which launches are one job; which reduced plans stand for a plan. No process is started."""
 
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, c
 from meshwright.elastic.fleet import THINKING, _speak
 from meshwright.elastic.generation import Generation, Work
 from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.outside import Outside
 from meshwright.elastic.replan import plan_for
 from meshwright.elastic.retries import Retries
 from meshwright.elastic.signs import Signs
@@ -404,18 +405,14 @@ def test_nobody_who_trains_is_blamed_while_another_one_evaluates_that_it_may_wai
 
 
 def test_nodes_hear_that_their_leader_lives_while_it_plans_but_not_for_ever() -> None:
-    told: list[tuple[str, str]] = []
-
-    def speak(looked: float) -> None:
-        """Twice."""
-        turns = iter([False, False, True])
-        over = SimpleNamespace(wait=lambda seconds: next(turns))
-        _speak(SimpleNamespace(nodes=["b"], _looked=looked, _over=over, _tell=lambda node, do: told.append((node, do))))  # type: ignore[arg-type]
-
-    speak(time.monotonic())
-    assert told == [("b", "alive")] * 2
-    speak(time.monotonic() - 2 * THINKING)
-    assert len(told) == 2
+    told: list[tuple[str, bytes]] = []
+    fleet = SimpleNamespace(nodes=["b"], outside=Outside(clock=lambda: 1000.0), _write=lambda *said: told.append(said))
+    for looked in (1000.0, 1000.0 - 2 * THINKING):
+        fleet._looked = looked
+        _speak(fleet)  # type: ignore[arg-type]
+        assert told == [("b", b'{"do":"alive"}\n')]
+    Outside().repeat(lambda: told.append(("c", b"")) or over.set(), 0.0, over := threading.Event())  # type: ignore[func-returns-value]
+    assert over.wait(60.0) and told[-1] == ("c", b"")
 
 
 def test_a_model_without_a_price_goes_on_with_fewer_ranks_as_its_workload_asks() -> None:

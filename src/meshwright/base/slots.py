@@ -77,6 +77,9 @@ class Head:
         """Where it begins, and its size."""
         return self.place_of_data(step) + up(self.size), self._slot(self._at(step))[_LENGTH]
 
+    def digest(self, step: int) -> int:
+        return self._slot(self._at(step))[_DIGEST]
+
     def is_digest(self, step: int, digest: int, index: bytes) -> bool:
         """Whether `digest` is that of the copy of `step` and its state, and the list of pieces has its own."""
         return digest == self._slot(self._at(step))[_DIGEST] and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST]

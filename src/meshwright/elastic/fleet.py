@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import selectors
 import signal
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.limits import check_files
 from meshwright.base.lines import Message
-from meshwright.base.link import TOKEN, Door, Link, line_of
+from meshwright.base.link import TOKEN, Link, line_of
 from meshwright.base.store import prefix_of
 from meshwright.elastic.holdings import Holdings
 from meshwright.elastic.homes import Homes, places, ranks_at
-from meshwright.elastic.lending import Lender
-from meshwright.elastic.mirror import Mirror
 from meshwright.elastic.mirrors import Mirrors
-from meshwright.elastic.node import ALIVE, SILENCE
+from meshwright.elastic.node import ALIVE, SILENCE, TICK
 from meshwright.elastic.nursery import Nursery
 from meshwright.elastic.refusals import Refusals
 from meshwright.elastic.seats import Seats, holder
@@ -35,14 +32,23 @@ from meshwright.elastic.signs import Signs
 THINKING = 300.0
 """Seconds that a leader may plan, in which it hears nobody."""
 
+PULSES = 800.0
+"""Messages a second in which signs of life of all nodes come, at most: of more than 40 nodes each one says them less often than every TICK."""
 
-@dataclass
+MANY, LINGER = 100, 0.02
+"""Of more nodes than so many there is always one that says something: what the others say within so many seconds is heard with it."""
+
+SPEAKS = SILENCE / 5
+"""Seconds between two words to each node in any case."""
+
+
+@dataclass(eq=False)
 class _Node:
     name: str
     link: Link
     devices: int
     heard: float
-    first: int
+    first: int = -1
     """Its first slot: devices of all machines are counted on, and a node that comes back has the numbers that it had."""
     lender: str = ""
     ranks: dict[int, int] = field(default_factory=dict)
@@ -57,29 +63,38 @@ class Fleet(Nursery):
     def __init__(
         self, logs: Path, warm: Sequence[str], host: str, port: int, token: str, devices: int, before: Nursery | None = None
     ) -> None:
+        check_files(devices)
         super().__init__(logs / "zygote.log", warm, {"MESHWRIGHT_ADDRESS": host, TOKEN: token}, before)
+        outside = self.outside
         self.devices, self.host = devices, host
         self.nodes: list[_Node] = []
         self._seats = Seats(devices)
         self.name_of = self._seats.name_of
-        self._at: list[_Node | None] = []
-        """The node of each rank; None: this machine."""
-        self._port, self._secret = 0, ""
+        self._at: dict[int, _Node] = {}
+        """The node of each rank that is not of this machine."""
+        self._store: tuple[int, str] = (0, "")
+        """Port and secret of that of the ranks."""
         self._came: queue.SimpleQueue[tuple[socket.socket | None, Message]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
+        self._ends = outside.waiting()
+        self._ends.add(self._woken.fileno(), None)
         self._shared: dict[str, Holdings] = {}
         self._signs: dict[int, Signs] = {}
-        self._looked = time.monotonic()
+        self._looked = outside.clock()
         self._over = threading.Event()
-        self._lender = Lender(host, token, self._file)
+        self._lender = outside.lender(host, token, self._file)
         self._homes = Homes()
-        mirror = Mirror(token, lambda *how: self._wake(dict(zip(("number", "whole", "seconds"), how, strict=True), event="mirrored")))
-        self._mirrors = Mirrors(self._lender.address, self._homes, mirror, self._tell)
+        mirror = outside.mirror(
+            token, lambda *how: self._wake(dict(zip(("number", "whole", "seconds"), how, strict=True), event="mirrored"))
+        )
+        self._mirrors = Mirrors(self._lender.address, self._homes, mirror, self._tell, outside.clock)
         refusals = Refusals(lambda line: self._wake({"event": "refusal", "line": line}))
-        self._door = Door(host, port, token, {"logs": str(logs), "warm": list(warm)}, lambda end, hello: self._wake(hello, end), refusals)
+        self._door = outside.door(
+            host, port, token, {"logs": str(logs), "warm": list(warm)}, lambda end, hello: self._wake(hello, end), refusals
+        )
         self.port = self._door.port
-        threading.Thread(target=_speak, args=(self,), name="alive", daemon=True).start()
+        outside.repeat(lambda: _speak(self), SPEAKS, self._over)
 
     # --- who is there ---------------------------------------------------------------------------------------------------------
 
@@ -109,22 +124,17 @@ class Fleet(Nursery):
             except (KeyError, TypeError, ValueError):  # it has the token and is no node, such as one that is looking for copies
                 end.close()
                 continue
-            node = _Node(
-                name,
-                Link(end, hello),
-                devices,
-                time.monotonic(),
-                self._seats.first_of(name, devices, (other.first for other in self.nodes)),
-            )
-            self.nodes.append(node)
-            self.nodes.sort(key=lambda node: node.link.hello["order"])
-            events.append({"event": "came", "name": node.name, "devices": node.devices})
+            node = _Node(name, self.outside.link(end, hello), devices, self.outside.clock())
+            self._ends.add(node.link.handle, node)
         return events
 
     def _lose(self, node: _Node, why: str) -> list[Message]:
+        self._ends.remove(node.link.handle)
+        node.link.close()
+        if node not in self.nodes:
+            return []
         self.nodes.remove(node)
         node.is_lost = True
-        node.link.close()
         self._mirrors.lost()
         words = f"its node {node.name} {why}"
         lost = [
@@ -134,7 +144,7 @@ class Fleet(Nursery):
         return [*lost, {"event": "lost", "name": node.name, "why": why}]
 
     def _node_of(self, rank: int) -> _Node | None:
-        node = self._at[rank] if 0 <= rank < len(self._at) else None
+        node = self._at.get(rank)
         return node if node is not None and not node.is_lost and rank in node.ranks else None
 
     # --- as a nursery ---------------------------------------------------------------------------------------------------------
@@ -158,9 +168,10 @@ class Fleet(Nursery):
             ranks[id(node)].append((rank, device, logs[rank]))
         lenders = [node.lender if node else here for node, _ in homes]
         runs = self._homes.start(lenders, {here, *(node.lender for node in self.nodes)}, holdings.key, source.key)
-        self._at = [node for node, _ in homes]
+        self._at = {rank: node for rank, (node, _) in enumerate(homes) if node}
         settled = line_of({"do": "sources", "key": holdings.key, "source": source.key, "runs": runs})
-        more: Message = {**what, "key": holdings.key, "store": [self.host, self._port, prefix_of(self._secret, number)]}
+        (port, secret), every = self._store, max(TICK, len(self.nodes) / PULSES)
+        more: Message = {**what, "every": every, "key": holdings.key, "store": [self.host, port, prefix_of(secret, number)]}
         for place, node in nodes.items():
             if ranks[place]:
                 node.ranks |= {rank: number for rank, *_ in ranks[place]}
@@ -189,31 +200,36 @@ class Fleet(Nursery):
         return None
 
     def events(self, timeout: float) -> list[Message]:
-        with selectors.DefaultSelector() as waiting:
-            for handle in (*(() if self.ended else (self.handle,)), self._woken.fileno(), *(node.link.handle for node in self.nodes)):
-                waiting.register(handle, selectors.EVENT_READ)
-            waiting.select(timeout)
+        linger = LINGER if len(self.nodes) > MANY else 0.0
+        ready = self._ends.wait(timeout, linger, *(() if self.ended else (self.handle,)))
         events = [*super().events(0), *self._admit()]
         for event in events:
             if event["event"] == "ready":
-                self._port, self._secret = event["port"], event["secret"]
+                self._store = event["port"], event["secret"]
             elif event["event"] == "said" and (event["message"]["kind"] == "spike" or event["message"].get("source") in ("", "disk")):
                 self._mirrors.forget()
-        now = self._looked = time.monotonic()
-        self._mirrors.look(self.nodes, self._at.count(None))
-        for node in list(self.nodes):
+        now, before = self.outside.clock(), self._looked
+        self._looked = now
+        self._mirrors.look(self.nodes, len(self._at))
+        for node in filter(None, ready):
             messages, ended = node.link.read()
             node.heard = now if messages else node.heard
             for message in messages:
                 events.extend(self._hear(node, message))
-            if ended or now > node.heard + SILENCE:
-                events.extend(self._lose(node, "is gone" if ended else f"has been silent for {SILENCE:.0f} s"))
+            if ended:
+                events.extend(self._lose(node, "is gone"))
+        is_due = int(10 * now) != int(10 * before)  # ten times a second, however often a node says something
+        for node in [node for node in self.nodes if now > node.heard + SILENCE] if is_due else ():
+            events.extend(self._lose(node, f"has been silent for {SILENCE:.0f} s"))
         return events
 
     def _hear(self, node: _Node, event: Message) -> list[Message]:
         if event["event"] == "lends":
-            node.lender = event["address"]
-            return []
+            # not before this a node is there: ranks that it is given sooner would have copies that nobody finds
+            node.lender, node.first = event["address"], self._seats.first_of(node.name, node.devices, [other.first for other in self.nodes])
+            self.nodes.append(node)
+            self.nodes.sort(key=lambda node: node.link.hello["order"])
+            return [{"event": "came", "name": node.name, "devices": node.devices}]
         if event["event"] == "mirrored":
             self._mirrors.heard(event)
             return []
@@ -226,7 +242,7 @@ class Fleet(Nursery):
         elif event["event"] == "ended" and node.ranks.get(event["rank"]) == event["generation"]:  # else another one has its place by now
             del node.ranks[event["rank"]]
         elif event["event"] == "pulse":
-            self._signs |= {_number(int(rank)): Signs(*signs) for rank, signs in event["signs"].items()}
+            self._signs |= {_number(rank): Signs(*signs) for rank, *signs in event["signs"]}
         return [event | {"name": node.name}]
 
     def signs(self, process: int) -> Signs:
@@ -235,7 +251,8 @@ class Fleet(Nursery):
     @property
     def is_blind(self) -> bool:
         """A node says a word every ALIVE seconds at least. Sooner than the least patience, which else blames ranks for a link that is down."""
-        return any(time.monotonic() > node.heard + 1.5 * ALIVE for node in self.nodes)
+        heard = self.outside.clock() - 1.5 * max(ALIVE, len(self.nodes) / PULSES)
+        return any(node.heard < heard for node in self.nodes)
 
     def again(self) -> None:
         super().again()
@@ -262,16 +279,17 @@ class Fleet(Nursery):
         for node in self.nodes:
             node.link.close()
         self.close()
+        self._ends.close()
         self._woken.close()
         self._waker.close()
 
 
 def _speak(fleet: Fleet) -> None:
-    """In a thread of its own: nodes hear that the leader lives while it plans, though not for ever."""
-    while not fleet._over.wait(ALIVE):
-        for node in list(fleet.nodes) if time.monotonic() < fleet._looked + THINKING else ():
-            with contextlib.suppress(ValueError):  # its connection was closed in this moment
-                fleet._tell(node, do="alive")
+    """From a thread of its own: nodes hear that the leader lives while it plans, though not for ever."""
+    line = line_of({"do": "alive"})
+    for node in list(fleet.nodes) if fleet.outside.clock() < fleet._looked + THINKING else ():
+        with contextlib.suppress(ValueError):  # its connection was closed in this moment
+            fleet._write(node, line)
 
 
 def _number(rank: int) -> int:

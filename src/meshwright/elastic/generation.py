@@ -59,6 +59,7 @@ class Generation:
     begun: bool = False
     kills: int = field(default_factory=memory_kills)
     """How often the system had killed for want of memory when it began."""
+    clock: Callable[[], float] = time.monotonic
 
     def start(self, nursery: Nursery, holdings: Holdings, source: Holdings) -> None:
         """Ranks that keep their copies in `holdings` and go on from those of `source`."""
@@ -85,7 +86,7 @@ class Generation:
     def heed(self, event: Message) -> None:
         if event.get("generation") != self.number or event.get("rank", SCRIBE) < 0:
             return
-        rank, now = event["rank"], time.monotonic()
+        rank, now = event["rank"], self.clock()
         if event["event"] == "started":
             self.living[rank] = event["pid"]
         elif event["event"] == "refused":
@@ -116,8 +117,8 @@ class Generation:
         """Kills what is left of it and waits until it is gone, so that nothing of it writes any more. Events of others go to `other`."""
         for rank in self.living:
             nursery.command("signal", rank, signal=int(signal.SIGKILL))
-        end = time.monotonic() + BURIAL
-        while self.living and not nursery.ended and time.monotonic() < end:
+        end = self.clock() + BURIAL
+        while self.living and not nursery.ended and self.clock() < end:
             for event in nursery.events(0.05):
                 other(event)
                 if event["event"] == "ended" and event["generation"] == self.number:

@@ -9,6 +9,7 @@ copies of all ranks lie stands in one file more, a line for each rank, so that w
 
 from __future__ import annotations
 
+import base64
 import os
 import secrets
 from array import array
@@ -23,20 +24,28 @@ from meshwright.base.slots import HEAD, KEPT
 class Holdings:
     """Of the ranks of one plan."""
 
+    system: Any = os
+    """What has the files; a simulated cluster has another one."""
+
     def __init__(self, world: int, adopted: tuple[str, Sequence[int]] | None = None) -> None:
         """`adopted`: the key and the files of a supervisor that was killed, its pulse last, which are closed with this (adoption.py)."""
         self.world, self.key = world, secrets.token_hex(8)
-        self.is_open = hasattr(os, "memfd_create")
+        self.is_open = hasattr(self.system, "memfd_create")
         self._files: dict[int, int] = {}
         self._table = self._pulse = -1
         if adopted is not None:
             self.key, (*files, self._pulse) = adopted[0], adopted[1]
-            self._table, self._files = os.memfd_create("meshwright-places"), dict(enumerate(files))
+            self._files = dict(enumerate(files))
         elif self.is_open:
-            self._table, self._pulse = os.memfd_create("meshwright-places"), os.memfd_create(f"meshwright-pulse-{self.key}")
-            os.ftruncate(self._pulse, world * ROW * 8)
-        self.memory = opened(_path(self._pulse), world)
+            self._pulse = self.system.memfd_create(f"meshwright-pulse-{self.key}")
+            self.system.ftruncate(self._pulse, world * ROW * 8)
+        if self.is_open:
+            self._table = self.system.memfd_create("meshwright-places")
+        self.memory = self._opened()
         self._words = self.memory.cast("B").cast("Q")
+
+    def _opened(self) -> memoryview:
+        return opened(_path(self._pulse), self.world)
 
     # --- copies ---------------------------------------------------------------------------------------------------------------
 
@@ -48,8 +57,8 @@ class Holdings:
         """The file that says where the copies of every rank lie, for ranks that are about to start; it replaces the one before. Empty without files."""
         if self._table >= 0:
             text = "".join(f"{place}\n" for place in places).encode()
-            os.ftruncate(self._table, 0)
-            os.pwrite(self._table, text, 0)
+            self.system.ftruncate(self._table, 0)
+            self.system.pwrite(self._table, text, 0)
         return _path(self._table)
 
     def file(self, rank: int) -> int:
@@ -57,7 +66,7 @@ class Holdings:
         if not self.is_open:
             raise OSError("these copies are closed")
         if rank not in self._files:
-            self._files[rank] = os.memfd_create(f"meshwright-copies-{self.key}-{rank}")
+            self._files[rank] = self.system.memfd_create(f"meshwright-copies-{self.key}-{rank}")
         return self._files[rank]
 
     def all_files(self) -> list[str]:
@@ -68,18 +77,23 @@ class Holdings:
         """The open file of the copies of a rank once more, for whoever closes it. Raises OSError when there is none here."""
         if rank not in self._files:
             raise OSError("these copies are not here")
-        return os.dup(self._files[rank])
+        return self.system.dup(self._files[rank])
+
+    def mirrored(self, rank: int) -> int:
+        """`lend`, of a rank of another machine, whose copies are to be written here; there is a file from here on."""
+        self.file(rank)
+        return self.lend(rank)
 
     def keep(self, steps: Sequence[int]) -> None:
         """Two steps that ranks do not write over (base/slots.py)."""
         for file in self._files.values():
-            if os.fstat(file).st_size >= HEAD:
-                os.pwrite(file, array("Q", steps).tobytes(), KEPT * 8)
+            if self.system.fstat(file).st_size >= HEAD:
+                self.system.pwrite(file, array("Q", steps).tobytes(), KEPT * 8)
 
     def release(self, needed: Collection[int]) -> None:
         """Closes the copies of all other ranks: nobody reads them any more."""
         for rank in self._files.keys() - set(needed):
-            os.close(self._files.pop(rank))
+            self.system.close(self._files.pop(rank))
 
     def places(self, rank: int) -> dict[str, Any]:
         """Where a rank of this machine finds its own memory."""
@@ -115,10 +129,14 @@ class Holdings:
                 self._words[first + word] = 0
             self._words[first + Word.beat] += 1
 
-    def heard(self, rows: dict[str, list[int]]) -> None:
-        """Rows of ranks of other machines, as they are there."""
-        for rank, row in rows.items():
-            self.pulse(int(rank)).row[:] = memoryview(array("Q", row))
+    def row(self, rank: int) -> bytes:
+        return bytes(self._words[rank * ROW : (rank + 1) * ROW])
+
+    def heard(self, rows: Sequence[tuple[int, str]]) -> None:
+        """Rows of ranks of other machines that have changed there, as `packed`."""
+        for rank, run in rows:
+            words = memoryview(base64.b64decode(run)).cast("Q")
+            self._words[rank * ROW : rank * ROW + len(words)] = words
 
     def written(self, seconds: float) -> None:
         """The checkpoint that was written beside training is done, or has failed."""
@@ -131,7 +149,21 @@ class Holdings:
         files = [*self._files.values(), *(file for file in (self._table, self._pulse) if file >= 0)]
         self._files, self._table, self._pulse, self.is_open = {}, -1, -1, False  # first, since other threads lend them
         for file in files:
-            os.close(file)
+            self.system.close(file)
+
+
+def packed(rows: Iterable[tuple[int, bytes]]) -> list[tuple[int, str]]:
+    """Rows of ranks in order as they travel: the first rank of each run of neighbours, and their words.
+
+    >>> [(rank, len(words)) for rank, words in packed([(3, bytes(64)), (4, bytes(64)), (6, bytes(64))])]
+    [(3, 172), (6, 88)]
+    """
+    runs: list[tuple[int, bytearray]] = []
+    for rank, row in rows:
+        if not runs or rank != runs[-1][0] + len(runs[-1][1]) // len(row):
+            runs.append((rank, bytearray()))
+        runs[-1][1].extend(row)
+    return [(rank, base64.b64encode(words).decode()) for rank, words in runs]
 
 
 def _path(file: int) -> str:

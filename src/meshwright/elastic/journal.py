@@ -31,6 +31,7 @@ class Journal:
 
     folder: Path
     note: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
     last: int = 0
     _decided: float | None = None
     _begun: float = 0.0
@@ -70,7 +71,7 @@ class Journal:
 
     def decide(self) -> None:
         """Begins to count a recovery: from here on no step runs, whatever the reason. One within a recovery makes that one longer."""
-        self._decided = self._decided or time.monotonic()
+        self._decided = self._decided or self.clock()
 
     def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
         """Another plan, for another number of ranks or for less memory, or the `same` on other devices, which is a recovery without a fault."""
@@ -93,7 +94,7 @@ class Journal:
 
     def hear(self, message: Message, generation: int) -> None:
         """What rank 0 says."""
-        now = time.monotonic()
+        now = self.clock()
         if message["kind"] == "begin" and self._decided is not None:
             for name, seconds in message.get("spent", {}).items():
                 self.part(name, seconds)

@@ -103,6 +103,8 @@ class Mirror:
                 words[:] = memoryview(bytes(HEAD)).cast("Q")
                 here.lay(index, there.size, len(there.slots))
                 view[HEAD : HEAD + len(index)] = index
+            if order.step in here.steps and there.is_digest(order.step, here.digest(order.step), index):
+                return True  # of a round that was given up when a node was lost
             slot, digest = here.take(SLOTS), xxhash.xxh3_64()
             (begin, size), to = (there.place_of_data(order.step), there.size), here.begin(slot)
             for at in range(0, size, PART):

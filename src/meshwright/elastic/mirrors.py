@@ -12,7 +12,6 @@ ahead + 3 c steps at most.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -62,15 +61,16 @@ class Mirrors:
         self._whole = 0
         self._waits.clear()
 
-    def look(self, nodes: Sequence[Holder], devices: int) -> None:
-        """Orders the next round, when there is none and all ranks have something new. `devices`: of the first node."""
+    def look(self, nodes: Sequence[Holder], others: int) -> None:
+        """Orders the next round, when there is none and all ranks have something new. `others`: ranks that are not of the first node."""
         holdings = self._holdings
         if self._waits or holdings is None or not holdings.is_open or self._clock() < self._next:
             return
-        holders = [node for node in nodes if node.ranks and node.lender]
         newest = holdings.pulse(0).read(Word.kept)
-        away = sum(len(node.ranks) for node in holders)
-        if not away or away + devices != holdings.world or not newest or newest + self._ahead <= self._whole:
+        if not newest or newest + self._ahead <= self._whole:
+            return
+        holders = [node for node in nodes if node.ranks and node.lender]
+        if not others or sum(len(node.ranks) for node in holders) != others:
             return
         self._seconds, self._step, self._failed, self._where = 0.0, newest + self._ahead, False, {}
         kept = [self._whole, self._step]
@@ -121,5 +121,5 @@ class Mirrors:
 
 def order(message: Message, holdings: Holdings) -> Order:
     """What a mirror is told, with the files of this node."""
-    files = {rank: os.dup(holdings.file(rank)) for rank in message["ranks"]}
+    files = {rank: holdings.mirrored(rank) for rank in message["ranks"]}
     return Order(message["number"], message["key"], message["step"], message["address"], files)

@@ -11,7 +11,7 @@ never goes on alone; a SIGTERM here tells the leader, which goes on with the oth
 | again: ranks that will not die: all of them end with their zygote | ready: the zygote is there |
 | mirror: number, key, step, address, ranks: read their copies (mirror.py) | mirrored: number, whether all of them are whole, and the seconds that copying took |
 | keep: key, steps: ranks do not write over their copies of these | |
-| alive: every second | pulse: generation, rows of signs of life, state, seconds in line and seconds computed of each rank's process |
+| alive: now and then | pulse: generation, the rows of signs of life that have changed, what the system says of each rank's process (signs.py) |
 | end: code, line | leaving: a signal asks this node to go |
 """
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import selectors
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,11 @@ from meshwright.base.lines import Message
 from meshwright.base.link import Link
 from meshwright.base.signals import hearing
 from meshwright.elastic.failure import Failure, cause
-from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.holdings import Holdings, packed
 from meshwright.elastic.homes import Runs, places, ranks_at
-from meshwright.elastic.lending import Lender
-from meshwright.elastic.mirror import Mirror
 from meshwright.elastic.mirrors import order
 from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.outside import Outside
 
 TICK = 0.05
 SILENCE = 15.0
@@ -50,15 +48,19 @@ GONE = (75, "")
 class Node:
     """Serves one run as node `number`, reached at `host`. `environment` goes to the ranks; the leader's hello says which modules they need and where logs lie."""
 
+    outside = Outside()
+
     def __init__(self, link: Link, host: str, token: str, number: int, environment: dict[str, str], warm: Nursery | None = None) -> None:
         """`warm`: that of this node under another leader."""
         check_files(0)
+        self.every = TICK
+        """Seconds between two messages with signs of life at least."""
         self.link, self.number, self.environment = link, number, environment
         self.logs = Path(link.hello["logs"])
         self.logs.mkdir(parents=True, exist_ok=True)
         self.nursery = self._nursery(warm)
-        self.lender = Lender(host, token, self._file)
-        self.mirror = Mirror(token, self._was_mirrored)
+        self.lender = self.outside.lender(host, token, self._file)
+        self.mirror = self.outside.mirror(token, self._was_mirrored)
         self.holdings: dict[str, Holdings] = {}
         self.generation, self.key = -1, ""
         self._sources: list[str] = []
@@ -66,8 +68,8 @@ class Node:
         self.leaving = ""
         """The signal that asked this node to go, if one has."""
         self._told = False
-        self._heard = self._said = time.monotonic()
-        self._rows: dict[int, list[int]] = {}
+        self._heard = self._said = self.outside.clock()
+        self._rows: dict[int, bytes] = {}
         self._kills = memory_kills()
 
     def _nursery(self, warm: Nursery | None = None) -> Nursery:
@@ -83,47 +85,60 @@ class Node:
         how = (1, "")
         try:
             with hearing(self._on_signal):
-                self._say(event="lends", address=self.lender.address)
-                how = self._serve()
+                self.begin()
+                while (found := self.turn()) is None:
+                    self._wait()
+                how = found
         except OSError:
             how = GONE
         finally:
-            if how != GONE or self.leaving or not self.nursery.clear():
-                self.nursery.close()
-            self.lender.close()
-            self.mirror.close()
-            for holdings in self.holdings.values():
-                holdings.close()
-            self.link.close()
+            self.end(how)
         return how
+
+    def begin(self) -> None:
+        """Says where copies of this node are lent. Raises OSError when the leader is gone, as `turn` does."""
+        self._say(event="lends", address=self.lender.address)
+
+    def end(self, how: tuple[int, str]) -> None:
+        """Leaves nothing behind but a `nursery` that is as new, where another leader may need it."""
+        if how != GONE or self.leaving or not self.nursery.clear():
+            self.nursery.close()
+        self.lender.close()
+        self.mirror.close()
+        for holdings in self.holdings.values():
+            holdings.close()
+        self.link.close()
 
     def _on_signal(self, number: int, _: Any) -> None:
         """Nothing is said from here: what this interrupts may be in the middle of a line, and hold the link's lock."""
         self.leaving = self.leaving or signal.Signals(number).name
 
-    def _serve(self) -> tuple[int, str]:
-        while True:
-            with selectors.DefaultSelector() as waiting:
-                waiting.register(self.link.handle, selectors.EVENT_READ)
-                if not self.nursery.ended:
-                    waiting.register(self.nursery.handle, selectors.EVENT_READ)
-                waiting.select(TICK)
-            for event in self.nursery.events(0):
-                self._relay(event)
-            if self.nursery.ended:
-                self._bury()
-            messages, ended = self.link.read()
-            for message in messages:
-                self._heard = time.monotonic()
-                if message["do"] == "end":
-                    return int(message["code"]), str(message["line"])
-                self._obey(message)
-            if ended or time.monotonic() > self._heard + SILENCE:
-                return GONE
-            if self.leaving and not self._told:
-                self._told = True
-                self._say(event="leaving", signal=self.leaving)
-            self._show()
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self.link.handle, selectors.EVENT_READ)
+            if not self.nursery.ended:
+                waiting.register(self.nursery.handle, selectors.EVENT_READ)
+            waiting.select(TICK)
+
+    def turn(self) -> tuple[int, str] | None:
+        """Does what there is to do now. Returns how the run ended, once it has."""
+        for event in self.nursery.events(0):
+            self._relay(event)
+        if self.nursery.ended:
+            self._bury()
+        messages, ended = self.link.read()
+        for message in messages:
+            self._heard = self.outside.clock()
+            if message["do"] == "end":
+                return int(message["code"]), str(message["line"])
+            self._obey(message)
+        if ended or self.outside.clock() > self._heard + SILENCE:
+            return GONE
+        if self.leaving and not self._told:
+            self._told = True
+            self._say(event="leaving", signal=self.leaving)
+        self._show()
+        return None
 
     def _obey(self, message: Message) -> None:
         if message["do"] == "again":
@@ -155,7 +170,9 @@ class Node:
     def _start(self, message: Message) -> None:
         """Ranks with the memory of this node: rows and copies here, copies elsewhere by address."""
         key, ranks, here = message.pop("key"), message.pop("ranks"), message.pop("here")
-        holdings = self.holdings.setdefault(key, Holdings(message["world"]))
+        if key not in self.holdings:
+            self.holdings[key] = self.outside.holdings(message["world"])
+        holdings, self.every = self.holdings[key], message.pop("every")
         self.generation, self.key = message["generation"], key
         holdings.begin(rank for rank, *_ in ranks)
         self._rows.clear()
@@ -191,16 +208,17 @@ class Node:
 
     def _show(self) -> None:
         """Signs of life, when there are new ones; and a word in any case after a while."""
-        now = time.monotonic()
-        if now < self._said + TICK:
+        now = self.outside.clock()
+        if now < self._said + self.every:
             return
         holdings = self.holdings.get(self.key)
-        rows = {rank: list(holdings.pulse(rank).row) for rank in self.processes} if holdings else {}
+        rows = {rank: holdings.row(rank) for rank in sorted(self.processes)} if holdings else {}
         if rows != self._rows or now > self._said + ALIVE:
+            changed = [(rank, row) for rank, row in rows.items() if row != self._rows.get(rank)]
             self._rows = rows
-            signs = {rank: self.nursery.signs(process) for rank, process in self.processes.items()}
-            self._say(event="pulse", generation=self.generation, rows=rows, signs=signs)
+            signs = [(rank, *self.nursery.signs(process).rounded()) for rank, process in self.processes.items()]
+            self._say(event="pulse", generation=self.generation, rows=packed(changed), signs=signs)
 
     def _say(self, **message: Any) -> None:
-        self._said = time.monotonic()
+        self._said = self.outside.clock()
         self.link.send(message)

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from meshwright.base.lines import LineReader, Message, write_line
 from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.outside import Outside
 from meshwright.elastic.signs import Signs, signs_of
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -37,6 +38,7 @@ class Nursery:
     """The devices of several machines, counted on; None: those of this one."""
     devices: int = 0
     """Of this machine, where there are several."""
+    outside: Outside = Outside()
 
     def __init__(
         self,

@@ -16,6 +16,10 @@ class Signs(NamedTuple):
     computed: float = 0.0
     moved: float = 0.0
 
+    def rounded(self) -> tuple[str, float, float, float]:
+        """As they travel: milliseconds and whole bytes."""
+        return self.state, round(self.in_line, 3), round(self.computed, 3), round(self.moved)
+
 
 def signs_of(process: int) -> Signs:
     fields = _fields(process)

@@ -104,18 +104,19 @@ class Supervisor:
         """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
         check_files(max(self.work.world, self.care.full) if self.lent is None or self.lent.places is None else self.lent.devices)
         self.work.logs.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(self.work.folder, self.note)
+        clock = self.lent.outside.clock if self.lent is not None else time.monotonic
+        self._journal = Journal(self.work.folder, self.note, clock)
         self._retries = Retries(self.care.retries)
-        self._slots = Slots(max(self.work.world, self.care.full), self._journal, self.care.leaving)
+        self._slots = Slots(max(self.work.world, self.care.full), self._journal, self.care.leaving, clock)
         self._wanted = Asked(self.work.folder, self.note, self._slots.full)
         self._leaner: Work | None = None
-        self._pace, self._holdings = Pace(), Holdings(self.work.world)
         self._adoption = Adoption(self.work.folder, self.care.hold if self.lent is None else None, self.note)
         log, pipe = self.work.logs / "zygote.log", self._adoption.lifeline
         self._nursery = self.lent or Nursery(log, self.work.warm, self.work.environment, lifeline=pipe)
+        self._pace, self._holdings = Pace(), self._nursery.outside.holdings(self.work.world)
         self._places = self._nursery.places
         limit = max(self.care.terms.otherwise, 10 * self.care.patience)
-        self._writer = Writer(self._journal, self.hear, self.note, self._nursery.command, limit)
+        self._writer = Writer(self._journal, self.hear, self.note, self._nursery.command, limit, clock)
         self._slots.name, self._slots.first = self._nursery.name_of, self._nursery.devices
         try:
             with hearing(self._on_signal):
@@ -165,23 +166,18 @@ class Supervisor:
         """A generation from its start until it is done, fails, or is to be ended."""
         if self._slots.free(self._nursery.slots) is not None:  # nodes may have come and gone since the ranks were given theirs
             self.work = replace(self.work, slots=self._slots.seat(self.work.world))
-        now = self._now = Generation(self.work, self.generation, self._hear)
+        now = self._now = Generation(self.work, self.generation, self._hear, clock=self._nursery.outside.clock)
         self._holdings.begin()
         self._adoption.hold(self.generation, self.work, self._old, self._holdings)
-        watch = Watch(
-            self._holdings,
-            self.care.patience * 2 ** max(0, self._retries.in_row - 1),
-            signs=self._nursery.signs,
-            pace=self._pace,
-            blind=lambda: self._nursery.is_blind,
-            terms=self.care.terms,
-        )
+        nursery, patience = self._nursery, self.care.patience * 2 ** max(0, self._retries.in_row - 1)
+        clock, signs = nursery.outside.clock, nursery.signs
+        watch = Watch(self._holdings, patience, clock, signs, self._pace, lambda: nursery.is_blind, self.care.terms)
         now.start(self._nursery, self._holdings, self._old or self._holdings)
         self._slots.started(self.work.plan)
         if self._deadline is not None:  # a fault came between the request and its end
             now.tell(self._nursery, {"stop": self._asked[0]})
         while now.living and not self._killed:
-            heard = time.monotonic()  # what was said before is known when the round judges, however long this process was not let run
+            heard = clock()  # what was said before is known when the round judges, however long this process was not let run
             for event in self._nursery.events(TICK):
                 self._heed_others(event)
                 now.heed(event)
@@ -195,7 +191,7 @@ class Supervisor:
             hung = watch.look(now.living)
             if hung is not None:
                 self._silent = hung.silent
-                now.failures[hung.rank] = Failure(hung.rank, time.monotonic(), -signal.SIGKILL, words=hung.words)
+                now.failures[hung.rank] = Failure(hung.rank, self._nursery.outside.clock(), -signal.SIGKILL, words=hung.words)
             if hung is not None or self._is_failed(now, heard) or self._is_resized(now):
                 break
             slot = self._slots.due()
@@ -232,7 +228,7 @@ class Supervisor:
 
     def _is_failed(self, now: Generation, heard: float) -> bool:
         """Once it is known who failed; innocents, and whoever cannot be healed, get a moment to tell what they know, until `heard` at least."""
-        if self._deadline is not None and time.monotonic() > self._deadline:
+        if self._deadline is not None and self._nursery.outside.clock() > self._deadline:
             self._killed = True
         return now.waited(heard) > SETTLE or (now.guilty and self.care.retries > 0 and self._begun)
 
@@ -243,9 +239,9 @@ class Supervisor:
             self._old = None
             self._adoption.hold(self.generation, self.work, self._old, self._holdings)
             self._nursery.released()
-        if time.monotonic() < self._looked + LOOK or not now.begun or self.care.replan is None or self._deadline is not None:
+        if self._nursery.outside.clock() < self._looked + LOOK or not now.begun or self.care.replan is None or self._deadline is not None:
             return False
-        self._looked, wanted = time.monotonic(), self._wanted(self._nursery.places) or self._room()
+        self._looked, wanted = self._nursery.outside.clock(), self._wanted(self._nursery.places) or self._room()
         moves = self._slots.are_to_move(self.work.slots, self._nursery.slots)
         self._world = wanted if wanted not in (None, self.work.world) else self.work.world if moves else self._slots.take()
         return self._world is not None
@@ -261,7 +257,7 @@ class Supervisor:
         if len(self._asked) > 1 or not self._begun:
             self._killed = True
             return
-        self._deadline = time.monotonic() + self.grace
+        self._deadline = self._nursery.outside.clock() + self.grace
         self.note(f"{reason}: the step ends, then everything is saved (at most {self.grace:.0f} s); once more to stop at once")
         now.tell(self._nursery, {"stop": reason})
 
@@ -304,12 +300,12 @@ class Supervisor:
 
     def _recover(self, now: Generation) -> None:
         """Everything of the old generation is gone, and the next one may begin."""
-        began = time.monotonic()
+        began = self._nursery.outside.clock()
         self._journal.decide()
         now.end(self._nursery, self._heed_others)
         if self._nursery.ended or now.living:
             self._revive()
-        self._journal.part("end", time.monotonic() - began)
+        self._journal.part("end", self._nursery.outside.clock() - began)
         self._retries.rest(self._journal.part)
         if self._world is None:
             self._await_places()
@@ -337,23 +333,23 @@ class Supervisor:
 
     def _await_places(self) -> None:
         """A node that is lost may come back; after a while the run goes on without it."""
-        began, places = time.monotonic(), self._slots.free(self._nursery.slots)
+        began, places = self._nursery.outside.clock(), self._slots.free(self._nursery.slots)
         if places is None or places >= self.work.world:
             return
         self.note(f"room for {places} of {self.work.world} ranks: waiting {self.care.rejoin:.0f} s for a node")
         while (places := self._slots.free(self._nursery.slots) or 0) < self.work.world and not self._asked:
-            if time.monotonic() > began + self.care.rejoin and places >= self.care.least:
+            if self._nursery.outside.clock() > began + self.care.rejoin and places >= self.care.least:
                 break
             for event in self._nursery.events(TICK):
                 self._heed_others(event)
-        self._journal.part("wait", time.monotonic() - began)
+        self._journal.part("wait", self._nursery.outside.clock() - began)
         if places < self.work.world and not self._asked:
             self._world, self._places = places, self._nursery.places
 
     def _resize(self, world: int) -> None:
         """Other work for another number of ranks ([Note: other numbers of ranks])."""
         assert self.care.replan is not None
-        began, self._world = time.monotonic(), None
+        began, self._world = self._nursery.outside.clock(), None
         try:
             with overdue(lambda: self.note(f"still planning for {world} ranks")):
                 work = self.care.replan(world)
@@ -361,7 +357,7 @@ class Supervisor:
             self._journal.unplanned(world, str(error), self.generation)
         else:
             self._change(work)
-        self._journal.part("plan", time.monotonic() - began)
+        self._journal.part("plan", self._nursery.outside.clock() - began)
 
     def _change(self, work: Work) -> None:
         """The copies so far stay until there are some of `work`."""
@@ -373,7 +369,7 @@ class Supervisor:
             self._old = self._holdings
         else:
             self._holdings.close()
-        self._holdings = Holdings(work.world)
+        self._holdings = self._nursery.outside.holdings(work.world)
 
 
 def _leaner(care: Care, work: Work) -> Work | None:

@@ -74,6 +74,10 @@ STOPPED = 0.8
 """Seconds for a process that a signal has stopped, so that its rank is named within one."""
 
 
+RANKS = 8192
+"""Ranks that are looked at in a second, at most: more than 800 less often than ten times a second, so that looking costs a hundredth of a core."""
+
+
 @dataclass(frozen=True)
 class Hung:
     """`silent`: seconds since the culprit's last sign of life."""
@@ -133,21 +137,25 @@ class Watch:
     terms: Terms = CORES
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _waits: dict[int, _Seen] = field(default_factory=dict)
-    _first: dict[int, int] = field(default_factory=dict)
+    _first: list[int] = field(default_factory=list)
     _work: dict[int, Signs] = field(default_factory=dict)
     _disk: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Of a rank that waits for its disk: the bytes that it had moved when that began, and when that was."""
     _step: int = 0
     _warm: int = 0
+    _next: float = float("-inf")
 
     def __post_init__(self) -> None:
-        self._first = {rank: self.holdings.pulse(rank).read(Word.beat) for rank in range(self.holdings.world)}
+        self._first = self.holdings.column(Word.beat)
 
     def look(self, living: Mapping[int, int]) -> Hung | None:
         """`living`: the process of each rank."""
         if not self.patience:
             return None
         now = self.clock()
+        if now < self._next:
+            return None
+        self._next = now + max(0.0, self.holdings.world / RANKS - 0.1)
         if self.blind() or not all(living.values()):  # one that is yet to be forked is waited for
             for before in (*self._seen.values(), *self._waits.values()):
                 before.at = now
@@ -155,17 +163,26 @@ class Watch:
         self._count_steps()
         self._excuse(living, now)
         silent: dict[int, float] = {}
+        beats, waits, signs = self.holdings.column(Word.beat), self.holdings.column(Word.waits), self.signs
         for rank, process in living.items():
-            beat = self.holdings.pulse(rank).read(Word.beat)
-            self._note_wait(rank, process, now)
-            seen = self._seen.get(rank)
+            beat, word = beats[rank], waits[rank]
+            seen, waited = self._seen.get(rank), self._waits.get(rank)
+            if waited is None or waited.word != word:
+                self._waits[rank] = _Seen(word, now, signs(process).in_line if word else 0.0)
             if seen is None or seen.word != beat:
-                self._seen[rank] = _Seen(beat, now, self.signs(process).in_line)
+                self._seen[rank] = _Seen(beat, now, signs(process).in_line)
             else:
                 silent[rank] = now - seen.at
-        if all(seen.word == self._first[rank] for rank, seen in self._seen.items()):
+        shortest = min(self._limits)
+        if max(silent.values(), default=0.0) <= shortest or all(seen.word == self._first[rank] for rank, seen in self._seen.items()):
             return None  # nobody has said a word: they may be such as never do
-        late = {rank: seconds for rank, seconds in silent.items() if seconds > self._limit(rank, living[rank])}
+        _, *running = self._limits
+        shortest = min(running)
+        late = {
+            rank: seconds
+            for rank, seconds in silent.items()
+            if (seconds > shortest or signs(living[rank]).state == "T") and seconds > self._limit(rank, living[rank])
+        }
         late = {
             rank: own
             for rank in late
@@ -177,9 +194,13 @@ class Watch:
         """None of those that do not train has been silent where one of them, that waits for no other, is at work ([Note: at work])."""
         beside: dict[int, Signs] = {}
         at_work = False
-        for rank in living.keys() & self._seen.keys():
+        first, last = Phase.data, self.terms.last
+        idle = [rank for rank, phase in enumerate(self.holdings.column(Word.phase)) if not first <= phase <= last]
+        for rank in idle:
+            if rank not in living or rank not in self._seen:
+                continue
             pulse, signs = self.holdings.pulse(rank), self.signs(living[rank])
-            if self._trains(rank) or signs.state == "T":
+            if signs.state == "T":
                 continue
             beside[rank], before = signs, self._work.setdefault(rank, signs)
             moved, since = self._disk.get(rank, (signs.moved, now))
@@ -196,20 +217,23 @@ class Watch:
 
     def _count_steps(self) -> None:
         """By what ranks say of them: several may pass between two looks, and a generation may end between the next two."""
-        pulses = [self.holdings.pulse(rank) for rank in range(self.holdings.world)]
-        step, took = max(((pulse.read(Word.step), pulse.read(Word.took)) for pulse in pulses), default=(0, 0))
+        step, took = max(zip(self.holdings.column(Word.step), self.holdings.column(Word.took), strict=True))
         if step > self._step and took:
             self._warm += step - self._step if self._step else 1
             self.pace.count(self._warm - 1, 1e-6 * took)
             self._step = step
 
+    @property
+    def _limits(self) -> tuple[float, float, float]:
+        """Of a rank that a signal has stopped, of one that trains, and of any other."""
+        typical, other = self.pace.typical, max(self.terms.otherwise, 10 * self.patience)
+        warm = STEPS * self.pace.first if self._warm < FEW else 0.0
+        trains = max(self.patience, self.terms.patience, warm) if self.pace.is_known else other
+        return max(STOPPED, typical), max(trains, typical), max(other, typical)
+
     def _limit(self, rank: int, process: int) -> float:
-        typical = self.pace.typical
-        if self.signs(process).state == "T":
-            return max(STOPPED, typical)
-        if self._trains(rank) and self.pace.is_known:
-            return max(self.patience, self.terms.patience, typical, STEPS * self.pace.first if self._warm < FEW else 0.0)
-        return max(self.terms.otherwise, 10 * self.patience, typical)
+        stopped, trains, other = self._limits
+        return stopped if self.signs(process).state == "T" else trains if self._trains(rank) else other
 
     def _judge(self, late: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]) -> Hung | None:
         if not self.terms.tell and not any(self.signs(living[rank]).state == "T" for rank in late):
@@ -240,11 +264,6 @@ class Watch:
             return Hung(first, silent[first], f"hung: {self._why(first, living[first])}no sign of life for {show_seconds(silent[first])}")
         shortest = min(silent.values())
         return Hung(-1, shortest, f"hung: no sign of life for {show_seconds(shortest)}, and no rank is behind the others")
-
-    def _note_wait(self, rank: int, process: int, now: float) -> None:
-        word = self.holdings.pulse(rank).read(Word.waits)
-        if rank not in self._waits or self._waits[rank].word != word:
-            self._waits[rank] = _Seen(word, now, self.signs(process).in_line if word else 0.0)
 
     def _stands(self, rank: int, process: int) -> bool:
         """Whether `rank` says that it waits but has not looked again for half its limit, though it had a core."""

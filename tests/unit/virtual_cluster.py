@@ -1,0 +1,598 @@
+"""A cluster in memory and in virtual time: the real leader, nodes, generations, watch, places of copies and mirrors, on simulated ranks, links and clocks.
+
+What is simulated stands in `Outside` (elastic/outside.py) and in the place of the process that forks ranks: lines travel LATENCY seconds, ranks make a step
+together every STEP seconds and copy it into their files, mirrors take COPY seconds. Every line is encoded and decoded as between machines, so that sizes are
+real. One thread, one queue of what happens when: the same seed gives the same run. Nothing sleeps.
+
+Faults come at the rate of Llama 3 (419 unexpected interruptions in 54 days on 16,384 devices: 1.973e-5 for a device and hour), by its published causes:
+devices and software that end a rank, hosts that are gone, links and collectives that are silent. Source: The Llama 3 Herd of Models, 2024, section 3.3.4 and Table 5,
+grouped as KINDS says. Hours in which all is well are skipped: nothing arrives in them but signs of life, whose cost is measured beside.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import mmap
+import random
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from meshwright.base.lent import AT
+from meshwright.base.lines import Message, message_of
+from meshwright.base.link import line_of
+from meshwright.base.pulse import ROW, WAITS, Phase, Pulse, Word
+from meshwright.base.slots import HEAD, KEPT, SEVERAL
+from meshwright.elastic.fleet import Fleet
+from meshwright.elastic.generation import Work
+from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.mirror import Order
+from meshwright.elastic.node import Node
+from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.outside import Outside
+from meshwright.elastic.signs import Signs
+from meshwright.elastic.supervisor import Care, Supervisor
+from meshwright.elastic.watch import ACCELERATORS
+
+LATENCY, START, COPY, RETURN = 0.001, 3.0, 0.5, 5.0
+"""Seconds: of a line on its way, of a rank until it has joined the others, of a mirror, and until a lost node is back."""
+
+STEP = 11.9
+"""Seconds of a step: 6 x 405e9 parameters x 16e6 tokens on 8,192 devices of 400 TFLOP/s, as Llama 3 reports them."""
+
+SAVE = 50
+"""Steps between two checkpoints on disk."""
+
+RATE = 419 / (54 * 24 * 16_384)
+KINDS = {"dies": 0.78, "node": 0.12, "hangs": 0.06, "link": 0.04}
+"""Shares of 419: faulty devices, their memory and processors, and software end a rank; maintenance, network cards, power and chassis take a host;
+switches and cables, and collectives that time out, are silent, here as a rank that hangs or a link that carries nothing."""
+
+
+class Files:
+    """In the place of the system, for anonymous files: of one supervisor, numbered over all of them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.all, self.own, self.most = cluster.files, set[int](), 0
+        self._numbers, self._owners = cluster.numbers, cluster.owners
+
+    def _open(self, file: SimpleNamespace) -> int:
+        number = next(self._numbers)
+        self.all[number] = file
+        self.own.add(number)
+        self._owners[number] = self
+        self.most = max(self.most, len(self.own))
+        return number
+
+    def memfd_create(self, name: str) -> int:
+        return self._open(SimpleNamespace(st_size=0, text=b"", steps=[], kept=(0, 0)))
+
+    def dup(self, number: int) -> int:
+        if number not in self.all:
+            raise OSError("closed")
+        return self._open(self.all[number])
+
+    def fstat(self, number: int) -> SimpleNamespace:
+        return self.all[number]
+
+    def ftruncate(self, number: int, size: int) -> None:
+        self.all[number].st_size = size
+
+    def pwrite(self, number: int, data: bytes, at: int) -> None:
+        if at == KEPT * 8:
+            self.all[number].kept = tuple(array("Q", data))
+        else:
+            self.all[number].text = data
+
+    def close(self, number: int) -> None:
+        del self.all[number], self._owners[number]
+        self.own.discard(number)
+
+
+def copy(file: SimpleNamespace, step: int, slots: int = SEVERAL) -> None:
+    """As base/slots.py does: over the oldest step that is not kept."""
+    file.st_size = HEAD
+    if step in file.steps:
+        return
+    if len(file.steps) >= slots:
+        file.steps.remove(min(each for each in file.steps if each not in file.kept))
+    file.steps.append(step)
+
+
+class End:
+    """One end of a link between the leader and a node."""
+
+    def __init__(self, cluster: Cluster, wake: Callable[[], None], handle: int) -> None:
+        self.cluster, self.wake, self.handle = cluster, wake, handle
+        self.hello: Message = {}
+        self.other: End
+        self.inbox: deque[bytes] = deque()
+        self.is_closed = self.is_silent = False
+        self.sent = self.largest = 0
+        """Bytes, and those of the longest line."""
+
+    def write(self, line: bytes) -> None:
+        if self.is_closed:
+            raise OSError("closed")
+        self.sent, self.largest = self.sent + len(line), max(self.largest, len(line))
+        if not self.is_silent:
+            self.cluster.at(LATENCY, lambda: self.other.arrive(line))
+
+    def arrive(self, line: bytes) -> None:
+        self.inbox.append(line)
+        self.wake()
+
+    def send(self, message: Message) -> None:
+        self.write(line_of(message))
+
+    def read(self) -> tuple[list[Message], bool]:
+        messages = [message_of(line) for line in self.inbox]
+        self.inbox.clear()
+        return messages, not self.is_silent and (self.other.is_closed or self.is_closed)
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            if not self.is_silent:
+                self.cluster.at(LATENCY, self.other.wake)
+
+
+class LeaderWaits:
+    """The leader waits: the rest of the cluster goes on."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._ends: dict[int, Any] = {}
+        cluster.waiting = self
+        self.ready: dict[int, None] = {}
+        self.is_awake = False
+
+    def add(self, handle: int, what: Any) -> None:
+        self._ends[handle] = what
+
+    def remove(self, handle: int) -> None:
+        del self._ends[handle]
+        self.ready.pop(handle, None)
+
+    def wait(self, timeout: float, linger: float, *also: int) -> list[Any]:
+        cluster = self.cluster
+        cluster.stopwatch(False)
+        cluster.run(cluster.now + timeout, lambda: bool(self.ready) or self.is_awake)
+        if linger and (self.ready or self.is_awake):
+            cluster.run(cluster.now + linger, lambda: False)
+        cluster.stopwatch(True)
+        found = [self._ends[handle] for handle in self.ready if handle in self._ends]
+        self.ready, self.is_awake = {}, False
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+class Lender:
+    def __init__(self, cluster: Cluster, host: str, find: Callable[[str, int], int | None]) -> None:
+        self.address, self.cluster = f"{host}:{next(cluster.numbers)}", cluster
+        cluster.lenders[self.address] = find
+
+    def close(self) -> None:
+        self.cluster.lenders.pop(self.address, None)
+
+
+class Mirror:
+    """Copies what it is told to, COPY seconds after it is there."""
+
+    def __init__(self, cluster: Cluster, files: Files, done: Callable[[int, bool, float], None]) -> None:
+        self.cluster, self.files, self.done, self.latest = cluster, files, done, None
+        self._ranks: deque[Any] = deque(maxlen=2)
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for ranks in self._ranks for rank in ranks}
+
+    def order(self, order: Order) -> None:
+        self.latest = order
+        self._ranks.append(order.files.keys())
+        self._look(order)
+
+    def _look(self, order: Order) -> None:
+        steps = [self.cluster.steps_at(f"{AT}{order.address}/{order.key}/{rank}") for rank in order.files]
+        if order is not self.latest or not all(steps):
+            self._end(order, None)
+        elif all(order.step in found for found in steps):
+            self.cluster.at(COPY, lambda: self._end(order, order.step))
+        elif any(max(found) > order.step for found in steps):
+            self._end(order, None)
+        else:
+            self.cluster.at(0.1, lambda: self._look(order))
+
+    def _end(self, order: Order, step: int | None) -> None:
+        whole = step is not None and self.cluster.lenders.get(order.address) is not None
+        for number in order.files.values():
+            if whole and order is self.latest:
+                copy(self.files.all[number], order.step, 2)
+            self.files.close(number)
+        if order is self.latest:
+            self.done(order.number, whole, COPY if whole else 0.0)
+
+    def close(self) -> None:
+        self.latest = None
+
+
+@dataclass
+class Rank:
+    """A simulated rank and the supervisor whose it is."""
+
+    nursery: Any
+    start: Message
+    pid: int
+    is_frozen: bool = False
+    pulse: Any = None
+    file: Any = None
+
+    @property
+    def rank(self) -> int:
+        return int(self.start["rank"])
+
+
+class Ranks(Nursery):
+    """In the place of the process that forks ranks."""
+
+    cluster: Cluster
+    wake: Callable[[], None]
+    held: Callable[[str], Holdings]
+    files: Files
+
+    def _open(self) -> None:
+        self.ended, self.inbox = False, deque([{"event": "ready", "port": 1, "secret": "ab"}])
+        self.children: dict[int, Rank] = {}
+
+    def say(self, **event: Any) -> None:
+        self.inbox.append(event)
+        self.wake()
+
+    def command(self, do: str, rank: int, **more: Any) -> None:
+        if do == "start":
+            child = self.children[rank] = Rank(self, {"rank": rank, **more}, next(self.cluster.numbers))
+            self.say(event="started", rank=rank, generation=more["generation"], pid=child.pid)
+            self.cluster.started(child)
+        elif do == "signal" and rank in self.children:
+            self.cluster.at(LATENCY, lambda: self.die(rank, -int(more["signal"])))
+
+    def die(self, rank: int, status: int) -> None:
+        child = self.children.pop(rank, None)
+        if child is not None:
+            self.say(event="ended", rank=rank, generation=child.start["generation"], status=status)
+
+    def events(self, timeout: float) -> list[Message]:
+        found = list(self.inbox)
+        self.inbox.clear()
+        return found
+
+    @property
+    def handle(self) -> int:
+        return 0
+
+    def signs(self, process: int) -> Signs:
+        return Signs("S", 0.5, 100.0, 1e6)
+
+    def clear(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.children.clear()
+        self.ended = True
+
+
+@dataclass
+class Told:
+    """A fault and what became of it."""
+
+    kind: str
+    step: int
+    at: float
+    healed: float = 0.0
+    lost: int = 0
+    source: str = ""
+    alone: bool = True
+    """Whether no other one came before it was healed."""
+
+
+@dataclass
+class Cluster:
+    """`nodes` of `each` devices in a run that ends after `hours`, or after as many `faults`, whose `kinds` are drawn where they are not given."""
+
+    folder: Path
+    nodes: int
+    each: int = 8
+    seed: int = 0
+    hours: float = float("inf")
+    faults: int = 10**9
+    kinds: tuple[str, ...] = ()
+    step: float = STEP
+    """Seconds."""
+    now: float = 0.0
+    skipped: float = 0.0
+    spent: float = 0.0
+    resumed: float = 0.0
+    told: list[Told] = field(default_factory=list)
+    steady: list[tuple[float, float]] = field(default_factory=list)
+    """Virtual seconds in which all was well, and seconds of a processor that the leader took in them."""
+    starts: list[int] = field(default_factory=list)
+    """Bytes that a node got in each start, the most of all nodes."""
+    notes: list[str] = field(default_factory=list)
+    files: dict[int, SimpleNamespace] = field(default_factory=dict)
+    owners: dict[int, Files] = field(default_factory=dict)
+    lenders: dict[str, Callable[[str, int], int | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.numbers, self.random = itertools.count(1000), random.Random(self.seed)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.waiting: LeaderWaits
+        self.ranks: dict[int, Rank] = {}
+        self.generation, self.done, self.disk, self.healthy = -1, 0, 0, 0
+        self.is_over, self.is_armed = False, False
+        self.next_fault = self.random.expovariate(RATE * self.nodes * self.each) * 3600.0
+        self.hosts: dict[int, SimpleNamespace] = {}
+        self.counted: Counter[str] = Counter()
+
+    # --- time -----------------------------------------------------------------------------------------------------------------
+
+    def at(self, seconds: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + seconds, next(self.numbers), do))
+
+    def run(self, until: float, done: Callable[[], bool]) -> None:
+        while not done() and self._queue and self._queue[0][0] <= until:
+            self.now, _, do = heapq.heappop(self._queue)
+            do()
+        if not done():
+            self.now = until
+
+    def stopwatch(self, works: bool) -> None:
+        """The leader works from here on, or the rest of the cluster. Counted while nothing else happens alone: reading the clock takes its time."""
+        if 3 <= self.healthy < 5:
+            now = time.process_time()
+            self.spent += 0.0 if works or not self.resumed else now - self.resumed
+            self.resumed = now
+
+    @property
+    def calendar(self) -> float:
+        return self.now + self.skipped
+
+    # --- machines -------------------------------------------------------------------------------------------------------------
+
+    def outside(self, files: Files) -> Outside:
+        def opened(holdings: Holdings) -> memoryview:
+            return memoryview(mmap.mmap(-1, holdings.world * ROW * 8))  # pages that nobody touches take no memory
+
+        kept = type("HeldHere", (Holdings,), {"system": files, "_opened": opened})
+        return Outside(
+            clock=lambda: self.now,
+            waiting=lambda: LeaderWaits(self),  # type: ignore[arg-type,return-value]
+            repeat=self._repeat,
+            door=lambda host, port, *_: SimpleNamespace(host=host, port=1, close=lambda: None),  # type: ignore[arg-type,return-value]
+            link=lambda end, hello: end,  # type: ignore[arg-type,return-value]
+            lender=lambda host, token, find: Lender(self, host, find),  # type: ignore[arg-type,return-value]
+            mirror=lambda token, done: Mirror(self, files, done),  # type: ignore[arg-type,return-value]
+            holdings=kept,
+        )
+
+    def _repeat(self, do: Callable[[], None], seconds: float, over: Any) -> None:
+        def again() -> None:
+            self.stopwatch(True)
+            do()
+            self.stopwatch(False)
+            self.at(seconds, again)
+
+        self.at(seconds, again)
+
+    def _ranks(self, files: Files, wake: Callable[[], None], held: Callable[[str], Holdings]) -> dict[str, Any]:
+        parts = {"wake": staticmethod(wake), "held": staticmethod(held)}
+        return {"cluster": self, "outside": self.outside(files), "files": files, **parts}
+
+    def lead(self) -> Fleet:
+        """The leader on the first node, with all others."""
+        self.leader_files = Files(self)
+        (logs := self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        here = type("Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, lambda key: self.leader._shared[key]))
+        self.leader = type("Leader", (Fleet, here), {})(logs, (), "10.0.0.0", 1, "secret", self.each)
+        for number in range(1, self.nodes):
+            self.join(number)
+        return self.leader  # type: ignore[no-any-return]
+
+    def _wake_leader(self) -> None:
+        self.waiting.is_awake = True
+
+    def join(self, number: int) -> None:
+        """Node `number` comes, or comes back."""
+        files, handle = Files(self), next(self.numbers)
+        host = SimpleNamespace(is_alive=True, is_due=False, files=files, most=0)
+        ours = End(self, lambda: self.waiting.ready.setdefault(handle), handle)
+        theirs = End(self, lambda: self.wake(host), handle)
+        ours.other, theirs.other = theirs, ours
+        ours.hello = {"name": f"{number} (host-{number})", "devices": self.each, "order": number}
+        theirs.hello = {"logs": str(self.folder / "logs"), "warm": []}
+        made = self._ranks(files, lambda: self.wake(host), lambda key: host.node.holdings[host.node.key])
+        kind = type("There", (Node,), {"outside": made["outside"], "_nursery": lambda *_: type("Forks", (Ranks,), made)(Path("none"))})
+        host.number, host.end, host.ours = number, theirs, ours
+        host.node = kind(theirs, f"10.{number // 65536}.{number // 256 % 256}.{number % 256}", "secret", number, {})
+        self.hosts[number] = host
+        self.leader._wake(ours.hello, ours)
+        self._wake_leader()
+        host.node.begin()
+        self._later(host)
+
+    def wake(self, host: Any) -> None:
+        if not host.is_due:
+            host.is_due = True
+            self.at(0.0, lambda: self._turn(host))
+
+    def _turn(self, host: Any) -> None:
+        host.is_due = False
+        if host.is_alive:
+            how = host.node.turn()
+            host.most = max(host.most, len(host.files.own))
+            if how is not None:
+                self.leave(host)
+                if not self.is_over:
+                    self.at(RETURN, lambda: self.join(host.number))
+
+    def _later(self, host: Any) -> None:
+        """Its own ticks; what arrives wakes it besides."""
+        if host.is_alive:
+            self.wake(host)
+            self.at(host.node.every, lambda: self._later(host))
+
+    def leave(self, host: Any) -> None:
+        host.is_alive = False
+        host.node.end((75, ""))
+
+    # --- ranks ----------------------------------------------------------------------------------------------------------------
+
+    def started(self, rank: Rank) -> None:
+        generation = rank.start["generation"]
+        if generation != self.generation:
+            self.generation, self.ranks, self.healthy = generation, {}, 0
+        memory = rank.start["memory"]
+        rows = rank.nursery.held(memory["key"])
+        rank.pulse, rank.file = Pulse(rows.memory, rank.rank, lambda: self.now), self.files[int(memory["own"].rpartition("/")[2])]
+        rank.pulse.at(Phase.build)
+        self.ranks[rank.rank] = rank
+        if len(self.ranks) == rank.start["world"]:
+            self.at(START, lambda: self._resume(generation))
+
+    def _is_whole(self, generation: int) -> bool:
+        return generation == self.generation and all(rank.nursery.children.get(number) is rank for number, rank in self.ranks.items())
+
+    def steps_at(self, place: str) -> list[int]:
+        """Of which there are copies, as a rank sees it that reads there."""
+        if place.startswith("/proc/"):
+            file = self.files.get(int(place.rpartition("/")[2]))
+            return file.steps if file else []
+        if place.startswith(AT):
+            address, key, rank = place.removeprefix(AT).split("/")
+            number = self.lenders[address](key, int(rank)) if address in self.lenders else None
+            if number is not None:
+                steps: list[int] = self.files[number].steps
+                self.owners[number].close(number)
+                return steps
+        return []
+
+    def _resume(self, generation: int) -> None:
+        """All ranks have joined: they go on from the newest step that all of them have a copy of, or from disk."""
+        if not self._is_whole(generation):
+            return
+        common: set[int] | None = None
+        for number, rank in self.ranks.items():
+            table = self.files[int(rank.start["memory"]["sources"].rpartition("/")[2])].text.decode().splitlines()
+            found = set(self.steps_at(table[number]))
+            common = found if common is None else common & found
+        newest = max(common or {0})
+        step, source = (newest, "memory") if newest >= max(self.disk, 1) else (self.disk, "disk" if self.disk else "")
+        lost, self.done = self.done - step, step
+        for fault in self.told:
+            if not fault.healed:
+                fault.healed, fault.lost, fault.source = self.calendar, lost, source
+        for rank in self.ranks.values():
+            rank.file.steps[:] = [each for each in rank.file.steps if each <= step]
+            rank.pulse.at(Phase.data, step + 1)
+        self.starts.append(max(host.ours.sent for host in self.hosts.values()))
+        self._say(kind="begin", step=step, source=source)
+        self.at(self.step, lambda: self._step(generation))
+
+    def _say(self, **message: Any) -> None:
+        rank = self.ranks[0]
+        rank.nursery.say(event="said", rank=0, generation=self.generation, message=message)
+
+    def _step(self, generation: int) -> None:
+        if not self._is_whole(generation):
+            return
+        if frozen := [rank.rank for rank in self.ranks.values() if rank.is_frozen]:
+            for rank in self.ranks.values():
+                if not rank.is_frozen:
+                    rank.pulse.at(Phase.reduce)
+                    rank.pulse.write(Word.waits, WAITS + frozen[0] + 1)
+            return
+        self.done, self.healthy = self.done + 1, self.healthy + 1
+        for rank in self.ranks.values():
+            copy(rank.file, self.done)
+            rank.pulse.write(Word.kept, self.done)
+            rank.pulse.at(Phase.data, self.done + 1)
+        self._say(kind="record", record={"step": self.done, "seconds": self.step})
+        if self.done % SAVE == 0:
+            self.disk = self.done
+            self._say(kind="saved", step=self.done, path="", seconds=1.0)
+        self._go_on()
+        self.at(self.step, lambda: self._step(generation))
+
+    # --- faults ---------------------------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """After a healthy step: measures one, then skips the time until the next fault."""
+        if self.healthy == 3:
+            self._mark, self.resumed = (self.now, self.spent), 0.0
+        if self.healthy < 5:
+            return
+        if self.healthy == 5:
+            self.steady.append((self.now - self._mark[0], self.spent - self._mark[1]))
+        if self.calendar > self.hours * 3600.0 or len(self.told) >= min(self.faults, len(self.kinds) or self.faults):
+            self._finish()
+        elif not self.is_armed:
+            self.is_armed = True
+            self.skipped += max(0.0, self.next_fault - self.calendar)
+            self.at(self.random.uniform(0.0, self.step), self._fault)
+
+    def _fault(self) -> None:
+        drawn = self.random.choices([*KINDS], [*KINDS.values()])[0]
+        kind = self.kinds[len(self.told)] if self.kinds else drawn
+        victim = self.hosts[self.random.randrange(1, self.nodes)]
+        if not victim.is_alive or not victim.node.nursery.children:
+            self.at(self.step, self._fault)
+            return
+        rank = self.random.choice(sorted(victim.node.nursery.children))
+        alone = all(fault.healed for fault in self.told)
+        for fault in self.told:
+            fault.alone = fault.alone and bool(fault.healed)
+        self.told.append(Told(kind, self.done, self.calendar, alone=alone))
+        self.healthy, self.is_armed = 0, False
+        for host in self.hosts.values():
+            host.ours.sent = 0
+        if kind == "dies":
+            victim.node.nursery.die(rank, -9)
+        elif kind == "hangs":
+            victim.node.nursery.children[rank].is_frozen = True
+        elif kind == "node":
+            self.leave(victim)
+            self.at(RETURN, lambda: self.join(victim.number))
+        else:
+            victim.ours.is_silent = victim.end.is_silent = True
+            for child in victim.node.nursery.children.values():
+                child.is_frozen = True  # what ranks say to each other takes the same way
+        self.next_fault = self.calendar + self.random.expovariate(RATE * self.nodes * self.each) * 3600.0
+
+    def _finish(self) -> None:
+        self.is_over = True
+        for number, rank in self.ranks.items():
+            rank.nursery.die(number, 0)
+
+    # --- a run ----------------------------------------------------------------------------------------------------------------
+
+    def train(self) -> Cluster:
+        """From the start to the end of the run; every note of the supervisor is in `notes`."""
+        fleet = self.lead()
+        while 1 + len(fleet.nodes) < self.nodes or any(not node.lender for node in fleet.nodes):
+            fleet.events(0.1)
+        work = Work("module:function", self.nodes * self.each, {"launch": "x" * 2500}, self.folder)
+        care = Care(retries=5, patience=2.0, rejoin=600.0, terms=ACCELERATORS)
+        try:
+            Supervisor(work, lambda *_: None, self.notes.append, lent=fleet, care=care).run()
+        finally:
+            self.is_over = True
+            fleet.end(0, "")
+            fleet.dissolve()
+        return self
