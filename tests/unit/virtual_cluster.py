@@ -488,9 +488,12 @@ class Cluster:
         if not self._is_whole(generation):
             return
         common: set[int] | None = None
+        tables: dict[str, list[str]] = {}
         for number, rank in self.ranks.items():
-            table = self.files[int(rank.start["memory"]["sources"].rpartition("/")[2])].text.decode().splitlines()
-            found = set(self.steps_at(table[number]))
+            table = rank.start["memory"]["sources"]
+            if table not in tables:  # one for all ranks of a node
+                tables[table] = self.files[int(table.rpartition("/")[2])].text.decode().splitlines()
+            found = set(self.steps_at(tables[table][number]))
             common = found if common is None else common & found
         newest = max(common or {0})
         step, source = (newest, "memory") if newest >= max(self.disk, 1) else (self.disk, "disk" if self.disk else "")
