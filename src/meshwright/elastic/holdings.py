@@ -10,6 +10,7 @@ copies of all ranks lie stands in one file more, a line for each rank, so that w
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import secrets
 from array import array
@@ -149,7 +150,8 @@ class Holdings:
         files = [*self._files.values(), *(file for file in (self._table, self._pulse) if file >= 0)]
         self._files, self._table, self._pulse, self.is_open = {}, -1, -1, False  # first, since other threads lend them
         for file in files:
-            self.system.close(file)
+            with contextlib.suppress(OSError):
+                self.system.close(file)
 
 
 def packed(rows: Iterable[tuple[int, bytes]]) -> list[tuple[int, str]]:

@@ -170,22 +170,26 @@ class Nursery:
         return None
 
     def close(self) -> None:
-        self._commands.close()  # asks the zygote to kill its ranks and go
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        """Ends the zygote and every rank. No error of the system on the way keeps the rest from being done."""
+        with contextlib.suppress(OSError):
+            self._commands.close()  # asks the zygote to kill its ranks and go
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             self._process.wait(EXIT_SECONDS)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(OSError):
+            self._process.wait()
         self._reap()
-        self._waiting.close()
-        self._events.close()
+        for part in (self._waiting, self._events):
+            with contextlib.suppress(OSError):
+                part.close()
         self.ended = True
         _adopt_orphans(False)
 
     def _reap(self) -> None:
         """The ranks that a killed zygote left: dead by now, but not yet buried."""
         end = time.monotonic() + EXIT_SECONDS
-        with contextlib.suppress(ChildProcessError):
+        with contextlib.suppress(OSError):  # no child is left
             while time.monotonic() < end:
                 if os.waitpid(-self._process.pid, os.WNOHANG)[0] == 0:
                     time.sleep(0.005)

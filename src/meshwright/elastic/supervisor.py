@@ -28,7 +28,8 @@ from meshwright.base.limits import check_files
 from meshwright.base.lines import Message
 from meshwright.base.signals import hearing
 from meshwright.base.storage import overdue
-from meshwright.elastic.adoption import Adoption, Hold
+from meshwright.elastic.adoption import Adoption
+from meshwright.elastic.care import Care
 from meshwright.elastic.failure import Failure, cause, culprit, orphan, orphaned, verdict
 from meshwright.elastic.generation import PROBER, Generation, Work
 from meshwright.elastic.holdings import Holdings
@@ -36,41 +37,15 @@ from meshwright.elastic.journal import Journal
 from meshwright.elastic.nursery import Nursery
 from meshwright.elastic.replan import Asked
 from meshwright.elastic.retries import LEMON, Retries
-from meshwright.elastic.slots import Leaving, Slots
-from meshwright.elastic.watch import CORES, Pace, Terms, Watch
+from meshwright.elastic.slots import Slots
+from meshwright.elastic.watch import Pace, Watch
 from meshwright.elastic.writer import SCRIBE, Writer
 
-__all__ = ["Supervisor", "Work"]
+__all__ = ["Care", "Supervisor", "Work"]
 
 TICK = 0.1  # seconds between looks at the clock
 LOOK = 0.2  # seconds between looks at RUN/ranks
 SETTLE = 1.0  # seconds that ranks get to tell what they know once one has failed
-
-
-@dataclass(frozen=True)
-class Care:
-    """What is done for a run before it is given up. `retries` 0: nothing. `patience`: least seconds of silence after which a rank counts as
-    hung; 0: none does. `replan`: the work of so many ranks, or of fewer; without it their number stays. `least`: as few as it may be when a
-    rank is lost for good; 0: all."""
-
-    retries: int = 0
-    patience: float = 0.0
-    replan: Callable[[int], Work] | None = None
-    least: int = 0
-    leaner: Callable[[Work], Work] | None = None
-    """The same work under a plan that takes less memory. Raises NothingFits when there is none."""
-    instead: Callable[[Work], str] = lambda work: ""
-    """That plan in words, for who is told that memory was wanting."""
-    rejoin: float = 0.0
-    """Seconds that a lost node gets to come back."""
-    leaving: Leaving | None = None
-    """How slow devices of this machine are left out; None: they are not."""
-    full: int = 0
-    """As many ranks as it may have again, where it begins with fewer than it was planned for; 0: those that it begins with."""
-    terms: Terms = CORES
-    """On which a rank counts as hung, by the kind of its device."""
-    hold: Hold | None = None
-    """How snapshots outlive this process, where all ranks are on this machine; None: they end with it."""
 
 
 @dataclass
@@ -83,7 +58,7 @@ class Supervisor:
     grace: float = 30.0
     starting: Callable[[Holdings], None] = lambda _: None
     generation: int = 0
-    care: Care = Care()
+    care: Care = field(default_factory=Care)
     lent: Nursery | None = None
     """One that is ready and outlives this run; else the run has its own."""
     early: str = "before the first step"
@@ -123,12 +98,9 @@ class Supervisor:
                 self._adopt()
                 if self.lent is None and not self._await_ready():
                     raise orphaned(self._nursery.status(), self._nursery.log)
-                while True:
-                    now = self._generate()
-                    if not self._heals(now):
-                        break
-                    self._recover(now)
-                now.end(self._nursery, self._heed_others)
+                now = _last_generation(self)
+                with contextlib.suppress(OSError):
+                    now.end(self._nursery, self._heed_others)
         finally:
             if self._nursery is not self.lent:
                 self._nursery.close()
@@ -277,7 +249,7 @@ class Supervisor:
         else:
             first = culprit(list(now.failures.values()))
         hungry = self._retries.is_hungry(first)
-        if (first.known and not hungry) or not self._begun or not self.care.retries:
+        if (first.known and not hungry) or not (self._begun or first.rank < 0) or not self.care.retries:
             return False
         place = {**self._holdings.place(first.rank), "generation": self.generation, "cause": cause(first), "detection": self._silent}
         done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have said so yet
@@ -361,6 +333,7 @@ class Supervisor:
 
     def _change(self, work: Work) -> None:
         """The copies so far stay until there are some of `work`."""
+        fresh = self._nursery.outside.holdings(work.world)
         self._journal.resize(self.work.world, work.world, work.plan, self.generation, work.plan == self.work.plan)
         self.work = replace(work, slots=self._slots.seat(work.world))
         self._retries.forget_culprits()
@@ -369,7 +342,23 @@ class Supervisor:
             self._old = self._holdings
         else:
             self._holdings.close()
-        self._holdings = self._nursery.outside.holdings(work.world)
+        self._holdings = fresh
+
+
+def _last_generation(run: Supervisor) -> Generation:
+    """Generations of ranks, one after the other until one is not healed. An OSError of the supervisor's own calls ends a generation as a failure of a
+    rank does: it is counted, and the next one goes on from the copies in memory."""
+    recovers = False
+    while True:
+        try:
+            if recovers:
+                run._recover(run._now)
+            run._generate()
+        except OSError as error:
+            run._now.failures[-1] = Failure(-1, run._nursery.outside.clock(), 1, words=f"the supervisor failed: {error}")
+        if not run._heals(run._now):
+            return run._now
+        recovers = True
 
 
 def _leaner(care: Care, work: Work) -> Work | None:

@@ -7,6 +7,7 @@ ADOPTION = {
     "the supervisor was killed": "监督进程被杀死",
     "the supervisor was killed in step {}, {}: {}": "监督进程被杀死（第 {0} 步，{1}）：{2}",
     "the supervisor was killed while it was in {}: {}": "监督进程被杀死（{0}）：{1}",
+    "the supervisor failed: {}": "监督进程出错：{0}",
     "another one adopts its snapshots": "另一个监督进程接管它的内存快照",
     "the snapshots of the killed supervisor {}: not adopted": "被杀死的监督进程的内存快照{0}：不接管",
     "were adopted by another process": "已被别的进程接管",
