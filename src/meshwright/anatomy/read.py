@@ -20,6 +20,7 @@ from meshwright.anatomy.conditions import modes_of
 from meshwright.anatomy.experts import WHOLE, add_experts
 from meshwright.anatomy.inputs import UNSEEN, Example, example_of, words
 from meshwright.anatomy.layers import check_apart
+from meshwright.anatomy.limit import limited
 from meshwright.anatomy.nouns import Anatomy, Split
 from meshwright.anatomy.observed import observed
 from meshwright.anatomy.published import published_regions
@@ -35,6 +36,7 @@ PASSES = 24
 """Runs at most: in each block each takes the first columns that must be as whole."""
 
 
+@limited()
 def read(model: nn.Module, lend: bool = False, example: Example | None = None, splits: bool = True) -> Anatomy:
     """What `model` is made of. Leaves it as it was.
 

@@ -30,6 +30,7 @@ from meshwright.anatomy.experts import standing_in
 from meshwright.anatomy.inputs import QUESTIONS, Example, arguments, example_of, highest, unasked, words
 from meshwright.anatomy.keeper import keeper
 from meshwright.anatomy.lent import READ, lent
+from meshwright.anatomy.limit import limited
 from meshwright.anatomy.observed import call_with, observed
 from meshwright.anatomy.readers import Reader
 from meshwright.anatomy.record import EXTRACTS, Entry, Exit, Leaf, Op, Record
@@ -198,6 +199,7 @@ class Watch(TorchFunctionMode):
         return end
 
 
+@limited()
 def analyse(model: nn.Module, blocks: Sequence[str], example: Example | None = None) -> Record:
     """The record of `model`, run with its example; `blocks`: their paths. Leaves the model as it was.
 

@@ -1,0 +1,85 @@
+"""A time limit for the analysis of a model: a forward that waits for a network, or that loops, ends in one line instead of no line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from meshwright.base.errors import InputError
+
+SETTING = "MESHWRIGHT_ANALYSIS_SECONDS"
+SECONDS = 600.0
+"""Default limit. 1.1 B parameters take 5 s on one core."""
+AGAIN = 5.0
+"""Seconds after which a forward that caught the first interruption is interrupted again."""
+
+
+class _TooLong(BaseException):
+    """Not an Exception, so that the analysis does not take it for a failure of the model that another way of running it could avoid."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Limits the time of the analysis inside. Nested limits are those of the outermost. Only the main thread can be interrupted: others have no limit.
+
+    Raises:
+        InputError: the analysis took longer, or the setting is not a number of seconds.
+    """
+    seconds = limit()
+    if threading.current_thread() is not threading.main_thread() or any(signal.getitimer(signal.ITIMER_REAL)):
+        yield
+        return
+    where = ""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal where
+        where = where or _place(frame)
+        raise _TooLong
+
+    before: Any = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+    except _TooLong:
+        raise InputError(
+            f"the analysis of the model was stopped after {seconds:g} s{where}: if its forward waits for a network or a file, let it not; else give a small "
+            f"batch as example=..., or more seconds as {SETTING}"
+        ) from None
+
+
+def limit() -> float:
+    """The limit in seconds. Raises InputError."""
+    said = os.environ.get(SETTING, "")
+    try:
+        seconds = float(said) if said else SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise InputError(f"{SETTING}={said!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line that runs and is not of torch, of this package or of the standard library, in words."""
+    own = tuple(str(Path(each).parent) for each in (torch.__file__, sys.modules["meshwright"].__file__ or ""))
+    library = str(Path(os.__file__).parent)
+
+    def is_other(name: str) -> bool:
+        return name.startswith((*own, "<")) or (name.startswith(library) and "site-packages" not in name)
+
+    while frame is not None and is_other(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f" in {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"

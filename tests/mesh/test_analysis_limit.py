@@ -1,0 +1,82 @@
+"""A forward that waits or loops ends the analysis in one line, after a limit that the user may set."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.anatomy import read
+from meshwright.anatomy.limit import SETTING, limit
+from meshwright.anatomy.run import analyse
+from meshwright.base.errors import InputError
+
+
+class Waiting(nn.Module):
+    """Its forward waits in `way`."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        self.wait()
+        return x
+
+    def wait(self) -> None:
+        if self.way == "network":
+            one, other = socket.socketpair()
+            with one, other:
+                one.recv(1)
+        while self.way == "loop":
+            torch.ones(2).sum()
+        while self.way == "loop that catches":
+            try:
+                time.sleep(1e-3)
+            except BaseException:
+                self.way = "network"
+                self.wait()
+
+
+@pytest.mark.parametrize("way", ["network", "loop", "loop that catches"])
+def test_an_analysis_that_takes_too_long_is_one_line(way: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(SETTING, "0.5")
+    monkeypatch.setattr("meshwright.anatomy.limit.AGAIN", 0.5)
+    before = signal.getsignal(signal.SIGALRM)
+    for run in (lambda model: read(model), lambda model: analyse(model, ("layers.0", "layers.1"))):
+        with pytest.raises(
+            InputError, match=r"the analysis of the model was stopped after 0.5 s in test_analysis_limit.py, line \d+: "
+        ) as found:
+            run(Waiting(way))
+        assert "\n" not in str(found.value) and SETTING in str(found.value)
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("said", ["soon", "-1", "0", "inf", "nan"])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(said: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(SETTING, said)
+    with pytest.raises(InputError, match=f"{SETTING}='{said}' is not a number of seconds above 0"):
+        limit()
+
+
+def test_who_has_a_timer_keeps_it() -> None:
+    rang: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 60.0)
+        assert read(Waiting("not at all")).count == 2
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0.0)
+        assert 0.0 < left <= 60.0 and not rang
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
