@@ -23,7 +23,6 @@ from torch import nn
 
 from meshwright.anatomy.conditions import kind_of, modes_of
 from meshwright.anatomy.expert_modules import count_by_rows, count_of_pairs, counters_of
-from meshwright.anatomy.expert_modules import standing_in as standing_in
 from meshwright.anatomy.expert_proof import Way, understood
 from meshwright.anatomy.nouns import Anatomy, Experts, Split
 

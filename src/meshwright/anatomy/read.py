@@ -1,6 +1,6 @@
 """Understands a model by its structure: the repeated blocks, the vocabulary embedding and head, the regions that tensor ranks share.
 
-Rule: the blocks are lists of like modules (stacks.py); everything else comes from runs on the meta device (trace.py), and
+Rule: the blocks are lists of like modules (stacks.py); everything else comes from runs on the meta device in the modes that the model trains in (trace.py), and
 regions are proven with numbers (prove.py). A run whose columns must stay whole is followed by another that takes them so. A model that cannot run
 there falls back on the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without one to replication.
 `understood` says in words what was found and what was not.
@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.anatomy.accept import accept
 from meshwright.anatomy.adapters import unwrapped, with_adapters, wrapped_layers
-from meshwright.anatomy.conditions import modes_of
+from meshwright.anatomy.conditions import modes_of, set_modes
 from meshwright.anatomy.experts import WHOLE, add_experts
 from meshwright.anatomy.inputs import UNSEEN, Example, example_of, words
 from meshwright.anatomy.layers import check_apart
@@ -27,6 +27,7 @@ from meshwright.anatomy.published import published_regions
 from meshwright.anatomy.reading import Outline, Reading
 from meshwright.anatomy.regions import Found, regions_of_block
 from meshwright.anatomy.ruled import check, propose
+from meshwright.anatomy.run import seeded
 from meshwright.anatomy.seen import Trace
 from meshwright.anatomy.stacks import between, find_lists, main_stack, stacks_of, used
 from meshwright.anatomy.trace import trace
@@ -57,7 +58,8 @@ def read(model: nn.Module, lend: bool = False, example: Example | None = None, s
     counts = [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists]
     reading = Reading(model, lists, counts, example_of(model, example), modes_of(model))
     modules = {path: id(module) for path, module in model.named_modules()}
-    with observed(model, {}):
+    with observed(model, {}), seeded(0):
+        set_modes(model, reading.modes)
         _trace_all(reading)
         new = next((path for path, module in model.named_modules() if modules.get(path) != id(module)), None)
         if new is not None:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from meshwright.anatomy.experts import standing_in
+from meshwright.anatomy.expert_modules import standing_in
 from meshwright.anatomy.inputs import QUESTIONS, Example, arguments, example_of, highest, unasked, words
 from meshwright.anatomy.keeper import keeper
 from meshwright.anatomy.lent import READ, lent
@@ -246,7 +246,7 @@ def _run(model: nn.Module, blocks: Sequence[str], example: Example, on_meta: boo
     record = Record(tuple(example), model.training, tuple(parameters))
     watch = Watch(record, [*parameters.values()], buffers, on_meta)
     args, kwargs = arguments(example, None, device, vocabulary)
-    with observed(model, as_it_trains=True), torch.enable_grad(), torch.device(device), _seeded(seed) as is_drawn:
+    with observed(model, as_it_trains=True), torch.enable_grad(), torch.device(device), seeded(seed) as is_drawn:
         handles = watch.attach(model, blocks)
         handles.append(model.register_forward_hook(lambda *_: setattr(record, "replaced", _replaced(model, buffers))))
         try:
@@ -292,7 +292,7 @@ def _idle(parameters: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[Callable[[], bool]]:
+def seeded(seed: int) -> Iterator[Callable[[], bool]]:
     """Seeds all generators of the host with `seed` and restores their states on exit. The function that it yields says whether Python's or numpy's generator was used."""
     numpy: Any = sys.modules.get("numpy")
     python, others = random.getstate(), numpy.random.get_state() if numpy else None

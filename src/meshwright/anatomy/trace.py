@@ -1,4 +1,4 @@
-"""Watches a model run once on the meta device (shapes only, no memory, no arithmetic) and notes how its weights are used.
+"""Watches a model run once on the meta device (shapes only, no memory, no arithmetic), as it trains, and notes how its weights are used.
 
 [Note: columns and rows] Inside a block, a product that reads whole features can be cut by columns: its output then holds a share of the features
 on each rank. Whatever is computed from a share is a share. A product that reads a share is cut by rows, and its output, summed over ranks, is
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.anatomy.experts import standing_in
+from meshwright.anatomy.expert_modules import standing_in
 from meshwright.anatomy.inflow import Inflows
 from meshwright.anatomy.inputs import BATCH, QUESTIONS, Example, arguments, example_of, unasked
 from meshwright.anatomy.keeper import keeper
@@ -49,7 +49,7 @@ def trace(
     example: Example | None = None,
     dtype: torch.dtype | None = None,
 ) -> Trace:
-    """One run of `model` (in eval mode) on meta tensors, of `dtype` where they are floating. Raises whatever the model raises there."""
+    """One run of `model`, in the modes that its modules are in, on meta tensors, of `dtype` where they are floating. Raises whatever the model raises there."""
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         kind = dtype if tensor.is_floating_point() else None
@@ -138,10 +138,7 @@ class Watch(TorchFunctionMode):
             if depth == 1:
                 self.again = 0
 
-        return [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, with_kwargs=True),
-        ]
+        return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave, with_kwargs=True)]
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any, is_block: bool) -> None:
         if is_plain(module) or is_convolution(module):
@@ -185,6 +182,8 @@ class Watch(TorchFunctionMode):
         if is_property:
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         result = function(*args, **kwargs)
+        if name == "rand" and result.numel() == 1:
+            return torch.ones(result.shape, device="cpu")  # a single draw is compared with a rate: nothing is dropped
         if isinstance(result, torch.Tensor) or not (is_property or name in METADATA):
             self.see(Call(name, function, args, kwargs), list(tensors_in(result)))
         return result
