@@ -12,6 +12,7 @@ from test_proof_models import Net, batch_of
 from meshwright.base.errors import InputError
 from meshwright.spec.local import Local
 from meshwright.spec.precision import recipe
+from meshwright.spec.proof import ProofPrice
 from meshwright.train.trainer import Trainer, parallelize
 
 
@@ -41,6 +42,25 @@ def scheduled() -> list[tuple[int, bool]]:
 
 def test_a_later_proof_follows_plain_numbers_that_modules_hold(ranks: Any) -> None:
     assert ranks.run(2, scheduled) == [[(0, True), (1, True), (2, True)]] * 2
+
+
+def announced(seconds: float) -> tuple[list[str], int]:
+    """What is said around a proof that was predicted to take `seconds`, and how often the rank gave a sign of life meanwhile."""
+    trainer = parallelize(Net().double(), make_optimizer, "dp2", precision="fp64", prove="start")
+    lines: list[str] = []
+    beats: list[int] = []
+    trainer.prover.say, trainer.mesh.calls.alive = lines.append, lambda: beats.append(1)
+    trainer.prover.predicted = ProofPrice(seconds=seconds, step=1e-3)
+    trainer.step(batch_of())
+    return lines, len(beats)
+
+
+def test_a_long_proof_is_announced_and_gives_signs_of_life(ranks: Any) -> None:
+    for (first, *others), beats in ranks.run(2, announced, 75.0):
+        assert first == "proving the plan before step 1, for about 1 min 15 s"
+        assert others[0].startswith("proven equal to one device before step 1: ") and beats > 20
+    for lines, _ in ranks.run(2, announced, 5.0):
+        assert not any(line.startswith("proving") for line in lines)
 
 
 def poisoned() -> tuple[bool, list[str], str, bool]:

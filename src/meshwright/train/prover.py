@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 SETTING = "MESHWRIGHT_PROVE"
 LATER = (1, 9, 99, 999)
 """Updates of this run after which a cheap proof is repeated: before steps 2, 10, 100 and 1000."""
+ANNOUNCED = 10.0
+"""Seconds of a proof by the estimate beyond which it is announced before it runs."""
 RATES = {"cpu": 3e10, "cuda": 2e14}
 """Operations a second that a device does in practice, for the estimate of a first proof alone."""
 
@@ -97,6 +99,8 @@ class Prover:
         self._updates += 1
         if not reason:
             return
+        if self.predicted.seconds > ANNOUNCED:
+            self.say(f"proving the plan {reason}, for about {show_seconds(self.predicted.seconds)}")
         trainer.on_phase(Phase.prove)
         try:
             self._prove_or_refuse(trainer, batch, reason)

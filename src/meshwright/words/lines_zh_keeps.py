@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 KEEPS = {
+    "proving the plan {}, for about {}": "{0}正在证明方案，大约需要 {1}",
     "proven equal to one device {}: loss {}, gradients {}, {} parameters, {} rows in {} batches ({}){}": "{0}已证明与单卡相等：损失 {1}，梯度 {2}，{3} 个参数，{5} 个批次共 {4} 行（{6}）{7}",
     "before step {}": "在第 {0} 步之前",
     "every {} steps": "每 {0} 步",
