@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from odd_splits import ALONE, ALONG, alone, batch_of, is_equal, make, outcome, outcomes
+from odd_splits import ALONE, ALONG, alone, batch_of, is_equal, make, outcome, outcomes, sgd
+from torch import nn
 
 from meshwright.anatomy import read
+from meshwright.base.errors import InputError
 from meshwright.spec.plan import parse_plan
+from meshwright.train.trainer import parallelize
 
 MIXED = [name for name in ALONG if name not in ("flip", "late")]
 """A rank's two chunks are each other's mirror images, so that context ranks flip a sequence exactly; what is late shows in a long batch alone."""
@@ -89,6 +92,42 @@ def test_a_region_that_trains_alike_on_shares_is_shared(way: str) -> None:
     found = read(make(way), example=example)
     assert {"blocks.0.up", "blocks.1.qkv"} <= {path for region in found.regions for path in region.columns}
     assert found.against_sequence == ""
+
+
+def hook_after(factor: float) -> Any:
+    def change(gradient_holder: nn.Parameter) -> None:
+        assert gradient_holder.grad is not None
+        with torch.no_grad():
+            gradient_holder.grad.mul_(factor)
+
+    return change
+
+
+def hooked_after(plan: str, prove: Any, late: bool) -> tuple[str, list[float]]:
+    """On a rank: the losses of a model with a hook after the gradient of a norm is accumulated, and why it is refused."""
+    model = make("nothing")
+    try:
+        if not late:
+            model.norm.weight.register_post_accumulate_grad_hook(hook_after(0.5))
+        trainer = parallelize(model, sgd, plan, precision="fp64", prove=prove)
+        if late and model.norm.weight.requires_grad:  # of a pipeline, the stage that holds it; the other hears of it
+            model.norm.weight.register_post_accumulate_grad_hook(hook_after(0.5))
+        return "", [trainer.step(batch_of("nothing")).loss for _ in range(3)]
+    except InputError as error:
+        return str(error), []
+
+
+@pytest.mark.parametrize("prove", ["start", "never"])
+@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3", "pp2", "cp2", "tp2"])
+def test_hooks_after_the_gradient_is_accumulated_act_as_on_one_device(ranks: Any, plan: str, prove: str) -> None:
+    expected = ranks.once(1, hooked_after, "dp1.mb4", "never", False)[0][1]
+    plain = alone("nothing")[2]
+    assert abs(expected[1] / plain[1] - 1) > 1e-8  # the hook shows
+    for refused, losses in ranks.run(2, hooked_after, plan, prove, False):
+        assert not refused
+        assert all(abs(one / other - 1) <= 1e-10 for one, other in zip(losses, expected, strict=True))
+    found = ranks.run(2, hooked_after, plan, prove, True)
+    assert all("norm.weight got a hook after its gradient is accumulated, " in line and "\n" not in line for line, _ in found)
 
 
 def hooked(plan: str, exponent: float) -> Any:

@@ -53,6 +53,8 @@ class Skeleton:
         for parameter in parameters:
             for hook in (parameter._backward_hooks or {}).values() if parameter.requires_grad else ():
                 memo[id(parameter)].register_hook(again(hook))
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values() if parameter.requires_grad else ():
+                memo[id(parameter)].register_post_accumulate_grad_hook(again(hook))
         again.rebind_copies()
         return Skeleton(model, loss)
 

@@ -83,16 +83,21 @@ def check_left_out(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
                 f"plan {plan.name}: {anatomy.block(index)} has a hook, and stages pass by the hooks of blocks: hang it to a layer inside, or use pp1"
             )
     for name, parameter in model.named_parameters() if plan.tp > 1 else ():
-        if parameter._backward_hooks and name in anatomy.splits:
+        if has_hooks(parameter) and name in anatomy.splits:
             raise InputError(
                 f"plan {plan.name}: {name} has a gradient hook, which shares of tensor ranks do not call: use tp1, or take it off"
             )
     for name, parameter in model.named_parameters() if max(plan.tp, plan.cp, plan.stages) > 1 else ():
-        if parameter._backward_hooks and not _is_linear(parameter):
+        if has_hooks(parameter) and not _is_linear(parameter):
             raise InputError(
                 f"plan {plan.name}: the gradient hook of {name} is not linear, and tensor, context or pipeline ranks may each compute a part of that gradient: "
                 "use data parallelism alone, or a linear hook"
             )
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Returns whether the user registered hooks of its gradient, before or after it is accumulated."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _is_linear(parameter: nn.Parameter) -> bool:
@@ -105,7 +110,11 @@ def _is_linear(parameter: nn.Parameter) -> bool:
         for hook in (parameter._backward_hooks or {}).values():
             found = hook(gradient)
             gradient = gradient if found is None else found
-        return gradient
+        holder = nn.Parameter(torch.zeros_like(gradient))
+        holder.grad = gradient
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(holder)
+        return holder.grad
 
     with torch.no_grad():
         one, other = (
@@ -206,6 +215,8 @@ def copy_of(first: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     """Returns a parameter of `values` for another stage, with the gradient hooks of `first`, and how it is initialised where that comes later."""
     copy = nn.Parameter(values, requires_grad=first.requires_grad)
     copy._backward_hooks = first._backward_hooks
+    for hook in (getattr(first, "_post_accumulate_grad_hooks", None) or {}).values():
+        copy.register_post_accumulate_grad_hook(hook)
     if hasattr(first, ORIGIN):
         setattr(copy, ORIGIN, getattr(first, ORIGIN))
     return copy

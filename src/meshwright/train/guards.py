@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from meshwright.base.errors import InputError
 from meshwright.parallel.objective import Batch
 
 if TYPE_CHECKING:
@@ -36,12 +37,24 @@ class Guards:
         self._values: list[Any] = []
         self._times: dict[str, int] = {}
         self._trained: list[bool] = []
+        self._hooks: list[int] = []
 
     def untrained(self, engine: Parallel) -> str:
         """A parameter that is trained and was not before; '' where there is none."""
         now = [parameter.requires_grad for _, parameter in _parameters(engine)]
         before, self._trained = self._trained or now, now
         return next((name for (name, _), was, is_ in zip(_parameters(engine), before, now, strict=True) if is_ and not was), "")
+
+    def check_hooks(self, engine: Parallel) -> None:
+        """Raises InputError where a parameter has got a hook that runs after its gradient is accumulated: it would run when the gradient is gone from `.grad`."""
+        now = [len(parameter._post_accumulate_grad_hooks or ()) for _, parameter in _parameters(engine)]
+        before, self._hooks = self._hooks or now, now
+        name = next((name for (name, _), had, has in zip(_parameters(engine), before, now, strict=True) if has > had), None)
+        if name is not None:
+            raise InputError(
+                f"{name} got a hook after its gradient is accumulated, when its gradient is no longer in .grad: register it before parallelize, or use "
+                "register_hook"
+            )
 
     def changed(self, batches: Sequence[Batch]) -> str:
         """What is otherwise than when it was checked; '' where nothing is, or nothing was checked yet."""

@@ -85,6 +85,7 @@ class Sentinel:
         self._said = ("", "")
         if engine is not None:
             self.guards.untrained(engine)
+            self.guards.check_hooks(engine)
 
     def sums(self, trainer: Trainer, batches: Sequence[Batch], labels: int) -> torch.Tensor:
         """What this rank adds, float64 (SUMS,), after the gradients of the step are reduced. `labels`: valid ones of the whole batch, the same number on all ranks."""

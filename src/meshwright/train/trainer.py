@@ -160,6 +160,7 @@ class Trainer:
         A step with a non-finite gradient is skipped by all ranks alike.
         """
         with _in_words(self, f"in step {self.steps + 1}"):
+            self.sentinel.guards.check_hooks(self.engine)
             self.prover.before(self, batch)
             return self._step(batch)
 
@@ -169,6 +170,7 @@ class Trainer:
         Weights, optimizer, buffers, random states and counters stay as they are. Raises InputError where one device's side cannot be computed.
         """
         with _in_words(self, f"in the proof before step {self.steps + 1}"):
+            self.sentinel.guards.check_hooks(self.engine)
             return self.prover.prove(self, batch)
 
     def require_proof(self, reason: str) -> None:
@@ -223,6 +225,7 @@ class Trainer:
     def _backward(self, batch: Batch | Share) -> tuple[float, int, list[float]]:
         """Mean loss, valid labels, squared norm of the scaled gradient (of each replica, where they go their own ways); the gradients are left in the flat units."""
         self.on_phase(Phase.backward)
+        self.sentinel.guards.check_hooks(self.engine)
         batches, tokens = self._share(batch)
         outer, every = self.engine.outer, tokens
         if outer is not None:
