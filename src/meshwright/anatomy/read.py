@@ -9,6 +9,7 @@ there falls back on the tensor-parallel plan that Hugging Face models carry (`ba
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from meshwright.anatomy.inputs import UNSEEN, Example, example_of, words
 from meshwright.anatomy.layers import check_apart
 from meshwright.anatomy.limit import limited
 from meshwright.anatomy.nouns import Anatomy, Split
-from meshwright.anatomy.observed import observed
+from meshwright.anatomy.observed import in_eval_mode, observed
 from meshwright.anatomy.published import published_regions
 from meshwright.anatomy.reading import Outline, Reading
 from meshwright.anatomy.regions import Found, regions_of_block
@@ -107,9 +108,21 @@ def _passes(reading: Reading, dtype: torch.dtype | None) -> None:
         left = {weight: why for _, more in both.values() for weight, why in more.items()}
         reading.seen, reading.found = seen, {block: regions for block, (regions, _) in both.items()}
         if not left:
-            return
+            break
         reading.whole |= left
-    reading.found = {block: [] for block in reading.found}  # never settled: nothing is shared
+    else:
+        reading.found = {block: [] for block in reading.found}  # never settled: nothing is shared
+    _note_writes(reading, dtype)
+
+
+def _note_writes(reading: Reading, dtype: torch.dtype | None) -> None:
+    """Notes a parameter that the forward writes to in eval mode alone: weights are gathered for evaluations too."""
+    assert reading.seen is not None
+    if "writes" in reading.seen.against:
+        return
+    with suppress(Exception), in_eval_mode(reading.model):  # one that does not run in eval mode says so when it is evaluated
+        written = trace(reading.model, reading.lists, frozenset(reading.whole), reading.example, dtype).against.get("writes")
+        reading.seen.against |= {"writes": written} if written else {}
 
 
 def _run_outline(model: nn.Module, blocks: str, seen: Trace) -> Outline:
