@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,9 +41,13 @@ class Waiting(nn.Module):
             one, other = socket.socketpair()
             with one, other:
                 one.recv(1)
-        while self.way == "loop":
+        if self.way == "loop after a collection":
+            gc.collect()
+        if self.way == "loop after an import":
+            exec("import slow_to_import")
+        while self.way.startswith("loop"):
             torch.ones(2).sum()
-        while self.way == "loop that catches":
+        while self.way == "catching loop":
             try:
                 time.sleep(1e-3)
             except BaseException:
@@ -48,16 +55,25 @@ class Waiting(nn.Module):
                 self.wait()
 
 
-@pytest.mark.parametrize("way", ["network", "loop", "loop that catches"])
-def test_an_analysis_that_takes_too_long_is_one_line(way: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("way", ["network", "loop", "catching loop", "loop after a collection", "loop after an import"])
+def test_an_analysis_that_takes_too_long_is_one_line(way: str, monkeypatch: Any, request: Any, tmp_path: Path) -> None:
+    read(Waiting("not at all"))  # what this imports is not counted
     monkeypatch.setenv(SETTING, "0.5")
     monkeypatch.setattr("meshwright.anatomy.limit.AGAIN", 0.5)
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.6)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    once = iter([0.6, 0.6])
+    slow = lambda phase, _: time.sleep(next(once, 0.0)) if phase == "stop" and way == "loop after a collection" else None
+    gc.callbacks.append(slow)  # what is raised inside is printed and forgotten
+    request.addfinalizer(lambda: gc.callbacks.remove(slow))
     before = signal.getsignal(signal.SIGALRM)
     for run in (lambda model: read(model), lambda model: analyse(model, ("layers.0", "layers.1"))):
+        sys.modules.pop("slow_to_import", None)
         with pytest.raises(
             InputError, match=r"the analysis of the model was stopped after 0.5 s in test_analysis_limit.py, line \d+: "
         ) as found:
             run(Waiting(way))
+        assert way != "loop after an import" or "slow_to_import" in sys.modules
         assert "\n" not in str(found.value) and SETTING in str(found.value)
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 

@@ -95,11 +95,12 @@ class Nodes:
         found = dict.fromkeys(ranks, 0)
         for file in Path(f"/proc/{self.processes[0].pid}/fd").iterdir():
             with suppress(OSError):
-                _, is_copy, rank = os.readlink(file).partition(" ")[0].partition("/memfd:meshwright-copies-")
-                if is_copy and int(rank) in found:
+                _, is_copy, name = os.readlink(file).partition(" ")[0].partition("/memfd:meshwright-copies-")
+                rank = int(name.rpartition("-")[2]) if is_copy else -1
+                if rank in found:
                     with file.open("rb") as copies:
                         steps = Head(memoryview(copies.read(HEAD).ljust(HEAD, b"\0")).cast("Q")).steps
-                    found[int(rank)] = min(steps) if len(steps) == 2 else 0
+                    found[rank] = min(steps) if len(steps) == 2 else 0
         return min(found.values())
 
     def ranks(self, number: int) -> list[psutil.Process]:

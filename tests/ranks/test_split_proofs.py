@@ -145,3 +145,20 @@ def test_a_gradient_hook_that_is_not_linear_is_refused_where_ranks_have_parts_of
     expected = alone("nothing")
     assert abs(loss / expected[0] - 1) <= 1e-10
     assert torch.allclose(gradients["norm.weight"], 0.5 * expected[1]["norm.weight"], rtol=1e-9)
+
+
+def refuses(plan: str) -> Any:
+    """On a rank: what becomes of a gradient hook that takes the gradients of its own model alone."""
+
+    def picky(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not mine\nat all")
+
+    return outcome(plan, "nothing", lambda model: model.norm.weight.register_hook(picky))
+
+
+def test_a_gradient_hook_that_takes_no_random_gradient_is_refused_in_one_line(ranks: Any) -> None:
+    for line in ranks.run(2, refuses, "tp2"):
+        assert (
+            line.startswith("plan tp2: the gradient hook of norm.weight does not run with a random gradient (ValueError: not mine), ")
+            and "\n" not in line
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -21,6 +22,8 @@ SECONDS = 600.0
 """Default limit. 1.1 B parameters take 5 s on one core."""
 AGAIN = 5.0
 """Seconds after which a forward that caught the first interruption is interrupted again."""
+SOON = 0.01
+"""Seconds until the next attempt, where an exception must wait."""
 
 
 class _TooLong(BaseException):
@@ -42,6 +45,9 @@ def limited() -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal where
+        if _must_wait(frame):
+            signal.setitimer(signal.ITIMER_REAL, SOON, AGAIN)
+            return
         where = where or _place(frame)
         raise _TooLong
 
@@ -70,6 +76,18 @@ def limit() -> float:
     if not 0.0 < seconds < float("inf"):
         raise InputError(f"{SETTING}={said!r} is not a number of seconds above 0")
     return seconds
+
+
+def _must_wait(frame: FrameType | None) -> bool:
+    """Returns whether an exception would do harm or nothing here: an import would leave half a module behind, and Python prints and forgets what a callback
+    of the garbage collector or a `__del__` raises."""
+    callbacks = [getattr(each, "__code__", None) for each in gc.callbacks]
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code in callbacks or code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _place(frame: FrameType | None) -> str:

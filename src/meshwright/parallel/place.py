@@ -88,7 +88,17 @@ def check_left_out(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
                 f"plan {plan.name}: {name} has a gradient hook, which shares of tensor ranks do not call: use tp1, or take it off"
             )
     for name, parameter in model.named_parameters() if max(plan.tp, plan.cp, plan.stages) > 1 else ():
-        if has_hooks(parameter) and not _is_linear(parameter):
+        if not has_hooks(parameter):
+            continue
+        try:
+            is_linear = _is_linear(parameter)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+            raise InputError(
+                f"plan {plan.name}: the gradient hook of {name} does not run with a random gradient ({reason}), which shows whether it is linear: "
+                "use data parallelism alone, or let it"
+            ) from None
+        if not is_linear:
             raise InputError(
                 f"plan {plan.name}: the gradient hook of {name} is not linear, and tensor, context or pipeline ranks may each compute a part of that gradient: "
                 "use data parallelism alone, or a linear hook"
@@ -102,7 +112,7 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 def _is_linear(parameter: nn.Parameter) -> bool:
     """Returns whether the gradient hooks of `parameter` give for a sum of two random gradients the sum of what they give for each."""
-    kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    kind = parameter.dtype if parameter.dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
     random = torch.Generator().manual_seed(0)
 
     def hooked(gradient: torch.Tensor) -> torch.Tensor:
@@ -114,14 +124,15 @@ def _is_linear(parameter: nn.Parameter) -> bool:
         holder.grad = gradient
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(holder)
-        return holder.grad
+        return holder.grad if holder.grad is not None else torch.zeros_like(gradient)
 
     with torch.no_grad():
         one, other = (
-            torch.randn(parameter.shape, generator=random).to(parameter.device if not parameter.is_meta else "cpu", kind) for _ in range(2)
+            torch.randn(parameter.shape, generator=random, dtype=kind).to(parameter.device if not parameter.is_meta else "cpu")
+            for _ in range(2)
         )
         together, apart = hooked(one + other), hooked(one) + hooked(other)
-        return bool((together - apart).norm() <= (1e-10 if kind == torch.float64 else 1e-4) * apart.norm())
+        return bool((together - apart).norm() <= (1e-10 if kind in (torch.float64, torch.complex128) else 1e-4) * apart.norm())
 
 
 def stage_bounds(anatomy: Anatomy, mesh: Mesh) -> dict[int, tuple[int, int]]:
