@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from equality import anatomy_of, made, make_batch, make_optimizer
 
 from meshwright.base.errors import PlanRefused
@@ -40,6 +43,31 @@ def test_a_plan_is_proven_equal_in_float64(ranks: Any, name: str, plan: str) -> 
     assert all(proof == proofs[0] for proof in proofs)
     assert proofs[0].equal, proofs[0].to_json()
     assert proofs[0].parameters > 5
+
+
+def streamed(name: str, plan: str) -> tuple[Proof, dict[str, int]]:
+    """The proof where every module outside of the blocks counts as large, and how often one device's side requested each weight there."""
+    from meshwright.parallel.gather import WholeTensors
+    from meshwright.train import reference
+
+    trainer, asked = trainer_of(name, plan), Counter[str]()
+    request = WholeTensors.weights
+
+    def counted(self: WholeTensors, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
+        asked.update(names)
+        return request(self, names, kind)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "AT_ONCE", 1)
+        patch.setattr(WholeTensors, "weights", counted)
+        return trainer.prove(make_batch(name, 0)), dict(asked)
+
+
+@pytest.mark.parametrize(("name", "plan"), [("llama", "dp2.z3"), ("llama-tied", "tp2"), ("gpt2", "pp2"), ("hf-gpt2", "dp2")])
+def test_embeddings_and_heads_are_there_only_while_they_run(ranks: Any, name: str, plan: str) -> None:
+    proof, asked = ranks.run(2, streamed, name, plan)[0]
+    assert proof.equal and not proof.notes, proof.to_json()
+    assert len(asked) == proof.parameters and min(asked.values()) >= 2 * len(proof.contents), asked  # forward, and again in backward
 
 
 def losses_of(plan: str, prove: Any) -> list[float]:

@@ -124,7 +124,7 @@ def broken() -> str:
         tensors.serve()
         return ""
     try:
-        tensors.weights([name])
+        tensors.weights([name], torch.float64)
     except InputError as error:
         return str(error)
     finally:

@@ -12,7 +12,7 @@ request fails on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +30,8 @@ BUCKET_BYTES = 1 << 22
 """What one all-reduce carries at most."""
 WEIGHTS, GRADIENTS, BUFFERS, END = range(4)
 HEADER = 2
+Take = Callable[[str, int, torch.Tensor], None]
+"""Given a name, the number of the first element, and the elements from there on of the flattened whole tensor, which are valid during the call."""
 
 
 class WholeTensors:
@@ -45,33 +47,41 @@ class WholeTensors:
 
     # --- rank 0 ---------------------------------------------------------------------------------------------------------------
 
-    def weights(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Whole weights in the compute type, rounded from the main weights as the update rounds them."""
-        return self._request(WEIGHTS, names)
+    def weights(self, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
+        """Whole weights of type `kind`, rounded from the main weights to the compute type as the update rounds them."""
+        return self._stored(WEIGHTS, names, kind)
 
-    def gradients(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Whole gradients as the last backward left them, times the loss scale."""
-        return self._request(GRADIENTS, names)
+    def gradients(self, names: Sequence[str], take: Take) -> None:
+        """Gives `take` the whole gradients as the last backward left them, times the loss scale."""
+        self._request(GRADIENTS, names, take)
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers of the saved state as the first replica stores them; those that are not floating-point come as float64."""
-        return self._request(BUFFERS, self.buffers)
+        return self._stored(BUFFERS, self.buffers, torch.float64)
 
     def end(self) -> None:
         """The other ranks return from `serve`."""
         self._send([END, 0])
 
-    def _request(self, what: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        if not names:
-            return {}
-        known = {name: at for at, name in enumerate(self.buffers if what == BUFFERS else self.names)}
-        wanted, shapes, kind = [known[name] for name in names], self._shapes(what), self._type(what)
+    def _stored(self, what: int, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
+        shapes = self._shapes(what)
         found = {name: torch.empty(shapes[name], dtype=kind, device=self.engine.mesh.device) for name in names}
+
+        def take(name: str, start: int, part: torch.Tensor) -> None:
+            found[name].view(-1)[start : start + len(part)] = part
+
+        self._request(what, names, take)
+        return found
+
+    def _request(self, what: int, names: Sequence[str], take: Take) -> None:
+        if not names:
+            return
+        known = {name: at for at, name in enumerate(self.buffers if what == BUFFERS else self.names)}
+        wanted = [known[name] for name in names]
         self._send([what, len(wanted)])  # whatever fails from here on fails on every rank
         self._send(wanted)
-        self._answer(what, names, found)
-        self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-        return found
+        self._answer(what, names, take)
+        self.bytes += sum(self._shapes(what)[name].numel() for name in names) * self._type(what).itemsize
 
     def _send(self, numbers: list[int]) -> list[int]:
         """What rank 0 gives, on every rank."""
@@ -89,12 +99,12 @@ class WholeTensors:
                 return
             known = self.buffers if what == BUFFERS else self.names
             with suppress(InputError):
-                self._answer(what, [known[at] for at in self._send([0] * count)], {})
+                self._answer(what, [known[at] for at in self._send([0] * count)], None)
 
     # --- all ranks ------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, what: int, names: Sequence[str], whole: Mapping[str, torch.Tensor]) -> None:
-        """`whole`, on rank 0, is filled with the tensors `names`. Raises InputError on every rank where one rank cannot give its part."""
+    def _answer(self, what: int, names: Sequence[str], take: Take | None) -> None:
+        """`take`, on rank 0, gets the tensors `names`. Raises InputError on every rank where one rank cannot give its part."""
         kind, shapes, failure = self._type(what), self._shapes(what), ""
         longest = BUCKET_BYTES // kind.itemsize - 1
         parts: list[Held] | None = None
@@ -115,8 +125,9 @@ class WholeTensors:
                     f"{failed} of {self.engine.mesh.plan.world} ranks cannot give their parts of {names[window.spans[0].tensor]}{said}"
                 )
             at = 0
-            for index, start, stop in window.spans if whole else ():
-                whole[names[index]].view(-1)[start:stop] = bucket[at : at + stop - start]
+            for index, start, stop in window.spans:
+                if take is not None:
+                    take(names[index], start, bucket[at : at + stop - start])
                 at += stop - start
 
     def _fill(self, bucket: torch.Tensor, window: Window, names: Sequence[str], parts: Sequence[Held]) -> None:

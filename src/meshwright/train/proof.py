@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,8 @@ from meshwright.parallel.perturbed import perturbed
 from meshwright.spec.proof import Proof
 from meshwright.train.contents import Content, contents_of
 from meshwright.train.digests import Digests, first_differing
-from meshwright.train.reference import Reference, Side
-from meshwright.train.tolerance import FLOORS, STRICT, Compared, Limits, Verdict, gap_of, judged, sketch
+from meshwright.train.reference import Reference, Side, Streamed
+from meshwright.train.tolerance import FLOORS, STRICT, Compared, Gap, Limits, Verdict, judged, sketch
 from meshwright.train.untouched import quiet, untouched
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Run:
         self.expected = dict(expected or {})
         self.misplaced: list[str] = []
         self.notes: list[str] = []
-        self.stored_whole = False
+        self.streamed = Streamed.MODULES
 
     def prove(self, batch: Batch | Share, longest: int = 0) -> Proof:
         began = time.perf_counter()
@@ -121,7 +122,7 @@ class Run:
 
     def _side(self) -> Side:
         low = self.compute in FLOORS
-        return Side(torch.float32 if low else self.compute, high=low, whole=self.stored_whole)
+        return Side(torch.float32 if low else self.compute, high=low, streamed=self.streamed)
 
     def _forward(self, content: Content, side: Side) -> tuple[Reference | None, tuple[float, int, str]]:
         """One device's forward; with all weights stored whole, where a run by blocks has read some that were not there."""
@@ -138,17 +139,20 @@ class Run:
 
         with quiet(self.trainer, self.trains, self.seed):
             loss, labels, problem = self._on_first(run)
-        if (problem or math.isnan(loss)) and not side.whole:
-            self.stored_whole = True
-            self.notes.append("weights of blocks are read outside of their forward: one device's side stored all weights")
-            return self._forward(content, Side(side.dtype, side.high, whole=True))
+        if (problem or math.isnan(loss)) and side.streamed:
+            self.streamed = Streamed(side.streamed - 1)
+            if not self.streamed:
+                self.notes.append("weights of blocks are read outside of their forward: one device's side stored all weights")
+            return self._forward(content, replace(side, streamed=self.streamed))
         return reference, (loss, labels, problem)
 
     def _backward(self, reference: Reference | None, compared: Compared, scale: float, sketches: dict[str, torch.Tensor] | None) -> None:
-        def compare(name: str, one: torch.Tensor, planned: torch.Tensor) -> None:
+        def compare(name: str, one: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
             if sketches is not None:
                 sketches[name] = sketch(name, one)
-            compared.gaps[name] = gap_of(one, planned, scale)
+            gap, flat = Gap(one.numel()), one.reshape(-1)
+            compared.gaps[name] = gap
+            return lambda start, planned: gap.add(flat[start : start + len(planned)], planned, scale)
 
         def run() -> tuple[float, int, str]:
             assert reference is not None
@@ -167,14 +171,14 @@ class Run:
         """The plan against one device in the next higher precision, and rounding of one device in the plan's own; in `compared`. `sketches`: of the gradients in
         the higher precision, where they are there."""
         if not sketches and self.compute not in FLOORS:
-            high, (loss, _, problem) = self._forward(content, Side(torch.float64, high=True, whole=self.stored_whole))
+            high, (loss, _, problem) = self._forward(content, Side(torch.float64, high=True, streamed=self.streamed))
             if problem:
                 self.notes.append(f"{content.title}: rounding was not measured ({problem})")
                 return
             compared.losses = (loss, compared.losses[1])
             self._backward(high, compared, scale, sketches)
             del high
-        low, (loss, _, problem) = self._forward(content, Side(self.compute, whole=self.stored_whole))
+        low, (loss, _, problem) = self._forward(content, Side(self.compute, streamed=self.streamed))
         if problem:
             self.notes.append(f"{content.title}: rounding was not measured ({problem})")
             return
@@ -235,8 +239,7 @@ class Run:
         ours, theirs = Digests(), Digests()
 
         def run() -> tuple[float, int, str]:
-            side = Side(self._side().dtype, self._side().high, self.stored_whole)
-            reference = Reference(self.skeleton, self.engine, self.tensors, side)
+            reference = Reference(self.skeleton, self.engine, self.tensors, self._side())
             self._set_modes(reference.model)
             with theirs.of(reference.model):
                 reference.forward(content.batch, 1.0)

@@ -3,18 +3,19 @@
 The skeleton is a copy of the model as it was before `parallelize` changed it, without the memory of its parameters. For a proof its blocks
 are wrapped: the forward of a block requests its whole weights from the ranks (parallel/gather.py), runs under non-reentrant activation
 checkpointing, and drops them; its recompute in backward requests them again. Autograd adds up the uses of a shared parameter before it reports its gradient.
-Each gradient is given to `compare` and dropped. What lies outside of the blocks is stored whole.
+Each gradient is given to `compare` and dropped. Large modules outside of the blocks (embeddings, heads) are treated as blocks; the rest is stored whole.
 
 [Note: absent weights] A weight that is not gathered is NaN. A model or a loss that reads weights of a block outside of the block's forward gives NaN
-instead of a wrong number; the run is then repeated with all weights stored whole.
+instead of a wrong number; the run is then repeated with the weights outside of the blocks stored whole, and if that does not help, with all weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -38,21 +39,27 @@ from meshwright.parallel.tensor.loss import shifted
 from meshwright.parallel.tensor.products import use_products
 from meshwright.train.precise import precise
 
-Compare = Callable[[str, torch.Tensor, torch.Tensor], None]
-"""Given a name, one device's gradient and the plan's."""
+Compare = Callable[[str, torch.Tensor], Callable[[int, torch.Tensor], None]]
+"""Given a name and one device's gradient, what takes the plan's: the number of an element, and the elements from there on."""
 MISPLACED = 1e-4
 """Relative difference of fingerprints of weights that are not those of the model."""
 AT_ONCE = 1 << 20
-"""Elements of gradients that wait before they are compared."""
+"""Elements of gradients that wait before they are compared. A module outside of the blocks with as many parameters is treated as a block."""
+
+
+class Streamed(IntEnum):
+    """Which weights are there only while their module runs."""
+
+    NOTHING, BLOCKS, MODULES = range(3)
 
 
 @dataclass
 class Side:
-    """What the run is: the type of its weights; `high`: more precise than the plan's own. `whole`: all weights are stored."""
+    """What the run is: the type of its weights; `high`: more precise than the plan's own."""
 
     dtype: torch.dtype
     high: bool = False
-    whole: bool = False
+    streamed: Streamed = Streamed.MODULES
 
 
 class Reference:
@@ -68,7 +75,7 @@ class Reference:
         self.parameters = dict(self.model.named_parameters())
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._prepare(device)
-        self.blocks = {} if side.whole else _blocks(self.model)
+        self.blocks = _blocks(self.model, side.streamed)
         self.open: str = ""
         self.reached: list[str] = []
         self._waiting: dict[str, torch.Tensor] = {}
@@ -141,17 +148,21 @@ class Reference:
         self.open = ""
 
     def _fill(self, names: Sequence[str]) -> None:
-        for name, whole in self._gathered(self.tensors.weights, names).items():
+        with self._beside():
+            found = self.tensors.weights(names, self.side.dtype)
+        for name, whole in found.items():
             if name in self.expected:
                 expected = self.expected.pop(name)
                 off = (project(name, whole).cpu() - expected).norm() / expected.norm().clamp_min(1e-300)
                 self.misplaced += [name] if not float(off) <= MISPLACED else []
-            self.parameters[name].data = whole.to(self.side.dtype)
+            self.parameters[name].data = whole
 
-    def _gathered(self, request: Callable[[Sequence[str]], dict[str, torch.Tensor]], names: Sequence[str]) -> dict[str, torch.Tensor]:
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What the ranks do for the run, which is no part of it."""
         self.apart.is_paused = True
         try:
-            return request(names)
+            yield
         finally:
             self.apart.is_paused = False
 
@@ -229,14 +240,14 @@ class Reference:
     def _flush(self) -> None:
         assert self.compare is not None
         waiting, self._waiting = self._waiting, {}
-        planned = self._gathered(self.tensors.gradients, list(waiting))
-        for name, gradient in waiting.items():
-            self.compare(name, gradient, planned[name])
+        with self._beside():
+            takers = {name: self.compare(name, gradient) for name, gradient in waiting.items()}
+            self.tensors.gradients(list(waiting), lambda name, start, planned: takers[name](start, planned))
 
     @property
     def is_absent(self) -> bool:
         """Whether a block did not run by its own forward, so that weights may have been read that were not there."""
-        return not self.side.whole and self.entered != set(self.blocks)
+        return self.entered != set(self.blocks)
 
     def _moved(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -250,10 +261,15 @@ def _sum_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
 
-def _blocks(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Parameters of each block of the lists of like modules. Those that are used outside of blocks too are of none; a block with hooks or
-    weights that are computed from others has to be whole when it is entered, and is none."""
+def _blocks(model: nn.Module, streamed: Streamed) -> dict[str, tuple[str, ...]]:
+    """Parameters of each block of the lists of like modules, and of each large module without children. Those that are used outside of these too are of
+    none; a block with hooks or weights that are computed from others has to be whole when it is entered, and is none."""
+    if not streamed:
+        return {}
     paths = [f"{path}.{name}" for path in find_lists(model) for name, _ in model.get_submodule(path).named_children()]
+    if streamed == Streamed.MODULES:
+        blocks = tuple(f"{path}." for path in paths)
+        paths += [path for path, module in model.named_modules() if _is_large(module) and not f"{path}.".startswith(blocks)]
     inside = {id(parameter) for path in paths for parameter in model.get_submodule(path).parameters()}
     prefixes = tuple(f"{path}." for path in paths)
     outside = {
@@ -270,3 +286,7 @@ def _blocks(model: nn.Module) -> dict[str, tuple[str, ...]]:
         if held:
             found[path] = held
     return found
+
+
+def _is_large(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and sum(parameter.numel() for parameter in module.parameters()) >= AT_ONCE

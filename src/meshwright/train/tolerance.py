@@ -33,11 +33,18 @@ AT_ONCE = 1 << 18
 class Gap:
     """Of one gradient: norms of the difference, of one device's and of the plan's; `noise`: of one device's rounding."""
 
-    off: float
-    norm: float
-    planned: float
     elements: int
+    off: float = 0.0
+    norm: float = 0.0
+    planned: float = 0.0
     noise: float = 0.0
+
+    def add(self, one: torch.Tensor, planned: torch.Tensor, scale: float) -> None:
+        """Adds some elements of one device's gradient and of the plan's, which is `scale` times as large, compared in float64."""
+        for mine, theirs in zip(one.split(AT_ONCE), planned.split(AT_ONCE), strict=True):
+            mine, theirs = mine.double(), theirs.double().div(scale)
+            self.norm, self.planned = math.hypot(self.norm, float(mine.norm())), math.hypot(self.planned, float(theirs.norm()))
+            self.off = math.hypot(self.off, float(theirs.sub_(mine).norm())) if math.isfinite(self.planned) else math.inf
 
 
 @dataclass
@@ -121,13 +128,3 @@ def sketch(name: str, gradient: torch.Tensor) -> torch.Tensor:
         found += signed[:full].view(-1, SKETCH).sum(0)
         found[: len(signed) - full] += signed[full:]
     return found
-
-
-def gap_of(one: torch.Tensor, planned: torch.Tensor, scale: float) -> Gap:
-    """One device's gradient and the plan's, which is `scale` times as large, compared in float64."""
-    off = norm = plan = 0.0
-    for mine, theirs in zip(one.detach().reshape(-1).split(AT_ONCE), planned.reshape(-1).split(AT_ONCE), strict=True):
-        mine, theirs = mine.double(), theirs.double().div_(scale)
-        norm, plan = math.hypot(norm, float(mine.norm())), math.hypot(plan, float(theirs.norm()))
-        off = math.hypot(off, float(theirs.sub_(mine).norm())) if math.isfinite(plan) else math.inf
-    return Gap(off, norm, plan, one.numel())
