@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Generator
+import zlib
+from collections.abc import Generator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+WORD = re.compile(r"\w+")
 
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 """No case fails because the machine has other things to do."""
@@ -25,6 +29,39 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["MESHWRIGHT_CACHE"] = folder = tempfile.mkdtemp(prefix="meshwright-cache-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     settings.load_profile("new" if config.getoption("-m") == "soak" else "same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each test with the mark `covering`, the cases that are not chosen are left to the soak. A case that is asked for by its name runs."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+            tests.setdefault(f"{item.path}::{item.originalname}", []).append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("covering")
+        assert mark is not None
+        chosen = covering([case.name for case in cases], mark.args[0])
+        for case in cases if len(cases) > 1 else ():
+            if case.name not in chosen:
+                case.add_marker(pytest.mark.soak)
+
+
+def covering(names: Sequence[str], count: int) -> set[str]:
+    """`count` of `names` that have as many different words as possible: the one with the most new words first, ties in an order that new names do not change.
+
+    >>> sorted(covering(["gpt2-dp2.z1", "gpt2-dp2.z3", "llama-dp2.z1", "llama-tp2"], 2))
+    ['gpt2-dp2.z3', 'llama-tp2']
+    """
+    left = sorted(names, key=lambda name: zlib.crc32(name.encode()))
+    chosen: set[str] = set()
+    known: set[str] = set()
+    while left and len(chosen) < count:
+        best = max(left, key=lambda name: len(set(WORD.findall(name)) - known))
+        left.remove(best)
+        chosen.add(best)
+        known |= set(WORD.findall(best))
+    return chosen
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -154,6 +154,7 @@ def _holds_a_whole_checkpoint(folder, steps):
 
 @pytest.mark.parametrize("power", ["kept", "lost", "lost in part"])
 @pytest.mark.parametrize("before", [(1,), (1, 2)], ids=["a new step", "a step saved before"])
+@pytest.mark.covering(2)
 def test_a_save_killed_at_any_call_leaves_a_whole_newest_checkpoint(quick_path, before, power):
     """Killed, or with the power cut: then all that was not flushed is lost, too."""
     for step in before:

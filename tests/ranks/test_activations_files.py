@@ -73,6 +73,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "beside"), PAIRS)
+@pytest.mark.covering(5)
 def test_a_run_with_activations_in_files_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, beside: str
 ) -> None:
@@ -101,6 +102,7 @@ ESTIMATED = (
 
 
 @pytest.mark.parametrize("plan", ESTIMATED)
+@pytest.mark.covering(3)
 def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str) -> None:
     name = f"{plan}.off-activations-files"
     assert expected("llama", name, "fp32") == pytest.approx(max(ranks.run(parse_plan(name).world, most, "llama", name, "fp32")), rel=0.05)

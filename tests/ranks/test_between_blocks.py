@@ -262,6 +262,7 @@ def check(found: list[Any], expected: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", RUN)
+@pytest.mark.covering(4)
 def test_what_stands_between_blocks_runs_on_one_stage_with_its_gradients(ranks: Any, kind: str) -> None:
     expected = alone(kind)
     for plan in PLANS:
@@ -280,6 +281,7 @@ def test_what_only_one_stage_can_do_is_equal_or_refused_by_all(ranks: Any, kind:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.covering(4)
 def test_blocks_that_are_not_called_one_after_the_other_are_refused_by_all(ranks: Any, kind: str) -> None:
     for plan in PLANS:
         first, second = ranks.run(2, under, kind, plan)

@@ -42,6 +42,7 @@ SOAKED = [*((model, plan, "fp64") for model, plan in WIDER), *((model, plan, "fp
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
+@pytest.mark.covering(6)
 def test_a_mixture_computes_what_one_device_computes_in_float64(ranks: Any, model: str, plan: str) -> None:
     check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 

@@ -105,6 +105,7 @@ def alone(what: str) -> list[float]:
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "dp2.z1.mb2.off-optimizer"])
 @pytest.mark.parametrize("what", ["froze", "froze first"])
+@pytest.mark.covering(4)
 def test_a_parameter_that_is_frozen_after_parallelize_stays_as_it_is(ranks: Any, what: str, plan: str) -> None:
     for losses in ranks.run(2, run, what, plan):
         assert losses == pytest.approx(alone(what), rel=1e-10)

@@ -131,6 +131,7 @@ def precision_of(name: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "plan"), sample(STARTS))
+@pytest.mark.covering(3)
 def test_a_start_from_weights_that_no_rank_holds_whole_trains_what_one_device_trains(
     ranks: Any, folders: dict[str, Path], name: str, plan: str
 ) -> None:
@@ -347,6 +348,7 @@ def whole(name: str, folder: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "plan"), sample(ADAPTED))
+@pytest.mark.covering(2)
 def test_adapters_train_as_on_one_device_and_nothing_else_does(ranks: Any, folders: dict[str, Path], name: str, plan: str) -> None:
     folder = str(folders[name])
     expected = expected_adapters(name, folder)

@@ -132,6 +132,7 @@ PAIRS += [(form, plan) for form in ("once", "twice") for plan in ("pp2.mb2", "dp
 
 
 @pytest.mark.parametrize(("form", "plan"), PAIRS)
+@pytest.mark.covering(8)
 def test_whoever_reads_a_table_how_often_gets_the_gradients_of_one_device(ranks: Any, form: str, plan: str) -> None:
     world = parse_plan(plan).world
     losses, gradients, model = alone(form)
@@ -154,6 +155,7 @@ FAMILIES += [("gpt2", "pp2.mb2"), ("hf-gpt2", "dp2.pp2.mb1.z3"), ("bert", "pp2.t
 
 
 @pytest.mark.parametrize(("name", "plan"), FAMILIES)
+@pytest.mark.covering(4)
 def test_gradients_made_in_place_are_those_of_one_device(ranks: Any, name: str, plan: str) -> None:
     check(one_device(name, "fp64", 2), ranks.run(parse_plan(plan).world, small, name, plan, "fp64"), "fp64")
 

@@ -62,6 +62,7 @@ def checkpoint_of(ranks: Any, name: str, plan: str, precision: str, folder: Path
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("plan", ["dp2", "dp2x2.z1", "dp2.z3", "dp2.tp2.pp2.z2.mb2"])
+@pytest.mark.covering(3)
 def test_resuming_under_the_same_plan_is_bit_identical(ranks: Any, tmp_path: Path, plan: str, precision: str) -> None:
     whole, path = checkpoint_of(ranks, "llama", plan, precision, tmp_path)
     again = ranks.run(parse_plan(plan).world, resumed, "llama", plan, precision, 4, path)[0]
@@ -93,6 +94,7 @@ def resumed_scaled(plan: str, path: str) -> Any:
 
 @pytest.mark.parametrize("plan", ["dp2", "dp2.z3", "tp2"])
 @pytest.mark.parametrize("overflow", [0, 1], ids=["of the first step", "of the second step"])
+@pytest.mark.covering(2)
 def test_a_run_goes_on_to_the_bit_from_a_checkpoint_behind_an_overflow(ranks: Any, tmp_path: Path, plan: str, overflow: int) -> None:
     told, whole = ranks.run(2, through_an_overflow, plan, overflow, str(tmp_path))[0]
     assert [skipped for skipped, _ in told] == [step == overflow for step in range(4)]
@@ -103,6 +105,7 @@ def test_a_run_goes_on_to_the_bit_from_a_checkpoint_behind_an_overflow(ranks: An
 
 
 @pytest.mark.parametrize(("name", "step"), [("llama", 1), ("gpt2", 2), pytest.param("hf-gpt2", 1, marks=pytest.mark.soak)])
+@pytest.mark.covering(1)
 def test_any_layout_loads_into_any_layout(ranks: Any, name: str, step: int) -> None:
     for position, plan in list(enumerate(LAYOUTS))[::step]:
         with tempfile.TemporaryDirectory() as folder:

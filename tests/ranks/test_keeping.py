@@ -35,6 +35,7 @@ def gradients(name: str, plan: str) -> dict[str, torch.Tensor] | None:
 
 @pytest.mark.parametrize("around", ["dp1.mb4", "pp2.interleaved2", "dp2.z3", "tp2.sp"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.covering(16)
 def test_gradients_are_bit_for_bit_those_of_keeping_everything(ranks: Any, around: str, way: str) -> None:
     from meshwright.spec.plan import parse_plan
 
@@ -82,6 +83,7 @@ ESTIMATED = (
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 @pytest.mark.parametrize("plan", ESTIMATED)
+@pytest.mark.covering(5)
 def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str, model: str) -> None:
     from meshwright.spec.plan import parse_plan
 

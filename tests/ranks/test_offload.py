@@ -56,6 +56,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), CASES)
+@pytest.mark.covering(4)
 def test_a_run_with_its_optimizer_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -87,6 +88,7 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), PARAMETERS)
+@pytest.mark.covering(3)
 def test_a_run_with_its_weights_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -123,6 +125,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), BOTH)
+@pytest.mark.covering(3)
 def test_a_run_with_shares_of_its_own_of_states_and_of_weights_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -162,6 +165,7 @@ def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[
         ("dp2.z3.off-optimizer-files30.off-parameters50", "dp2.z3"),
     ],
 )
+@pytest.mark.covering(3)
 def test_a_checkpoint_holds_what_waits_in_files_and_goes_on_bit_for_bit(ranks: Any, tmp_path: Any, plan: str, other: str) -> None:
     for whole, again in ranks.run(2, resumed, plan, other, str(tmp_path / "away"), str(tmp_path / "kept")):
         assert whole[3:] == again

@@ -89,6 +89,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), CASES)
+@pytest.mark.covering(8)
 def test_beside_a_device_with_memory_of_its_own_a_run_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:

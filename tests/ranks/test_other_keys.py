@@ -130,6 +130,7 @@ def trained(kind: str, plan: str, keys: tuple[tuple[str, ...], ...], prove: Proo
 
 @pytest.mark.parametrize("plan", ["pp2.mb2", "dp2.z3.mb2"])
 @pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.covering(3)
 def test_usual_models_run_with_positions_and_masks_that_no_example_had(ranks: Any, kind: str, plan: str) -> None:
     keys = (("position_ids",), ("attention_mask", "position_ids"), ())
     for losses in ranks.run(2, trained, kind, plan, keys, "never"):

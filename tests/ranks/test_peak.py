@@ -138,6 +138,7 @@ def expected(model: str, plan: str, precision: str) -> float:
     ("model", "plan"),
     [*(("llama", plan) for plan in PLANS), *(("gpt2", plan) for plan in OF_GPT2), *((model, plan) for model in OTHERS for plan in KEEPING)],
 )
+@pytest.mark.covering(14)
 def test_the_fullest_rank_allocates_what_the_estimate_says(ranks: Any, model: str, plan: str) -> None:
     from meshwright.spec.plan import parse_plan
 
@@ -147,6 +148,7 @@ def test_the_fullest_rank_allocates_what_the_estimate_says(ranks: Any, model: st
 
 
 @pytest.mark.parametrize("plan", TIED)
+@pytest.mark.covering(2)
 def test_where_gradients_wait_for_other_ranks_takes_the_same_memory_whoever_is_late(ranks: Any, plan: str) -> None:
     """So there needs no room for ranks that are out of step: the estimate is met on both sides."""
     assert max(ranks.run(2, most, "gpt2", plan, "fp32")) == pytest.approx(expected("gpt2", plan, "fp32"), rel=0.05)

@@ -36,6 +36,7 @@ PLANS = (
 
 
 @pytest.mark.parametrize(("name", "plan"), PLANS)
+@pytest.mark.covering(8)
 def test_a_plan_is_proven_equal_in_float64(ranks: Any, name: str, plan: str) -> None:
     world = 1 if plan.startswith("dp1") else 2
     results = ranks.run(world, proof_of, name, plan)
@@ -76,6 +77,7 @@ def losses_of(plan: str, prove: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("plan", ["dp2.z1", "tp2", "pp2", "dp2.z3"])
+@pytest.mark.covering(1)
 def test_a_run_with_proofs_has_the_same_bits_as_one_without(ranks: Any, plan: str) -> None:
     assert ranks.run(2, losses_of, plan, 1) == ranks.run(2, losses_of, plan, "never")
 

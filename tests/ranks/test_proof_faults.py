@@ -175,6 +175,7 @@ def proof_with(plant: Plant, name: str, plan: str) -> Proof:
 
 
 @pytest.mark.parametrize(("plant", "name", "plan", "place"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
+@pytest.mark.covering(8)
 def test_a_planted_fault_is_found_and_its_place_named(ranks: Any, plant: Plant, name: str, plan: str, place: str) -> None:
     proof = ranks.run(2, proof_with, plant, name, plan)[0]
     assert not proof.equal

@@ -130,6 +130,7 @@ def refused_at(said: list[list[Any]], step: int) -> None:
 
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb1", "pp2.mb2"])
 @pytest.mark.parametrize("kind", ["gate", "zero head", "frequency", "backward", "hook"])
+@pytest.mark.covering(8)
 def test_what_couples_rows_behind_a_zero_or_in_the_backward_alone_is_refused_before_the_first_step(
     ranks: Any, kind: str, plan: str
 ) -> None:

@@ -73,12 +73,14 @@ def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(ranks: Any, p
 
 @pytest.mark.parametrize("at", [2, 3, 4, 10])
 @pytest.mark.parametrize("plan", ["dp2.mb4", "dp2.z2.mb4"])
+@pytest.mark.covering(3)
 def test_a_bit_that_flips_before_a_step_is_noticed_at_that_step(ranks: Any, plan: str, at: int) -> None:
     for steps, line in ranks.run(2, drifting, plan, "weight", at):
         assert steps == at - 1 and line.startswith(f"step {at}: weights that are held alike differ: rank 0 has"), (steps, line)
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "tp2.mb4", "cp2.mb4", "pp2.mb2.zbv"])
+@pytest.mark.covering(3)
 def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
     assert ranks.run(2, drifting, plan, "", 0) == [(10, "")] * 2
 

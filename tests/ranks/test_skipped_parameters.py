@@ -154,6 +154,7 @@ def world(plan: str) -> int:
         "dp2.z3.off-optimizer-files60.off-parameters-files50",
     ],
 )
+@pytest.mark.covering(8)
 def test_parameters_without_a_gradient_are_skipped_as_on_one_device(ranks: Any, plan: str, rule: str) -> None:
     check(ranks.run(world(plan), trained, plan, rule)[0], rule)
 
@@ -169,6 +170,7 @@ def test_other_rules_skip_them_too(ranks: Any, plan: str, rule: str) -> None:
 @pytest.mark.parametrize("rule", ["adamw", "sgd", "adafactor"])
 @pytest.mark.parametrize("at", [(1,), (1, 2, 3, 4)])
 @pytest.mark.parametrize(("first", "second"), [("dp2.z1", "dp2.z1"), ("dp2.z3", "pp2.mb2"), ("pp2.mb2", "dp2.off-optimizer")])
+@pytest.mark.covering(4)
 def test_their_counts_of_steps_come_through_checkpoints_of_any_plan(
     ranks: Any, first: str, second: str, at: Sequence[int], rule: str, tmp_path: Path
 ) -> None:
@@ -198,6 +200,7 @@ def low(plan: str, chosen: Recipe, folder: str) -> tuple[float, bool, bool]:
 
 @pytest.mark.parametrize("plan", ["dp1", "dp2.z1", "dp2.z3.off-optimizer"])
 @pytest.mark.parametrize("chosen", [recipe("bf16"), recipe("bf16-pure"), recipe("fp32", state="8bit")], ids=str)
+@pytest.mark.covering(2)
 def test_recipes_of_fewer_bytes_count_their_steps_too(ranks: Any, plan: str, chosen: Recipe, tmp_path: Path) -> None:
     """Adam moves each weight by the rate in its first step; by 0.74 of it, if it counted the two steps before."""
     if "off" in plan and not chosen.master:

@@ -182,6 +182,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), EVERY)
+@pytest.mark.covering(4)
 def test_loss_and_every_gradient_are_those_of_one_device(ranks: Pool, name: str, world: int, sequence_parallel: bool) -> None:
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         for loss, gradient, worst in ranks.run(world, compare, name, dtype, sequence_parallel):
@@ -276,6 +277,7 @@ def again(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("name", ["llama", "hf gpt2", "bare"])
+@pytest.mark.covering(2)
 def test_a_recomputed_layer_gives_the_same_gradients_bit_for_bit(ranks: Pool, name: str, sequence_parallel: bool) -> None:
     assert ranks.run(2, recompute_differs, name, sequence_parallel) == [0.0, 0.0]
 

@@ -28,6 +28,7 @@ def losses(plan: str, precision: str, steps: int) -> Any:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("plan", ["dp2", "dp2.z1", "dp2.z3", "tp2.sp.pp2.mb4"])
+@pytest.mark.covering(2)
 def test_low_precision_with_master_weights_follows_float32(ranks: Any, plan: str, precision: str) -> None:
     world = parse_plan(plan).world
     low, held = ranks.run(world, losses, plan, precision, 6)[0]
@@ -236,5 +237,6 @@ def broken_off(plan: str, breaks: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z2.mb2", "dp2.z3.mb2", "dp2.z3.mb2.rc-layer.off-activations-files"])
+@pytest.mark.covering(2)
 def test_steps_that_fail_alike_on_all_ranks_can_be_caught_and_the_run_goes_on(ranks: Any, plan: str) -> None:
     assert ranks.run(2, broken_off, plan, True) == ranks.run(2, broken_off, plan, False)

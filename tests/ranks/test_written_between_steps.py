@@ -116,6 +116,7 @@ PLANS = ["dp2", "dp2.z1", "dp2.z2", "dp2.z1.off-optimizer", "dp2.z2.off-optimize
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.covering(8)
 def test_writes_between_steps_are_those_of_one_device(ranks: Any, plan: str, precision: str) -> None:
     losses, weights = alone("clamp")
     for ours, full, said in ranks.run(2, trained, plan, precision, "clamp"):

@@ -138,6 +138,7 @@ def test_a_host_without_room_is_told_the_shares_that_have_it() -> None:
 
 
 @pytest.mark.parametrize("pins", [{"offload_share": 50}, {"offload_share": 50, "weights_share": 40}])
+@pytest.mark.covering(1)
 def test_who_pins_a_share_gets_plans_in_which_that_waits_whatever_the_objective(pins: dict[str, int]) -> None:
     """For the most headroom nothing waits unless it is asked for: the pin was passed over in silence."""
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16", pins=pins)

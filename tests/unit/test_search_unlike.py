@@ -62,6 +62,7 @@ def every_pipeline(job: Job) -> list[Plan]:
 
 @pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
 @pytest.mark.parametrize("less", [1.0, 2.0])
+@pytest.mark.covering(2)
 def test_the_best_pipeline_over_two_groups_is_that_of_brute_force(slower: float, less: float) -> None:
     job = unlike_job(slower, less)
     expected = min(found for plan in every_pipeline(job) if (found := score(job, plan)) is not None)
