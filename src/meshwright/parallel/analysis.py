@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.anatomy.inputs import Example
+from meshwright.anatomy.inputs import Example, example_of
 from meshwright.anatomy.readers import Reads, inside
 from meshwright.anatomy.record import Record
 from meshwright.anatomy.run import analyse
@@ -37,6 +37,17 @@ def form_of(inputs: Mapping[str, Any]) -> Form:
     )
 
 
+def _sizes(example: Example) -> dict[str, Any]:
+    """By name: type and shape of tensors, plain values; of anything else nothing that equals another."""
+
+    def size(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.shape
+        return value if isinstance(value, bool | int | float | str | None) else object()
+
+    return {name: size(value) for name, value in example.items()}
+
+
 @dataclass
 class Analysed:
     """`model` and `blocks`: what was run with `example` before the model was sharded. `wants` and `held`, by name the stages that hold a parameter, and `reads`: what the plan was made by.
@@ -55,16 +66,18 @@ class Analysed:
     skeleton: nn.Module | None = field(init=False, default=None)
     """A copy of the model that runs by itself, made before it is sharded; None where none does, for the reason `why`."""
     why: str = field(init=False, default="")
+    was_training: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
+        self.was_training = self.model.training
         try:
             self.skeleton = skeleton_of(self.model).model
-            record, _ = self._analysed(self.example)
-            if record.reads.keys() != self.reads.keys():
-                raise InputError("a copy of it reads other parameters than the model")
         except InputError as error:
-            self.skeleton, self.why = None, str(error)
-            self.forms.add(form_of(self.example))
+            self._give_up(str(error))
+
+    def _give_up(self, why: str) -> None:
+        self.skeleton, self.why = None, why
+        self.forms.add(form_of(self.example))
 
     def check(self, inputs: Mapping[str, Any], is_training: bool, together: bool) -> None:
         """Raises PlanRefused where `inputs` would have made another plan, or where this cannot be known. `together`: all ranks call it, and refuse alike."""
@@ -79,17 +92,40 @@ class Analysed:
         self.forms.add(form)
 
     def _objection(self, inputs: Mapping[str, Any], is_training: bool) -> str:
+        """Why the plan does not hold for `inputs`; '' where it does. The copy runs with the example only to tell what `inputs` change from what the copy does."""
+        objection, is_known = self._found(inputs, is_training)
+        if not is_known and self.skeleton is not None:
+            why, is_known = self._found(self.example, self.was_training)
+            if not is_known:
+                self._give_up(why or "a copy of it reads other parameters than the model")
+        if not objection or form_of(inputs) in self.forms:
+            return ""
         given, known = ", ".join(sorted(inputs)), ", ".join(sorted(self.example))
         remedy = "give parallelize a batch as it comes (example=...)"
         if self.skeleton is None:
             return f"the model was analysed with {known} and cannot be analysed again with {given}, for no copy of it runs by itself ({self.why}): {remedy}"
+        return f"with {given} the model runs otherwise than with {known}, which it was analysed with ({objection}): {remedy}"
+
+    def _is_example(self, inputs: Mapping[str, Any], is_training: bool) -> bool:
+        """Whether the run before the model was sharded was made with the same types and sizes, so that another would be the same."""
+        if self.skeleton is None or is_training != self.was_training:
+            return False
+        return _sizes(example_of(self.skeleton, inputs)) == _sizes(example_of(self.skeleton, self.example))
+
+    def _found(self, inputs: Mapping[str, Any], is_training: bool) -> tuple[str, bool]:
+        """Runs the copy. Returns what differs from what the plan was made by, '' where nothing does, and whether the same parameters were read and nothing differs."""
+        if self.skeleton is None:
+            return self.why, False
+        if self._is_example(inputs, is_training) and inputs is not self.example:
+            return "", True
         if self.skeleton.training != is_training:
             self.skeleton.train(is_training)
         try:
-            reason = self._difference(*self._analysed(inputs))
+            record, derived = self._analysed(inputs)
         except InputError as error:
-            reason = str(error).removeprefix(f"plan {self.plan}: ")
-        return reason and f"with {given} the model runs otherwise than with {known}, which it was analysed with ({reason}): {remedy}"
+            return str(error).removeprefix(f"plan {self.plan}: "), False
+        difference = self._difference(record, derived)
+        return difference, not difference and record.reads.keys() == self.reads.keys()
 
     def _difference(self, record: Record, derived: tuple[Wants | None, Mapping[str, Sequence[int]]]) -> str:
         """What the plan would have been made otherwise by; '' where it is the same."""
