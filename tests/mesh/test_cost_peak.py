@@ -41,6 +41,7 @@ def peak(sizes: dict[str, Any], plan: str, precision: str) -> tuple[float, dict[
 @pytest.mark.parametrize(
     ("plan", "precision"), [("dp1.mb4", "fp32"), ("dp1.mb4.rc-layer", "fp32"), ("dp1.mb8", "bf16"), ("dp1.mb4.rc-layer", "bf16")]
 )
+@pytest.mark.covering(4)
 def test_a_step_allocates_what_the_estimate_says(model: str, plan: str, precision: str) -> None:
     sizes = MODELS[model]
     workload = Workload(batch=BATCH, sequence=sizes["seq"], precision=precision)

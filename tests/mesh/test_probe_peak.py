@@ -100,6 +100,7 @@ CASES = [(name, precision) for name in MODELS for precision in ("fp32", "bf16") 
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
+@pytest.mark.covering(5)
 def test_a_step_allocates_what_the_model_was_found_to_keep(name: str, precision: str) -> None:
     sequence = 1 if name in ("vit", "convnet") else SEQUENCE
     found = describe(MODELS[name], sequence, precision=precision)

@@ -221,6 +221,7 @@ def test_a_ctrl_c_leaves_the_ranks_of_an_emulated_cluster_the_network_that_they_
 @pytest.mark.parametrize(
     "launcher", [(), ("emulate", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable, "-m", "meshwright.cli.main")], ids=["own", "other"]
 )
+@pytest.mark.covering(1)
 def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     """On ranks that the command starts, and on those of two nodes that another launcher has started."""
     if launcher:

@@ -42,6 +42,7 @@ def held(sizes: dict[str, Any], plan: str, precision: str, bucket: int) -> dict[
 
 @pytest.mark.parametrize("bucket", [30_000, pytest.param(25 * 2**20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("model", "plan", "precision"), CASES)
+@pytest.mark.covering(5)
 def test_ranks_hold_the_bytes_of_the_estimate(ranks: Any, model: str, plan: str, precision: str, bucket: int) -> None:
     from meshwright.cost.step import estimate
     from meshwright.intake.architecture import model_spec

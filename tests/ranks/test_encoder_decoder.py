@@ -80,6 +80,7 @@ def alone(name: str) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "plan"), [("t5", "pp2.mb4"), ("bart", "dp2.z3.mb2"), ("blenderbot", "tp2.mb4"), ("t5gemma", "tp4.mb4"), ("marian", "pp2.mb4")]
 )
+@pytest.mark.covering(2)
 def test_inputs_and_labels_alone_train_an_encoder_and_decoder_as_its_own_loss_does(ranks: Any, name: str, plan: str) -> None:
     for found in ranks.run(parse_plan(plan).world, losses, name, plan):
         assert found == pytest.approx(alone(name), rel=1e-10)

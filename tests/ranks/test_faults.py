@@ -19,6 +19,7 @@ PLANS = ["dp2.tp2.z1", "dp2.pp2.z2.mb2", "dp4.mb2", "dp2x2.z2.mb2", "dp2.tp2.z3"
 
 
 @pytest.mark.parametrize("plan", [*PLANS[:2], *(pytest.param(plan, marks=pytest.mark.soak) for plan in PLANS[2:])])
+@pytest.mark.covering(1)
 def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(nursery: Nursery, tmp_path: Path, text: Path, plan: str) -> None:
     whole, broken = (launch(text, tmp_path / name, plan) for name in ("whole", "broken"))
     train(nursery, whole, [])

@@ -198,6 +198,7 @@ def test_a_run_that_had_saved_does_not_begin_anew_in_silence(nursery: Nursery, t
 
 
 @pytest.mark.parametrize(("how", "phases"), [("SIGSTOP", ["backward", "reduce", "data"]), ("livelock", ["update", "data", "backward"])])
+@pytest.mark.covering(1)
 def test_three_that_hang_are_named_and_nothing_is_lost(
     nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes], how: str, phases: list[str]
 ) -> None:

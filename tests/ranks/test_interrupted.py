@@ -148,6 +148,7 @@ def test_a_second_ctrl_c_during_a_save_ends_it_at_once_and_leaves_the_checkpoint
 
 @pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize("command", ["train", "plan", "probe", "verify"])
+@pytest.mark.covering(2)
 def test_a_request_to_stop_before_there_is_a_step_to_save_is_one_line_that_says_what_it_cost(
     place: Path, command: str, request_: signal.Signals
 ) -> None:
@@ -178,6 +179,7 @@ def test_a_request_to_stop_before_there_is_a_step_to_save_is_one_line_that_says_
         pytest.param(("plan", "--cluster", "local:2", "--trials", "3", "--save", "best.json"), id="plan"),
     ],
 )
+@pytest.mark.covering(1)
 def test_ranks_of_another_launcher_end_together_and_one_of_them_says_why(place: Path, command: tuple[str, ...]) -> None:
     need_networks()
     process = start(place, *EMULATE, *command, hold="measure")

@@ -41,6 +41,7 @@ def both(name: str, plan: str, precision: str) -> tuple[dict[str, Any], dict[str
 
 
 @pytest.mark.parametrize(("name", "plan"), [*FEW, *(pytest.param(*one, marks=pytest.mark.soak) for one in MORE)])
+@pytest.mark.covering(1)
 def test_a_model_that_begins_later_has_the_same_bits_as_one_built_whole(name: str, plan: str, ranks: Any) -> None:
     for precision in ("fp32", "bf16") if name == "llama" else ("fp32",):
         first, second = ranks.run(parse_plan(plan).world, both, name, plan, precision)[0]

@@ -34,9 +34,14 @@ def test_an_adapter_between_blocks_is_refused_where_its_gradient_would_be_a_part
     check(ranks, "tp2", ["between: layer, adapted"], None)
 
 
-def test_what_works_on_each_position_alone_is_cut_and_exact(ranks: Any) -> None:
-    check(ranks, "tp2.sp", [f"{place}: {name}" for place in ("in", "between") for name in ALONE] + ["zero gate"], None)
-    check(ranks, "tp2.sp.pp2", [f"in: {name}" for name in ALONE], None)
+ALONE_CASES = [("tp2.sp", f"{place}: {name}") for place in ("in", "between") for name in ALONE]
+ALONE_CASES += [("tp2.sp", "zero gate"), *(("tp2.sp.pp2", f"in: {name}") for name in ALONE)]
+
+
+@pytest.mark.parametrize(("plan", "way"), ALONE_CASES)
+@pytest.mark.covering(12)
+def test_what_works_on_each_position_alone_is_cut_and_exact(ranks: Any, plan: str, way: str) -> None:
+    check(ranks, plan, [way], None)
 
 
 def test_behind_the_blocks_every_rank_has_the_whole_sequence(ranks: Any) -> None:
