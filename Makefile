@@ -2,6 +2,7 @@
 # and torch $(TORCH). Set-up is done once, again when the lock file changes, and from the start when it was interrupted.
 #
 #   make train       train the default model on this machine (ARGS="--steps 50" hands options on)
+#   make quick       after every edit, in a minute: checks and the most telling tests
 #   make test        checks and tests          make check   lint, format, types, architecture
 #   make soak        the long sweeps (hours)   make bench   speed against plain PyTorch
 #                    MESHWRIGHT_SOAK=2/8: the second of eight parts, added to the tables of the others in bench/results
@@ -23,7 +24,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Whole files of tests at the same time; how many, tests/conftest.py says.
 SIDES  := -n auto --dist loadfile
 
-.PHONY: train test check soak bench bench-cluster docs gpu-check lock setup clean
+# One file for each part: plans on ranks against one device, the proof, golden plans, schedules, estimates, checkpoints, models, messages.
+QUICK := $(addprefix tests/,ranks/test_plans.py ranks/test_proof.py unit/test_golden.py unit/test_schedules.py unit/test_cost_flight.py \
+         mesh/test_checkpoint.py mesh/test_models.py unit/test_words.py)
+
+.PHONY: train quick test check soak bench bench-cluster docs gpu-check lock setup clean
 .SILENT:
 
 train: $(READY)
@@ -31,6 +36,9 @@ train: $(READY)
 
 test: check
 	$(PYTEST) $(SIDES) $(ARGS)
+
+quick: check
+	$(PYTEST) $(SIDES) $(QUICK) $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -53,7 +61,10 @@ docs: $(READY)
 	$(BIN)/python docs/page_check.py --pictures
 	$(PYTEST) tests/unit/test_docs.py
 
-gpu-check: $(READY)
+gpu-quick: check
+	$(PYTEST) $(SIDES) $(QUICK) $(ARGS)
+
+check: $(READY)
 	$(BIN)/python bench/gpu_check.py $(ARGS)
 
 setup: $(READY)

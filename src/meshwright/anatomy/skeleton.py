@@ -177,13 +177,11 @@ class Apart(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.live = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.is_paused = False
-        """While whole tensors are gathered."""
         self.reached = ""
         """What of the model was reached, also where the code that did has caught the error."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in () if self.is_paused else args:
+        for value in args:
             if id(value) in self.live and isinstance(value, nn.Parameter):
                 self.refuse(f"the copy of the model or the loss reads {self.live[id(value)]} of the model that is trained")
         return function(*args, **(kwargs or {}))

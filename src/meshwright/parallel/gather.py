@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.exchange import all_reduce
@@ -32,6 +33,13 @@ WEIGHTS, GRADIENTS, BUFFERS, END = range(4)
 HEADER = 2
 Take = Callable[[str, int, torch.Tensor], None]
 """Given a name, the number of the first element, and the elements from there on of the flattened whole tensor, which are valid during the call."""
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside, no mode sees the operations of this thread: they are not those of a model, and a mode costs more than a small operation."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 class WholeTensors:
@@ -78,9 +86,10 @@ class WholeTensors:
             return
         known = {name: at for at, name in enumerate(self.buffers if what == BUFFERS else self.names)}
         wanted = [known[name] for name in names]
-        self._send([what, len(wanted)])  # whatever fails from here on fails on every rank
-        self._send(wanted)
-        self._answer(what, names, take)
+        with unobserved():
+            self._send([what, len(wanted)])  # whatever fails from here on fails on every rank
+            self._send(wanted)
+            self._answer(what, names, take)
         self.bytes += sum(self._shapes(what)[name].numel() for name in names) * self._type(what).itemsize
 
     def _send(self, numbers: list[int]) -> list[int]:
@@ -93,13 +102,14 @@ class WholeTensors:
 
     def serve(self) -> None:
         """Answer requests until rank 0 ends. One that fails is reported by rank 0."""
-        while True:
-            what, count = self._send([0] * HEADER)
-            if what == END:
-                return
-            known = self.buffers if what == BUFFERS else self.names
-            with suppress(InputError):
-                self._answer(what, [known[at] for at in self._send([0] * count)], None)
+        with unobserved():
+            while True:
+                what, count = self._send([0] * HEADER)
+                if what == END:
+                    return
+                known = self.buffers if what == BUFFERS else self.names
+                with suppress(InputError):
+                    self._answer(what, [known[at] for at in self._send([0] * count)], None)
 
     # --- all ranks ------------------------------------------------------------------------------------------------------------
 

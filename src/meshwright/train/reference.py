@@ -12,8 +12,8 @@ instead of a wrong number; the run is then repeated with the weights outside of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -32,7 +32,7 @@ from meshwright.parallel.engine import Parallel
 from meshwright.parallel.experts.balance import coefficient_of
 from meshwright.parallel.experts.capacity import FACTOR, drop_beyond
 from meshwright.parallel.fingerprint import project
-from meshwright.parallel.gather import WholeTensors
+from meshwright.parallel.gather import WholeTensors, unobserved
 from meshwright.parallel.objective import Batch, Objective, logits_of, rows_of
 from meshwright.parallel.pipeline.keeping import under
 from meshwright.parallel.tensor.loss import shifted
@@ -148,23 +148,16 @@ class Reference:
         self.open = ""
 
     def _fill(self, names: Sequence[str]) -> None:
-        with self._beside():
-            found = self.tensors.weights(names, self.side.dtype)
+        found = self.tensors.weights(names, self.side.dtype)
         for name, whole in found.items():
             if name in self.expected:
-                expected = self.expected.pop(name)
-                off = (project(name, whole).cpu() - expected).norm() / expected.norm().clamp_min(1e-300)
-                self.misplaced += [name] if not float(off) <= MISPLACED else []
+                self._check_place(name, whole, self.expected.pop(name))
             self.parameters[name].data = whole
 
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """What the ranks do for the run, which is no part of it."""
-        self.apart.is_paused = True
-        try:
-            yield
-        finally:
-            self.apart.is_paused = False
+    def _check_place(self, name: str, whole: torch.Tensor, expected: torch.Tensor) -> None:
+        with unobserved():
+            off = (project(name, whole).cpu() - expected).norm() / expected.norm().clamp_min(1e-300)
+            self.misplaced += [name] if not float(off) <= MISPLACED else []
 
     # --- passes ---------------------------------------------------------------------------------------------------------------
 
@@ -240,7 +233,7 @@ class Reference:
     def _flush(self) -> None:
         assert self.compare is not None
         waiting, self._waiting = self._waiting, {}
-        with self._beside():
+        with unobserved():
             takers = {name: self.compare(name, gradient) for name, gradient in waiting.items()}
             self.tensors.gradients(list(waiting), lambda name, start, planned: takers[name](start, planned))
 
