@@ -32,11 +32,14 @@ def refused(what: str) -> str:
         trainer = parallelize(model, make_optimizer, plan, precision=precision)
         if what in ("late", "share"):
             trainer.step(Share([batch], 9) if what == "share" and not odd else batch if what == "late" else Share([batch, batch], 9))
+        for _ in range(3 if what == "later" else 0):
+            trainer.step(batch)
         if odd:
             batch = {"lengths": {key: value[:, :12] for key, value in batch.items()}, "names": {**batch, "extra": batch["labels"]}}.get(
                 what, batch
             )
-            batch = make_batch("llama", 1) if what == "numbers" else batch
+            batch = make_batch("llama", 1) if what in ("numbers", "later") else batch
+            batch = {key: value.flip(0) for key, value in batch.items()} if what == "order" else batch
             batch = {key: value[:4] for key, value in batch.items()} if what == "late" else batch
         trainer.step(batch)
     except InputError as error:
@@ -54,6 +57,8 @@ def refused(what: str) -> str:
         ("lengths", "rank 0 was given input_ids [8, 16], labels [8, 16], rank 1 input_ids [8, 12], labels [8, 12]"),
         ("names", "rank 1 extra [8, 16], input_ids [8, 16], labels [8, 16]; every rank gives the whole batch"),
         ("numbers", "rank 1 was given other numbers than rank 0"),
+        ("later", "rank 1 was given other numbers than rank 0"),
+        ("order", "rank 1 was given other numbers than rank 0"),
         ("late", "rank 1 input_ids [4, 16], labels [4, 16]"),
         ("share", "rank 0 was given 1 micro-batch, rank 1 2 micro-batches; ranks of one replica read the same"),
         ("nothing", "it ran"),

@@ -7,15 +7,20 @@ it holds. Weights are the master weights where there are any, so that nothing is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from meshwright.anatomy import Split, intervals
+from meshwright.base.errors import InputError
+from meshwright.parallel.described import described, made_again, option_of, option_text, tensors_in
 from meshwright.parallel.exchange.calls import watched
+from meshwright.parallel.update.groups import Whole
 from meshwright.parallel.zero.flat import FlatUnit
-from meshwright.parallel.zero.master import numbers_of
+from meshwright.parallel.zero.master import Run, nested
+from meshwright.parallel.zero.numbers import Number, Numbers, number_kinds, numbers_of, scalar_device
 from meshwright.parallel.zero.skipped import mark, separate
 from meshwright.spec.piece import Piece
 
@@ -140,11 +145,10 @@ def _whole_states(unit: FlatUnit, optimizer: torch.optim.Optimizer, saving: bool
     for part, parameter in zip(unit.master.tensors.mine, unit.master.tensors.parameters, strict=True):
         if saving and (unit.sharing.copy or (not part.split and unit.master.tensors.rank)):
             continue
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, torch.Tensor):
-                dtype = str(value.dtype).removeprefix("torch.")
-                piece = Piece(f"{_whose(unit)}optimizer/{key}/{part.name}", tuple(value.shape), dtype, None, (), 0, value.numel())
-                yield Held(piece, value.view(-1))
+        for key, value in sorted(tensors_in(optimizer.state.get(parameter, {})), key=lambda found: found[0]):
+            dtype = str(value.dtype).removeprefix("torch.")
+            piece = Piece(f"{_whose(unit)}optimizer/{key}/{part.name}", tuple(value.shape), dtype, None, (), 0, value.numel())
+            yield Held(piece, value.view(-1))
 
 
 def addresses(engine: Parallel, optimizer: torch.optim.Optimizer) -> list[int]:
@@ -153,13 +157,14 @@ def addresses(engine: Parallel, optimizer: torch.optim.Optimizer) -> list[int]:
     found += [part.data_ptr() for unit in engine.zero.trained for parts in unit.master.state_parts(optimizer).values() for part in parts]
     for unit in engine.zero.trained:
         for parameter in unit.master.tensors.parameters if unit.master.tensors is not None else ():
-            found += [value.data_ptr() for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
+            found += [value.data_ptr() for _, value in tensors_in(optimizer.state.get(parameter, {}))]
     return found
 
 
 def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers of the optimizer: types of the states, scalars (equal for all parameters that no update has skipped; of the others by name), options of the
-    groups."""
+    """Numbers of the optimizer: types of the states, scalars (equal for all parameters of a group that no update has skipped; of the others by name) and what
+    each of them is, options of the groups, the optimizer's own numbers, and what it keeps of tensors that are updated whole. `empty`: groups that this rank has
+    no parameters of, whose options an update may have left alone. Raises InputError where a state cannot be saved."""
     kinds: dict[str, str] = {}
     scalars: dict[str, float] = {}
     owned = [parameter for unit in engine.zero.trained if unit.master.tensors is not None for parameter in unit.master.tensors.parameters]
@@ -170,9 +175,30 @@ def optimizer_scalars(engine: Parallel, optimizer: torch.optim.Optimizer) -> dic
         scalars = scalars or dict(unit.master.scalars(optimizer))
     single = [run for unit in engine.zero.trained for run in unit.master.single if not run.bare]
     skipped = {run.path: dict(numbers_of(optimizer, run)) for run in single}
-    options = [{key: value for key, value in group.items() if key != "params" and _is_plain(value)} for group in optimizer.param_groups]
-    some = {"whole": True} if whole else {}
-    return {"kinds": kinds, "scalars": scalars, "groups": options, **some, **({"skipped": skipped} if skipped else {})}
+    groups = optimizer.param_groups
+    options = [{key: option_text(value) for key, value in group.items() if key != "params"} for group in groups]
+    first = {str(at): run for at, group in enumerate(groups) if (run := _with_numbers(optimizer, group["params"])) is not None}
+    found = {
+        "whole": whole,
+        "skipped": skipped,
+        "types": {key: kind for run in (*single, *first.values()) for key, kind in number_kinds(optimizer, run).items()},
+        "by_group": {at: dict(numbers_of(optimizer, run)) for at, run in first.items()} if len(groups) > 1 else {},
+        "empty": [at for at, group in enumerate(groups) if not group["params"]],
+        "own": own if any(own := [_own_numbers(one) for one in nested(optimizer)]) else [],
+        "states": {each.path: described(optimizer.state[each], each.path) for each in owned if optimizer.state.get(each)},
+    }
+    plain = [{key: value for key, value in group.items() if value is not ...} for group in options]
+    return {"kinds": kinds, "scalars": scalars, "groups": plain, **{key: value for key, value in found.items() if value}}
+
+
+def _with_numbers(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> Run | None:
+    """A run of a group that has states, and none of a tensor that an update has skipped."""
+    return next((run for run in parameters if isinstance(run, Run) and not run.single and optimizer.state.get(run)), None)
+
+
+def _own_numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """What it counts itself, for no parameter."""
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
 def scalars_of_all(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -180,13 +206,12 @@ def scalars_of_all(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
     no kinds and no scalars, and whoever has them says them."""
     one = given[0]
     for other in given[1:]:
-        both = [what for what in ("kinds", "scalars", "skipped") if what in other and what in one]
+        both = [what for what in ("kinds", "scalars", "skipped", "types", "by_group", "states") if what in other and what in one]
         one = {**other, **one, **{what: {**other[what], **one[what]} for what in both}}
+    one = {**one, "groups": list(one["groups"])}
+    for at in one.pop("empty", ()):
+        one["groups"][at] = next((each["groups"][at] for each in given if at not in each.get("empty", ())), one["groups"][at])
     return one
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, int | float | str) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
 
 
 HOW = ("fused", "foreach", "capturable")
@@ -194,20 +219,54 @@ HOW = ("fused", "foreach", "capturable")
 
 
 def prepare_optimizer(engine: Parallel, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading; none of parameters that are stateless."""
-    stateless, skipped = engine.zero.stateless, saved.get("skipped", {})
+    """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading; none of parameters that are stateless.
+    Raises InputError where the optimizer has other groups than the one that was saved."""
+    if saved["groups"] and len(saved["groups"]) != len(optimizer.param_groups):
+        raise InputError(
+            f"the checkpoint's optimizer has {len(saved['groups'])} groups of parameters, this one has {len(optimizer.param_groups)}, so that rates and decays "
+            "would be those of other parameters: make the groups that were saved"
+        )
+    stateless, skipped, states = engine.zero.stateless, saved.get("skipped", {}), saved.get("states")
+    scalars, others = _typed(saved["scalars"], saved), {}
     for unit in engine.zero.trained:
         if unit.master.tensors is not None:
             for parameter in unit.master.tensors.parameters:
                 optimizer.state.pop(parameter, None)
-            if saved.get("whole"):
+                if states is not None and parameter.path in states and parameter.path not in stateless:
+                    optimizer.state[parameter] = made_again(states[parameter.path], partial(_device_of, optimizer, parameter))
+            if saved.get("whole") and states is None:
                 unit.master.tensors.make_states(optimizer, stateless)
             continue
         separate(unit, stateless | skipped.keys(), optimizer)
         mark(unit, stateless, stateless)
-        unit.master.prepare(optimizer, saved["kinds"], saved["scalars"], skipped)
+    for number, group in enumerate(optimizer.param_groups):
+        of_group = saved.get("by_group", {}).get(str(number))
+        for run in (each for each in group["params"] if isinstance(each, Run)):
+            found = skipped.get(run.path, of_group) if run.single else of_group
+            if found is not None:
+                others[id(run)] = _typed(found, saved)
+    for unit in engine.zero.trained:
+        if unit.master.tensors is None:
+            unit.master.prepare(optimizer, saved["kinds"], scalars, others)
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items() if key not in HOW})
+        group.update({key: option_of(value, group.get(key)) for key, value in options.items() if key not in HOW})
+    for one, numbers in zip(nested(optimizer), saved.get("own", ()), strict=False):
+        vars(one).update(numbers)
+
+
+def _typed(numbers: dict[str, float], saved: dict[str, Any]) -> Numbers:
+    """`numbers` of states as what they were; checkpoints of before this was saved have tensors of float32 alone."""
+    kinds = saved.get("types", {})
+    return {key: Number(value, kinds.get(key, "float32")) for key, value in numbers.items()}
+
+
+def _device_of(optimizer: torch.optim.Optimizer, parameter: Whole, key: str, dims: int) -> torch.device:
+    """Where a state of `parameter` lies."""
+    if dims or parameter.device.type == "cpu":
+        return parameter.device
+    return scalar_device(
+        key, next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"])), parameter.device
+    )
 
 
 def of_first(held: Held) -> Held:

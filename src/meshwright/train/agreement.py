@@ -1,8 +1,8 @@
 """Ranks that disagree are refused in one line by all of them, before one waits for ever for a message that nobody sends.
 
 Before the mesh is made all ranks hold their plans, precisions and models against those of rank 0. At every step that is given the whole batch they do so
-with its names, types and shapes, at the first two with its numbers: ranks that each read their own part, as under DDP, would train on other
-rows than one device. What a `Share` holds must be alike on the ranks of a replica, and is looked at once: the loader of a job makes it.
+with its names, types, shapes and numbers: ranks that each read their own part, as under DDP, or shuffle it by generators of their own, would train on other
+rows than one device. Numbers count by their places; of more than SOME so many are looked at. What a `Share` holds must be alike on the ranks of a replica, and is looked at once: the loader of a job makes it.
 One small gather of two numbers a rank; what differs is asked for only when something does.
 """
 
@@ -27,6 +27,9 @@ from meshwright.spec.plan import Plan
 
 LOOKED_AT = 8
 """Parameters whose first and last numbers are compared."""
+
+SOME = 1 << 16
+"""Numbers of each tensor of a batch that are compared at every step."""
 
 NEAR = 1e-3
 """Relative: devices of other kinds draw the same numbers up to rounding."""
@@ -58,17 +61,13 @@ def agree_on_model(model: nn.Module, plan: Plan, precision: str) -> None:
             )
 
 
-def agree_on_batch(batches: Sequence[Batch], mesh: Mesh, *, whole: bool, numbers: bool) -> None:
+def agree_on_batch(batches: Sequence[Batch], mesh: Mesh, *, whole: bool) -> None:
     """InputError where ranks that should read the same were given something else. Every rank calls it."""
     group = mesh.world
     if group is None:
         return
     signature = [[(name, *_seen(value)) for name, value in sorted(batch.items())] for batch in batches]
-    values = (
-        [float(value.sum(dtype=torch.float64)) for batch in batches for _, value in sorted(batch.items()) if _counts(value)]
-        if numbers
-        else []
-    )
+    values = [_by_place(value) for batch in batches for _, value in sorted(batch.items()) if _counts(value)]
     mine = torch.tensor([_digest(signature), _digest(values)], dtype=torch.int64, device=mesh.device)
     table = torch.empty(group.size, 2, dtype=torch.int64, device=mesh.device)
     exchange.all_gather(table.view(-1), mine, group).wait()
@@ -100,7 +99,18 @@ def _seen(value: Any) -> tuple[Any, ...]:
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_complex()
+    return isinstance(value, torch.Tensor) and not value.is_complex() and value.layout == torch.strided
+
+
+def _by_place(value: torch.Tensor) -> float:
+    """A number of the values and their order.
+
+    >>> _by_place(torch.tensor([1, 2])), _by_place(torch.tensor([2, 1]))
+    (5.0, 4.0)
+    """
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, -(-flat.numel() // SOME))].double()
+    return float(some @ torch.arange(1, len(some) + 1, dtype=torch.float64, device=some.device))
 
 
 def _words(batch: Any) -> str:

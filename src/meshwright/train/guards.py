@@ -17,9 +17,11 @@ from torch import nn
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.objective import Batch
+from meshwright.train.surroundings import MadeOptimizer, check_modes
 
 if TYPE_CHECKING:
     from meshwright.parallel.engine import Parallel
+    from meshwright.train.trainer import Trainer
 
 PLAIN = (bool, int, float, str)
 VALUES = 2
@@ -38,12 +40,20 @@ class Guards:
         self._times: dict[str, int] = {}
         self._trained: list[bool] = []
         self._hooks: list[int] = []
+        self.made: MadeOptimizer | None = None  # in a run, none in a proof
 
     def untrained(self, engine: Parallel) -> str:
         """A parameter that is trained and was not before; '' where there is none."""
         now = [parameter.requires_grad for _, parameter in _parameters(engine)]
         before, self._trained = self._trained or now, now
         return next((name for (name, _), was, is_ in zip(_parameters(engine), before, now, strict=True) if is_ and not was), "")
+
+    def check_around(self, trainer: Trainer) -> None:
+        """Raises InputError where the user's code has put something around the step that was not checked."""
+        check_modes(trainer.mesh.device)
+        if self.made is not None:
+            self.made.check(trainer.optimizer, trainer.engine.zero)
+        self.check_hooks(trainer.engine)
 
     def check_hooks(self, engine: Parallel) -> None:
         """Raises InputError where a parameter has got a hook that runs after its gradient is accumulated: it would run when the gradient is gone from `.grad`."""

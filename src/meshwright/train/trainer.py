@@ -50,6 +50,7 @@ from meshwright.train.plain_values import plain_of
 from meshwright.train.prover import Prover, proof_mode, versions_of
 from meshwright.train.scaler import LossScale
 from meshwright.train.sentinel import SUMS, Sentinel, made_again
+from meshwright.train.surroundings import MadeOptimizer
 from meshwright.train.uneven import divided, filled
 from meshwright.train.want import Holder, in_words
 
@@ -148,6 +149,7 @@ class Trainer:
         self.predicted: Memory | None = None  # what this rank is to take, where the plan was priced
         self.prover = Prover("never", None, None)  # compares the plan with one device before updates that are due
         self.sentinel = Sentinel(engine)
+        self.sentinel.guards.made = MadeOptimizer(optimizer)
         self.mend: Callable[[], bool] = lambda: False  # replaces copies that differ from the majority's, and says whether any did
 
     # --- steps ----------------------------------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ class Trainer:
         A step with a non-finite gradient is skipped by all ranks alike.
         """
         with _in_words(self, f"in step {self.steps + 1}"):
-            self.sentinel.guards.check_hooks(self.engine)
+            self.sentinel.guards.check_around(self)
             self.prover.before(self, batch)
             return self._step(batch)
 
@@ -170,7 +172,7 @@ class Trainer:
         Weights, optimizer, buffers, random states and counters stay as they are. Raises InputError where one device's side cannot be computed.
         """
         with _in_words(self, f"in the proof before step {self.steps + 1}"):
-            self.sentinel.guards.check_hooks(self.engine)
+            self.sentinel.guards.check_around(self)
             return self.prover.prove(self, batch)
 
     def require_proof(self, reason: str) -> None:
@@ -225,7 +227,7 @@ class Trainer:
     def _backward(self, batch: Batch | Share) -> tuple[float, int, list[float]]:
         """Mean loss, valid labels, squared norm of the scaled gradient (of each replica, where they go their own ways); the gradients are left in the flat units."""
         self.on_phase(Phase.backward)
-        self.sentinel.guards.check_hooks(self.engine)
+        self.sentinel.guards.check_around(self)
         batches, tokens = self._share(batch)
         outer, every = self.engine.outer, tokens
         if outer is not None:
@@ -267,7 +269,7 @@ class Trainer:
         whole = not isinstance(batch, Share)
         if whole or not self._agreed:
             given = batch.micro_batches if isinstance(batch, Share) else [check_kind(batch)]
-            agree_on_batch(given, self.mesh, whole=whole, numbers=self._agreed < 2)
+            agree_on_batch(given, self.mesh, whole=whole)
             for part in given:
                 check_batch(part, objective, (sum(self.plan.shares) or self.plan.dp) if whole else 1)
             self._agreed += 1

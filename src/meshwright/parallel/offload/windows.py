@@ -17,19 +17,17 @@ from meshwright.parallel.offload.away import Away
 from meshwright.parallel.offload.scratch import paged
 from meshwright.parallel.offload.shards import FileShard
 from meshwright.parallel.zero.master import (
-    NONE,
     WINDOW,
     Extent,
     Master,
     Run,
-    Scalars,
     Stretch,
-    is_elementwise,
     lay_state,
     replaced,
     runs_of,
     separated,
 )
+from meshwright.parallel.zero.numbers import NONE, Numbers, Scalars, is_elementwise
 from meshwright.spec.layout import Part
 
 MASTER, GRADIENT, WEIGHTS = "master", "gradient", "weights"
@@ -163,11 +161,11 @@ class AwayWindow:
         self.runs = runs_of(self.updated, self.stretches)
         replaced(optimizer, before, self.runs)
 
-    def prepare(self, optimizer: torch.optim.Optimizer, scalars: dict[str, float], skipped: Scalars) -> None:
+    def prepare(self, optimizer: torch.optim.Optimizer, scalars: Numbers, others: Scalars) -> None:
         """States that were laid and are filled from elsewhere."""
         parts = {kind: self.split(self.view(kind, dtype)) for kind, dtype in self.owner.kinds.items() if kind != MASTER}
         for at, run in enumerate(self.runs):
-            lay_state(optimizer, run, {kind: views[at] for kind, views in parts.items()}, scalars, skipped)
+            lay_state(optimizer, run, {kind: views[at] for kind, views in parts.items()}, scalars, others)
         self.made = bool(parts)
 
 
@@ -306,10 +304,10 @@ class AwayMaster(Master):
         kinds = sorted({kind for part in self.each for kind in part.kinds} - {MASTER})
         return {kind: [whole for part in self.each for whole in part.whole(kind)] for kind in kinds}
 
-    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float], skipped: Scalars = NONE) -> None:
+    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: Numbers, others: Scalars = NONE) -> None:
         self.away.settle()
         for part in self.each:
             for kind, name in kinds.items():
                 part.provide(kind, getattr(torch, name))
         for window in self.windows:
-            window.prepare(optimizer, scalars, skipped)
+            window.prepare(optimizer, scalars, others)

@@ -6,7 +6,12 @@ gathered for it. Matrices of blocks and all else are tried by themselves: Muon w
 Anything else (a norm over all tensors, a closure) would be silently wrong on a part of the model, and is refused.
 
 The trial: two steps on the same numbers, once as whole tensors, once as flat runs cut in two, once each tensor by itself; float64. Each group
-of the optimizer (groups.py) has tensors of every kind that it has of the model.
+of the optimizer (groups.py) has tensors of every kind and number of dimensions that it has of the model.
+
+[Note: rules of others] A rule that is not torch's may change with the size of a tensor (factors from 128 rows on), of a gradient (a norm that is clipped), or
+with the number of steps (a start without preconditioner). It is tried further: over many steps whose gradients are small and large, and on tensors as large as
+the model's up to LARGE elements; each tensor, or run, by itself in a step (few.py), whole ones made of zeros, as they are given in training.
+What begins after LONG steps, or above these sizes, is not seen.
 
 [Note: fused on cores] torch leaves its fused kernels out unless they are asked for. On a core they read and write each element once: 20 million
 elements of AdamW took 12 ms in runs that stay in the cache where the loop over operations took 31. Whoever says
@@ -18,12 +23,14 @@ runs, which are parameters of a kind of their own; the fused kernel does not ask
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from meshwright.base.errors import InputError
+from meshwright.parallel.update.few import few_of
 from meshwright.parallel.update.groups import Groups, Whole, first_line
 from meshwright.parallel.zero.master import Run
 from meshwright.spec.plan import Plan
@@ -34,8 +41,16 @@ NEAR = 1e-6
 """Of what the steps changed: two orders of the same operations differ by roundings, two rules by more."""
 
 MATRIX, OTHER, VECTOR = range(3)
-_SHAPES = {MATRIX: ((6, 8), (9, 5)), OTHER: ((7, 4), (5, 6)), VECTOR: ((11,), (13,))}
-"""Of matrices of blocks, of tables (embeddings, heads), of vectors: two of each, as an update of one may depend on another."""
+_SHAPES = {MATRIX: ((6, 8), (9, 5)), OTHER: ((7, 4, 2, 3, 2, 2), (5, 6, 3, 2, 2, 3)), VECTOR: ((11,), (13,))}
+"""Of matrices of blocks, of all else (embeddings, heads, filters, stacked experts), of vectors: two of each, as an update of one may depend on another. As many
+dimensions of each are taken as the tensor has."""
+
+LONG, CALLS = 120, 3000
+"""Steps over which rules of others are tried, and calls of their steps in all, which bound these where a model has many groups."""
+
+LARGE = 1 << 16
+MOST = 64
+"""Elements of a large sample, and samples at most."""
 
 
 class Sample(NamedTuple):
@@ -104,7 +119,7 @@ def rule_of(groups: Groups) -> Rule:
     """Raises InputError when the optimizer is neither elementwise nor by tensor."""
     generator = torch.Generator().manual_seed(0)
     samples = _samples(groups)
-    start, *steps = ([torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in samples] for _ in range(3))
+    start, *steps = _numbers(samples, generator, 3)
     try:
         whole, _ = _tried(groups, samples, start, steps)
     except (InputError, MemoryError):
@@ -133,16 +148,72 @@ def rule_of(groups: Groups) -> Rule:
         except Exception:  # a rule that wants matrices says so in its own way
             continue
         if _near(start, whole, cut) and len({found[at] for at in flat}) < 2:  # a flat unit has the same states throughout
+            break
+    else:
+        rule = Rule(True, True)
+    if not groups.is_foreign:
+        return rule
+    rule = _rule_further(groups, samples, min(max(CALLS // len(samples), 8), LONG), rule)
+    large = _large_samples(groups)
+    return _rule_further(groups, large, 3, rule) if large else rule
+
+
+def _rule_further(groups: Groups, samples: Sequence[Sample], steps: int, least: Rule) -> Rule:
+    """See [Note: rules of others]. The first rule from `least` on that updates `samples` as they are updated whole and at once."""
+    start, *gradients = _numbers(samples, torch.Generator().manual_seed(1), steps + 1)
+    for at, each in enumerate(gradients):
+        for gradient in each:
+            gradient.mul_((1.0, 1e-4, 1e4, 1.0)[at % 4])
+    try:
+        whole, _ = _tried(groups, samples, start, gradients)
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        raise InputError(f"the optimizer cannot be used: {type(error).__name__}: {first_line(error)}") from error
+    for rule in (least, *(Rule(matrices, others) for matrices, others in ((True, False), (False, True), (True, True)))):
+        if (least.matrices and not rule.matrices) or (least.others and not rule.others):
+            continue
+        flat = [at for at, each in enumerate(samples) if not rule.needs(each.shape, each.kind == MATRIX)]
+        try:
+            cut, _ = _tried(groups, samples, start, gradients, flat, apart=True)
+        except Exception:
+            continue
+        if _near(start, whole, cut):
             return rule
-    return Rule(True, True)
+    raise InputError(
+        f"the optimizer's update of one tensor depends on others, of which a rank holds a part, on how many it is given in a step, or on their values when it "
+        f"is made: {steps} steps with tensors one by one differ from as many with all at once: use a rule that is elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)"
+    )
+
+
+def _numbers(samples: Sequence[Sample], generator: torch.Generator, count: int) -> list[list[torch.Tensor]]:
+    return [[torch.randn(each.shape, generator=generator, dtype=torch.float64, device="cpu") for each in samples] for _ in range(count)]
 
 
 def _samples(groups: Groups) -> list[Sample]:
-    """Two for each kind of tensor in each group."""
-    first: dict[tuple[int, int], str] = {}
+    """Two for each kind and number of dimensions of tensors in each group."""
+    first: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
-        first.setdefault((kind_of(shape, groups.in_block[name]), groups.of[name]), name)
-    return [Sample(name, shape, kind) for (kind, _), name in sorted(first.items()) for shape in _SHAPES[kind]]
+        first.setdefault((kind_of(shape, groups.in_block[name]), len(shape), groups.of[name]), name)
+    return [Sample(name, shape[:dims], kind) for (kind, dims, _), name in sorted(first.items()) for shape in _SHAPES[kind]]
+
+
+def _large_samples(groups: Groups) -> list[Sample]:
+    """The largest tensor of each kind and number of dimensions in each group, its largest sides halved until it is no larger than LARGE."""
+    largest: dict[tuple[int, int, int], str] = {}
+    for name, shape in groups.shapes.items():
+        key = (kind_of(shape, groups.in_block[name]), len(shape), groups.of[name])
+        if key not in largest or math.prod(groups.shapes[largest[key]]) < math.prod(shape):
+            largest[key] = name
+    found = []
+    for (kind, _, _), name in sorted(largest.items())[:MOST]:
+        sides = list(groups.shapes[name])
+        while math.prod(sides) > LARGE:
+            at = sides.index(max(sides))
+            sides[at] = -(-sides[at] // 2)
+        if all(sides):
+            found.append(Sample(name, tuple(sides), kind))
+    return found
 
 
 def _tried(
@@ -151,9 +222,11 @@ def _tried(
     start: Sequence[torch.Tensor],
     steps: Sequence[Sequence[torch.Tensor]],
     flat: Sequence[int] = (),
+    apart: bool = False,
 ) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
-    """The tensors after the steps, and what states they have; those at `flat` given as two runs each."""
-    values = [each.clone() for each in start]
+    """The tensors after the steps, and what states they have; those at `flat` given as two runs each. `apart`: one run or tensor in a step of the optimizer,
+    whole ones made of zeros."""
+    values = [torch.zeros_like(each) if apart and at not in flat else each.clone() for at, each in enumerate(start)]
     given: list[list[Run | Whole]] = []
     for at, (value, sample) in enumerate(zip(values, samples, strict=True)):
         if at in flat:
@@ -163,14 +236,32 @@ def _tried(
     optimizer = groups.optimizer([parameter for each in given for parameter in each], anew=True)
     for group in optimizer.param_groups:
         group["lr"] = group.get("lr") or 1e-2  # a rate of 0 would show nothing
+    for value, each in zip(values, start, strict=True):
+        value.copy_(each)
     for gradients in steps:
         for held, gradient in zip(given, gradients, strict=True):
             parts = gradient.view(-1).split([each.numel() for each in held])
             for parameter, part in zip(held, parts, strict=True):
                 parameter.grad = part.clone().view(parameter.shape)
-        optimizer.step()
+        if apart:
+            _step_apart(optimizer, [parameter for held in given for parameter in held])
+        else:
+            optimizer.step()
     kinds = [tuple(sorted(key for key, value in optimizer.state[held[0]].items() if value is not None)) for held in given]
     return [torch.cat([parameter.detach().view(-1) for parameter in held]) for held in given], kinds
+
+
+def _step_apart(optimizer: torch.optim.Optimizer, parameters: Sequence[Run | Whole]) -> None:
+    """One update, a parameter in a step."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    with few_of(optimizer) as few:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+            few([parameter])
+            optimizer.step()
+            parameter.grad = None
 
 
 def _near(start: Sequence[torch.Tensor], one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:

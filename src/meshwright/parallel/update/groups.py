@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import InputError
-from meshwright.parallel.zero.master import Run
+from meshwright.parallel.zero.master import Run, nested
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -69,6 +69,14 @@ class Groups:
             )
         self._count = len(made.param_groups)
         self._kept: torch.optim.Optimizer | None = _emptied(made)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the rule is not one of torch's alone: of another class, or with hooks around its step."""
+        made = self._kept
+        assert made is not None, "asked before the optimizer is made of parts"
+        hooked = any(each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks or "step" in vars(each) for each in nested(made))
+        return hooked or any(type(each).__module__.split(".")[0] not in ("torch", "meshwright") for each in nested(made))
 
     def optimizer(self, parts: Sequence[Run | Whole], anew: bool = False) -> torch.optim.Optimizer:
         """Made of `parts`, each in the group of the tensor that its path names. `anew`: one to try, not the last one."""

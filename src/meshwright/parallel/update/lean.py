@@ -22,7 +22,8 @@ import torch
 
 from meshwright.base.errors import InputError
 from meshwright.parallel.update.rounding import TILE, Places, round_into, within
-from meshwright.parallel.zero.master import NONE, Master, Scalars, Stretch, Window, is_elementwise
+from meshwright.parallel.zero.master import Master, Stretch, Window
+from meshwright.parallel.zero.numbers import NONE, Numbers, Scalars, is_elementwise
 from meshwright.spec.workload import BLOCK_OF_STATES as BLOCK
 
 LEAST = 1e-30
@@ -152,8 +153,8 @@ class Lean(Master):
         self._shown = weakref.WeakValueDictionary(values)
         return values
 
-    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float], skipped: Scalars = NONE) -> None:
-        super().prepare(optimizer, kinds, scalars, skipped)
+    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: Numbers, others: Scalars = NONE) -> None:
+        super().prepare(optimizer, kinds, scalars, others)
         for run in (run for run in self.runs if not run.bare):
             for key in kinds:
                 optimizer.state[run].pop(key, None)

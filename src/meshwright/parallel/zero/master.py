@@ -12,14 +12,15 @@ skips them. A run that has been skipped in every update so far has no states: to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from itertools import groupby
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+
+from meshwright.parallel.zero.numbers import NONE, Numbers, Scalars, is_elementwise, numbers_of, scalars_of
 
 if TYPE_CHECKING:
     from meshwright.parallel.update.whole import WholeUnit
@@ -81,12 +82,6 @@ class Extent(NamedTuple):
     start: int
     stop: int
     name: str
-
-
-Scalars = Mapping[str, Mapping[str, float]]
-"""Scalars of states by the names of tensors."""
-
-NONE: Scalars = MappingProxyType({})
 
 
 class Window(NamedTuple):
@@ -240,13 +235,13 @@ class Master:
         if run is not None:
             yield from numbers_of(optimizer, run)
 
-    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: dict[str, float], skipped: Scalars = NONE) -> None:
-        """Empty states of these types, and these scalars, ready to be filled by loading. `skipped`: the scalars of each tensor that has other ones.
+    def prepare(self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: Numbers, others: Scalars = NONE) -> None:
+        """Empty states of these types, and these scalars, ready to be filled by loading. `others`: the scalars of each run that has other ones.
         Runs of tensors that all updates have skipped lose their states."""
         self._states = {key: torch.zeros_like(self.flat, dtype=getattr(torch, kind)) for key, kind in kinds.items()}
         parts = {key: self._split(whole) for key, whole in self._states.items()}
         for at, run in enumerate(self.runs):
-            lay_state(optimizer, run, {key: views[at] for key, views in parts.items()}, scalars, skipped)
+            lay_state(optimizer, run, {key: views[at] for key, views in parts.items()}, scalars, others)
 
 
 class Parted(Master):
@@ -280,19 +275,10 @@ def address(run: torch.Tensor, flat: torch.Tensor, whole: torch.Tensor) -> int:
     return whole.data_ptr() + (run.data_ptr() - flat.data_ptr()) // flat.element_size() * whole.element_size()
 
 
-def numbers_of(optimizer: torch.optim.Optimizer, run: Run) -> Iterator[tuple[str, float]]:
-    """States of `run` that have one number for all of its elements."""
-    for key, value in optimizer.state.get(run, {}).items():
-        if isinstance(value, torch.Tensor | int | float) and not is_elementwise(value, run):
-            yield key, float(value)
-
-
-def lay_state(
-    optimizer: torch.optim.Optimizer, run: Run, elementwise: dict[str, torch.Tensor], scalars: dict[str, float], skipped: Scalars
-) -> None:
+def lay_state(optimizer: torch.optim.Optimizer, run: Run, elementwise: dict[str, torch.Tensor], scalars: Numbers, others: Scalars) -> None:
     """Give the optimizer these states of `run`, or none, as `Master.prepare` says."""
     optimizer.state.pop(run, None)
-    state: dict[str, Any] = elementwise | scalars_of(optimizer, run, skipped.get(run.path, scalars) if run.single else scalars)
+    state: dict[str, Any] = elementwise | scalars_of(optimizer, run, others.get(id(run), scalars))
     if state and not run.bare:
         optimizer.state[run] = state
 
@@ -350,28 +336,3 @@ def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
             found.append(each)
             left += [part for value in vars(each).values() for part in (value if isinstance(value, list | tuple) else [value])]
     return found
-
-
-def scalars_of(optimizer: torch.optim.Optimizer, run: torch.Tensor, scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """One number each, where the update of `run` reads it."""
-    group = (
-        {} if run.device.type == "cpu" else next(group for group in optimizer.param_groups if any(each is run for each in group["params"]))
-    )
-    return {key: torch.tensor(value, dtype=torch.float32, device=scalar_device(key, group, run.device)) for key, value in scalars.items()}
-
-
-def scalar_device(key: str, group: dict[str, Any], device: torch.device) -> torch.device:
-    """Where torch's rules hold a number of weights on `device` (`Optimizer.load_state_dict` lays it there too): the count of steps on the host,
-    but for kernels that read it themselves.
-
-    >>> cuda = torch.device("cuda", 1)
-    >>> scalar_device("step", {"fused": True}, cuda), scalar_device("step", {"capturable": True}, cuda), scalar_device("eta", {}, cuda)
-    (device(type='cuda', index=1), device(type='cuda', index=1), device(type='cuda', index=1))
-    >>> scalar_device("step", {"fused": None}, cuda)
-    device(type='cpu')
-    """
-    return device if key != "step" or group.get("fused") or group.get("capturable") else torch.device("cpu")
-
-
-def is_elementwise(value: Any, run: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == run.shape
