@@ -61,10 +61,7 @@ docs: $(READY)
 	$(BIN)/python docs/page_check.py --pictures
 	$(PYTEST) tests/unit/test_docs.py
 
-gpu-quick: check
-	$(PYTEST) $(SIDES) $(QUICK) $(ARGS)
-
-check: $(READY)
+gpu-check: $(READY)
 	$(BIN)/python bench/gpu_check.py $(ARGS)
 
 setup: $(READY)
