@@ -24,8 +24,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Whole files of tests at the same time; how many, tests/conftest.py says.
 SIDES  := -n auto --dist loadfile
 
-# One file for each part: plans on ranks against one device, the proof, golden plans, schedules, estimates, checkpoints, models, messages.
-QUICK := $(addprefix tests/,ranks/test_plans.py ranks/test_proof.py unit/test_golden.py unit/test_schedules.py unit/test_cost_flight.py \
+# One file for each part: plans on ranks against one device, golden plans, schedules, estimates, checkpoints, models, messages.
+QUICK := $(addprefix tests/,ranks/test_plans.py unit/test_golden.py unit/test_schedules.py unit/test_cost_flight.py \
          mesh/test_checkpoint.py mesh/test_models.py unit/test_words.py)
 
 .PHONY: train quick test check soak bench bench-cluster docs gpu-check lock setup clean
