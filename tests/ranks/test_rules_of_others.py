@@ -329,3 +329,61 @@ def line_of(what: str, folder: str) -> str:
 def test_what_would_train_something_else_is_refused_by_all_ranks_in_one_line(ranks: Any, tmp_path: Path, what: str, said: str) -> None:
     for line in ranks.run(parse_plan("dp2.z1").world, line_of, what, str(tmp_path)):
         assert said in line and "\n" not in line
+
+
+class Scheduled(Body):
+    """Divides by a number that it counts itself and gives to its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / self.count
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def counted(folder: str) -> tuple[int, bool]:
+    """The count after a resume, and on rank 0 whether the plain model takes the whole state dict."""
+    made = [Scheduled().double(), Scheduled().double()]
+    first, second = (parallelize(each, MAKE["counting"], "dp2.z1", precision="fp64", prove="never") for each in made)
+    made[0].count = 3
+    first.step(batches()[0])
+    second.load(first.save(folder))
+    whole = first.full_state_dict()
+    return made[1].count, whole is None or not any(Scheduled().double().load_state_dict(whole))
+
+
+def test_what_modules_give_to_a_state_dict_is_in_checkpoints_and_in_the_full_one(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(2, counted, str(tmp_path)) == [(3, True)] * 2
+
+
+def test_a_parameter_of_whole_numbers_is_refused_in_one_line_as_it_would_be_rounded() -> None:
+    model = body()
+    model.order = nn.Parameter(torch.tensor([2**24 + 1]), requires_grad=False)
+    with pytest.raises(InputError, match=r"order \(1,\) is a parameter of int64, .* hold it as a buffer"):
+        parallelize(model, MAKE["counting"], "dp1")
+
+
+def test_a_gradient_a_millionth_below_the_clip_is_scaled_as_torch_scales_it() -> None:
+    def small(output: torch.Tensor, _: Any) -> torch.Tensor:
+        return output.square().mean() * 1e-7
+
+    model, first = body(), batches()[0]
+    small(model(first["x"]), first).backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e-6))
+    assert norm < 1e-6
+    torch.optim.SGD(model.parameters(), 1e6).step()
+    trainer = parallelize(
+        body(), lambda given: torch.optim.SGD(given, 1e6), "dp1.mb4", precision="fp64", clip=1e-6, loss=small, prove="never"
+    )
+    trainer.step({"x": first["x"]})
+    found = trainer.full_state_dict()
+    assert found is not None
+    for name, each in model.named_parameters():
+        assert float((found[name] - each.detach()).norm()) <= 1e-10 * float(each.detach().norm())

@@ -240,6 +240,11 @@ def _check_recipe(model: nn.Module, mesh: Mesh, recipe: Recipe) -> None:
                 f"{name} {tuple(parameter.shape)} is complex, and weights are trained as real numbers of the precision's type: "
                 "hold it as a real parameter with a last dimension of 2, and take torch.view_as_complex of it in forward"
             )
+        if not parameter.is_floating_point():
+            raise InputError(
+                f"{name} {tuple(parameter.shape)} is a parameter of {str(parameter.dtype).removeprefix('torch.')}, and weights are laid as numbers of the "
+                "precision's type, which would round it: hold it as a buffer (register_buffer)"
+            )
     if not recipe.exact:
         return
     if recipe.loss_scaling:

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.anatomy import Anatomy
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.heap import give_back
+from meshwright.parallel.extra_state import LEAF
 from meshwright.parallel.later import ORIGIN, Later
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.absent import Absent
@@ -42,6 +43,8 @@ class Beside:
     buffers: dict[str, torch.Size] = field(default_factory=dict)
     second: dict[str, str] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+    """Keys of what modules give themselves (extra_state.py)."""
 
 
 def beside_parameters(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer], writers: Mapping[str, int]) -> Beside:
@@ -70,7 +73,10 @@ def beside_parameters(model: nn.Module, anatomy: Anatomy, table: Sequence[Layer]
         return max(stage_of.values(), default=0) if order.index(owner) > last else 0
 
     return Beside(
-        buffers, {name: one for name, one in second.items() if name != one}, {**{name: stage(name) for name in buffers}, **writers}
+        buffers,
+        {name: one for name, one in second.items() if name != one},
+        {**{name: stage(name) for name in buffers}, **writers},
+        tuple(name for name in saved if name.rpartition(".")[2] == LEAF),
     )
 
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from meshwright.anatomy import Split, intervals
 from meshwright.base.errors import InputError
 from meshwright.parallel.described import described, made_again, option_of, option_text, tensors_in
-from meshwright.parallel.exchange.calls import watched
+from meshwright.parallel.exchange.calls import gather_objects, watched
+from meshwright.parallel.extra_state import extra_states
 from meshwright.parallel.update.groups import Whole
 from meshwright.parallel.zero.flat import FlatUnit
 from meshwright.parallel.zero.master import Run, nested
@@ -305,13 +306,18 @@ def assemble(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> dict[str, torch.Te
     return full
 
 
-def gather_state(engine: Parallel) -> dict[str, torch.Tensor] | None:
-    """The plain model's state dict on rank 0, whole and in its order of kinds: weights, shared ones under each of their names, buffers."""
+def gather_state(engine: Parallel) -> dict[str, Any] | None:
+    """The plain model's state dict on rank 0, whole and in its order of kinds: weights, buffers, what modules give themselves, shared ones under each of their names."""
     engine.zero.written.settle(engine)
     full = gather_full(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
+    extra = (
+        {name: value for each in reversed(gather_objects(extra_states(engine))) for name, value in each.items()}
+        if engine.beside.extra
+        else {}
+    )
     if full is None:
         return None
-    full |= empty_ones(engine)
+    full |= empty_ones(engine) | extra
     return full | {name: full[one] for name, one in engine.beside.second.items()}
 
 

@@ -21,6 +21,7 @@ from meshwright.checkpoint.memory import Kept
 from meshwright.checkpoint.save import Ranks, save
 from meshwright.parallel import state
 from meshwright.parallel.exchange.calls import watched
+from meshwright.parallel.extra_state import load_extra_states, saved_extra_states
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.piece import Piece
 from meshwright.spec.record import RunState
@@ -54,7 +55,7 @@ def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
     """FOLDER/step-N, durable and read back."""
     trainer.engine.zero.written.settle(trainer.engine)
     ranks, mine = ranks_of(trainer.mesh), state_of(trainer, extra)
-    everyones = [{"optimizer": json.loads(text)} for text in ranks.share(json.dumps(mine["optimizer"]))]
+    everyones = list(map(json.loads, ranks.share(json.dumps({name: mine[name] for name in ("optimizer", "modules")}))))
     whole = mine | state_of_all(everyones)
     return save(folder, trainer.steps, pieces_of(trainer), whole, plan=trainer.plan, ranks=ranks, local=random_of(trainer))
 
@@ -74,12 +75,19 @@ def pieces_of(trainer: Trainer) -> list[tuple[Piece, torch.Tensor]]:
 def state_of(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
     """What is no tensor, as far as this rank knows."""
     scalars = state.optimizer_scalars(trainer.engine, trainer.optimizer)
-    return {"run": trainer.run_state.model_dump(), "optimizer": scalars, "unreached": _unreached(trainer), "extra": extra}
+    return {
+        "run": trainer.run_state.model_dump(),
+        "optimizer": scalars,
+        "unreached": _unreached(trainer),
+        "extra": extra,
+        "modules": saved_extra_states(trainer.engine),
+    }
 
 
 def state_of_all(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The states of all ranks as one: that of rank 0, but for what another rank alone knows of the optimizer."""
-    return states[0] | {"optimizer": state.scalars_of_all([each["optimizer"] for each in states])}
+    """The states of all ranks as one: that of rank 0, but for what another rank alone knows of the optimizer, or of modules of its own."""
+    modules = {name: value for each in reversed(states) for name, value in each.get("modules", {}).items()}
+    return states[0] | {"optimizer": state.scalars_of_all([each["optimizer"] for each in states]), "modules": modules}
 
 
 def _unreached(trainer: Trainer) -> str:
@@ -133,6 +141,7 @@ def load_trainer(trainer: Trainer, path: Path | Kept) -> dict[str, Any]:
         engine.zero.written.names = {}
         if engine.outer is not None and not apart:
             engine.outer.begin_again()
+    load_extra_states(engine, saved.get("modules", {}))
     engine.unfilled = frozenset()
     if isinstance(path, Kept) and manifest.plan_digest == trainer.plan.digest:
         engine.preflight.skip()  # the ranks that made these copies were checked before their first step

@@ -193,7 +193,7 @@ class Trainer:
         if finite:
             self.on_phase(Phase.update)
             factor = 1.0 / scale_used
-            if self.clip is not None and own > self.clip:
+            if self.clip is not None and own + 1e-6 > self.clip:
                 factor *= self.clip / (own + 1e-6)
             self.engine.zero.update(self.optimizer, factor, self.steps)
             here = {mixture.experts.path for mixture in self.engine.mixtures}
