@@ -493,8 +493,12 @@ class Cluster:
             table = rank.start["memory"]["sources"]
             if table not in tables:  # one for all ranks of a node
                 tables[table] = self.files[int(table.rpartition("/")[2])].text.decode().splitlines()
-            found = set(self.steps_at(tables[table][number]))
-            common = found if common is None else common & found
+            places = tables[table]
+            if len(places) == len(self.ranks):  # else of another number of ranks: each reads those of all
+                places = places[number : number + 1]
+            for place in places:
+                found = set(self.steps_at(place))
+                common = found if common is None else common & found
         newest = max(common or {0})
         step, source = (newest, "memory") if newest >= max(self.disk, 1) else (self.disk, "disk" if self.disk else "")
         lost, self.done = self.done - step, step

@@ -122,12 +122,17 @@ def leading(place: Place, work: Work, note: Callable[[str], None], run: Run) -> 
         (work.folder / "token").unlink(missing_ok=True)
 
 
+def goes_on(fleet: Fleet, place: Place) -> bool:
+    """Whether the run of a leader that is gone goes on here: this node follows that one, or another one that has come has lost it."""
+    return place.after is not None or any(node.link.hello.get("lost") for node in fleet.nodes)
+
+
 def _await(fleet: Fleet, place: Place, note: Callable[[str], None], run: Run) -> None:
     """Until all nodes have come; where some of them have lost their leader the others get as long as one that comes back."""
     from meshwright.base.errors import MeshwrightError
 
-    heir, began, ready = place.after is not None, time.monotonic(), False
-    goes_on, patience = heir, run.rejoin if heir else ARRIVE
+    heir, began, ready = place.after is not None, fleet.outside.clock(), False
+    is_later, patience = heir, run.rejoin if heir else ARRIVE
     if heir:
         note(
             f"node {place.number} of {place.started} at {fleet.host}:{place.port}, leads in the place of node {place.after}, waiting for the others"
@@ -141,11 +146,11 @@ def _await(fleet: Fleet, place: Place, note: Callable[[str], None], run: Run) ->
                 note(f"node {event['name']} has come")
             elif event["event"] == "refusal":
                 note(event["line"])
-        waited = time.monotonic() - began
-        if not goes_on and any(node.link.hello.get("lost") for node in fleet.nodes):
-            goes_on, patience = True, waited + run.rejoin
+        waited = fleet.outside.clock() - began
+        if not is_later and goes_on(fleet, place):
+            is_later, patience = True, waited + run.rejoin
         if waited > patience and ready:
-            if (run.least or goes_on) and len(fleet.slots) >= run.least:
+            if (run.least or is_later) and len(fleet.slots) >= run.least:
                 return
             raise MeshwrightError(
                 f"{1 + len(fleet.nodes)} of {place.started} nodes came to {fleet.host}:{place.port} within {patience:.0f} s; "

@@ -142,7 +142,7 @@ def _with(shared: Shared, wanted: Wanted) -> Shared:
 
 def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, node: Place | None) -> Path:
     """Ranks of this machine, each a child of this process; and of the other nodes, when this is the one of several that leads."""
-    from meshwright.cli.nodes import leading, told
+    from meshwright.cli.nodes import goes_on, leading, told
     from meshwright.cli.preparation import read_file
     from meshwright.cli.replans import Replans
     from meshwright.cli.succession import announced
@@ -172,6 +172,8 @@ def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen,
         work = plans.replan(len(fleet.slots)) if fleet is not None and len(fleet.slots) < work.world else work
         screen.note(f"starting {work.world} ranks" if work.world > 1 else "starting 1 rank")
         hear = lambda rank, message: screen.hear(message)
+        if fleet is not None and node is not None:
+            care = dataclasses.replace(care, follows=goes_on(fleet, node))
         Supervisor(work, hear, screen.note, run.grace, Starting(screen.note), care=care, lent=fleet).run()
     return folder
 

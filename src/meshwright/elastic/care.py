@@ -35,3 +35,5 @@ class Care:
     """On which a rank counts as hung, by the kind of its device."""
     hold: Hold | None = None
     """How snapshots outlive this process, where all ranks are on this machine; None: they end with it."""
+    follows: bool = False
+    """Whether ranks have trained under a leader that is gone: a fault before they do so under this one is healed as any other."""

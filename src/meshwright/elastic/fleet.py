@@ -84,11 +84,12 @@ class Fleet(Nursery):
         self._looked = outside.clock()
         self._over = threading.Event()
         self._lender = outside.lender(host, token, self._file)
-        self._homes = Homes()
+        self.homes: Homes = Homes()
+        self.homes.alive.add(self._lender.address)
         mirror = outside.mirror(
             token, lambda *how: self._wake(dict(zip(("number", "whole", "seconds"), how, strict=True), event="mirrored"))
         )
-        self._mirrors = Mirrors(self._lender.address, self._homes, mirror, self._tell, outside.clock)
+        self._mirrors = Mirrors(self._lender.address, self.homes, mirror, self._tell, outside.clock)
         refusals = Refusals(lambda line: self._wake({"event": "refusal", "line": line}))
         self._door = outside.door(
             host, port, token, {"logs": str(logs), "warm": list(warm)}, lambda end, hello: self._wake(hello, end), refusals
@@ -135,6 +136,7 @@ class Fleet(Nursery):
             return []
         self.nodes.remove(node)
         node.is_lost = True
+        self.homes.alive.discard(node.lender)
         self._mirrors.lost()
         words = f"its node {node.name} {why}"
         lost = [
@@ -167,7 +169,7 @@ class Fleet(Nursery):
         for rank, (node, device) in enumerate(homes):
             ranks[id(node)].append((rank, device, logs[rank]))
         lenders = [node.lender if node else here for node, _ in homes]
-        runs = self._homes.start(lenders, {here, *(node.lender for node in self.nodes)}, holdings.key, source.key)
+        runs = self.homes.start(lenders, holdings.key, source.key)
         self._at = {rank: node for rank, (node, _) in enumerate(homes) if node}
         settled = line_of({"do": "sources", "key": holdings.key, "source": source.key, "runs": runs})
         (port, secret), every = self._store, max(TICK, len(self.nodes) / PULSES)
@@ -228,6 +230,7 @@ class Fleet(Nursery):
             # not before this a node is there: ranks that it is given sooner would have copies that nobody finds
             node.lender, node.first = event["address"], self._seats.first_of(node.name, node.devices, [other.first for other in self.nodes])
             self.nodes.append(node)
+            self.homes.alive.add(node.lender)
             self.nodes.sort(key=lambda node: node.link.hello["order"])
             return [{"event": "came", "name": node.name, "devices": node.devices}]
         if event["event"] == "mirrored":

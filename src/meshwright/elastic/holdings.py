@@ -119,14 +119,14 @@ class Holdings:
 
     @property
     def kept(self) -> int:
-        """The newest step that every rank has said to hold a copy of."""
+        """The newest step that every rank of this generation has said to hold a copy of."""
         return min(self.column(Word.kept)) if self.is_open else 0
 
     def begin(self, ranks: Iterable[int] | None = None) -> None:
-        """Before a new generation: `ranks`, or all of them, have given no signs of life yet. What copies hold stays."""
+        """Before a new generation: `ranks`, or all of them, have given no signs of life and made no copies yet. What copies hold stays."""
         for rank in range(self.world) if ranks is None else ranks:
             first = rank * ROW
-            for word in (Word.step, Word.phase, Word.waits):
+            for word in (Word.step, Word.phase, Word.waits, Word.kept):
                 self._words[first + word] = 0
             self._words[first + Word.beat] += 1
 

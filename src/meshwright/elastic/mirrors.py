@@ -64,9 +64,13 @@ class Mirrors:
     def look(self, nodes: Sequence[Holder], others: int) -> None:
         """Orders the next round, when there is none and all ranks have something new. `others`: ranks that are not of the first node."""
         holdings = self._holdings
-        if self._waits or holdings is None or not holdings.is_open or self._clock() < self._next:
+        if holdings is None or not holdings.is_open:
             return
         newest = holdings.pulse(0).read(Word.kept)
+        if newest and not self.homes.is_settled and holdings.kept:
+            self.homes.settle()
+        if self._waits or self._clock() < self._next:
+            return
         if not newest or newest + self._ahead <= self._whole:
             return
         holders = [node for node in nodes if node.ranks and node.lender]

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from meshwright.base.lines import LineReader, Message, write_line
 from meshwright.elastic.holdings import Holdings
+from meshwright.elastic.homes import Homes
 from meshwright.elastic.outside import Outside
 from meshwright.elastic.signs import Signs, signs_of
 
@@ -38,6 +39,8 @@ class Nursery:
     """The devices of several machines, counted on; None: those of this one."""
     devices: int = 0
     """Of this machine, where there are several."""
+    homes: Homes | None = None
+    """Where copies lie over several machines; None: all of them here."""
     outside: Outside = Outside()
 
     def __init__(

@@ -10,7 +10,8 @@ join it; it is forked from a warm process and reads the memory that this process
 keeping survivors, whose collectives must time out or be torn down first, and it has one way instead of two.
 
 [Note: other numbers of ranks] When a rank is lost for good, or someone asks for more or fewer, `replan` gives the work for so many, and the next
-generation reads the copies of the last one whatever their layout. The old copies stay until all new ranks have copies of their own.
+generation reads the copies of the last one whatever their layout. The old copies stay until all new ranks have copies of their own, on several machines
+until these have mirrors.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Supervisor:
         log, pipe = self.work.logs / "zygote.log", self._adoption.lifeline
         self._nursery = self.lent or Nursery(log, self.work.warm, self.work.environment, lifeline=pipe)
         self._pace, self._holdings = Pace(), self._nursery.outside.holdings(self.work.world)
-        self._places = self._nursery.places
+        self._places, self._begun = self._nursery.places, self.care.follows
         limit = max(self.care.terms.otherwise, 10 * self.care.patience)
         self._writer = Writer(self._journal, self.hear, self.note, self._nursery.command, limit, clock)
         self._slots.name, self._slots.first = self._nursery.name_of, self._nursery.devices
@@ -138,6 +139,9 @@ class Supervisor:
         """A generation from its start until it is done, fails, or is to be ended."""
         if self._slots.free(self._nursery.slots) is not None:  # nodes may have come and gone since the ranks were given theirs
             self.work = replace(self.work, slots=self._slots.seat(self.work.world))
+        if self._old is not None and _has_newer(self):
+            self._old.close()
+            self._old = None
         now = self._now = Generation(self.work, self.generation, self._hear, clock=self._nursery.outside.clock)
         self._holdings.begin()
         self._adoption.hold(self.generation, self.work, self._old, self._holdings)
@@ -206,7 +210,7 @@ class Supervisor:
 
     def _is_resized(self, now: Generation) -> bool:
         """Whether someone asks for another number of ranks; and old copies go once the new ones are whole."""
-        if self._old is not None and self._holdings.kept and not self._writer.lives:
+        if self._old is not None and self._holdings.kept and not self._writer.lives and _is_safe(self):
             self._old.close()
             self._old = None
             self._adoption.hold(self.generation, self.work, self._old, self._holdings)
@@ -338,11 +342,22 @@ class Supervisor:
         self.work = replace(work, slots=self._slots.seat(work.world))
         self._retries.forget_culprits()
         self._pace = Pace()
-        if self._old is None:
-            self._old = self._holdings
-        else:
-            self._holdings.close()
-        self._holdings = fresh
+        if self._old is not None:  # what is newer stays where it can be read
+            left, self._holdings = (self._old, self._holdings) if _has_newer(self) else (self._holdings, self._old)
+            left.close()
+        self._old, self._holdings = self._holdings, fresh
+
+
+def _has_newer(run: Supervisor) -> bool:
+    """Whether the next ranks can go on from copies under the plan of now, while those under the plan before are still there."""
+    homes = run._nursery.homes
+    return homes is not None and homes.has(run._holdings.key)
+
+
+def _is_safe(run: Supervisor) -> bool:
+    """Whether the copies under the plan of now survive a lost node, as those under the plan before do."""
+    homes = run._nursery.homes
+    return homes is None or homes.is_safe(run._holdings.key)
 
 
 def _last_generation(run: Supervisor) -> Generation:
