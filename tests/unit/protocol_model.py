@@ -102,6 +102,10 @@ class State(NamedTuple):
     def room(self) -> int:
         return min(NODES, len(self.open))
 
+    def has(self, key: int) -> bool:
+        """Whether all ranks have made snapshots under `key`, of which none is lost as far as the leader knows."""
+        return len({rank for k, rank, _ in self.homes | self.mirrors if k == key}) == self.worlds[key]
+
     def common(self, key: int) -> int:
         """The newest step of which every rank has a snapshot where it ran or in a mirror of a whole round."""
         if key < 0:
@@ -198,8 +202,7 @@ def _crash(s: State, node: int) -> State:
     slots = {slot for slot in s.open - s.unheard if s.slots[slot] == node}
     held = frozenset(each for each in s.held if each.node != node)
     gone = s.gone | {node} if slots & {*s.seats} or any(node in pair for pair in s.ring) else s.gone
-    homes, mirrors = (frozenset(each for each in known if each[2] != node) for known in (s.homes, s.mirrors))
-    return s._replace(unheard=s.unheard | slots, held=held, homes=homes, mirrors=mirrors, gone=gone)
+    return s._replace(unheard=s.unheard | slots, held=held, gone=gone)
 
 
 def _kill(s: State, node: int) -> State:
@@ -207,7 +210,8 @@ def _kill(s: State, node: int) -> State:
 
 
 def _hear(s: State, slot: int) -> State:
-    s = s._replace(open=s.open - {slot}, unheard=s.unheard - {slot}, round=None)
+    homes, mirrors = (frozenset(each for each in known if each[2] != s.slots[slot]) for known in (s.homes, s.mirrors))
+    s = s._replace(open=s.open - {slot}, unheard=s.unheard - {slot}, homes=homes, mirrors=mirrors, round=None)
     return _again(s) if slot in s.seats and s.phase in ("run", "join") else s
 
 
@@ -243,7 +247,7 @@ def _begins(s: State, world: int) -> State:
 
 def _resize(s: State, world: int) -> State:
     """Another plan: its ranks go on from the newest snapshots of the plans before."""
-    old = s.key if s.common(s.key) or s.old < 0 else s.old
+    old = s.key if s.has(s.key) or s.old < 0 else s.old
     if old == s.key and not s.whole and s.worlds[old] > 1:
         s = s._replace(
             safe=0
@@ -253,7 +257,7 @@ def _resize(s: State, world: int) -> State:
 
 
 def _joins(s: State, world: int) -> State:
-    source = s.key if s.old < 0 or s.common(s.key) else s.old
+    source = s.key if s.old < 0 or s.has(s.key) else s.old
     old = -1 if source == s.key else s.old
     held = frozenset(each for each in s.held if each.key in (s.key, source))
     seats = tuple(sorted(s.open)[:world])

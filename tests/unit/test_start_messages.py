@@ -63,6 +63,7 @@ def led(tmp_path: Path) -> Iterator[Any]:
         for number in range(1, nodes):
             address = f"10.{100 + number // 256}.{number % 256}.200:41234"
             leader.nodes.append(_Node(f"{number} (host)", Taken(number), EACH, 1e18, EACH * number, address))
+            leader.homes.alive.add(address)
         return leader
 
     yield lead

@@ -105,6 +105,7 @@ class Mirror:
                 view[HEAD : HEAD + len(index)] = index
             if order.step in here.steps and there.is_digest(order.step, here.digest(order.step), index):
                 return True  # of a round that was given up when a node was lost
+            here.forget(order.step - 1)  # copies of this step and later ones are of a past that the run went back from
             slot, digest = here.take(SLOTS), xxhash.xxh3_64()
             (begin, size), to = (there.place_of_data(order.step), there.size), here.begin(slot)
             for at in range(0, size, PART):
