@@ -183,13 +183,18 @@ def test_the_first_update_does_not_hold_all_states_twice(ranks: Any) -> None:
 def made_apart(precision: str) -> tuple[int, int]:
     """Elements whose states lie by themselves, at most, when the optimizer returns in the first update; and all."""
     ids, found = torch.arange(16).view(1, 16), []
-    trainer = parallelize(build({**MODELS["llama"], "hidden": 512, "ffn": 1376}), torch.optim.AdamW, "dp1", precision=precision)
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         averages = [state["exp_avg"] for state in optimizer.state.values() if "exp_avg" in state]
         found.append(sum(each.numel() for each in averages if each.untyped_storage().nbytes() == each.nbytes))
 
-    trainer.optimizer.register_step_post_hook(look)
+    def watched(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters)
+        optimizer.register_step_post_hook(look)
+        return optimizer
+
+    trainer = parallelize(build({**MODELS["llama"], "hidden": 512, "ffn": 1376}), watched, "dp1", precision=precision)
+    found.clear()  # of the trial
     trainer.step({"input_ids": ids, "labels": ids})
     return max(found), sum(run.numel() for run in trainer.optimizer.state)
 
