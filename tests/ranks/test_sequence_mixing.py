@@ -44,9 +44,13 @@ def test_what_works_on_each_position_alone_is_cut_and_exact(ranks: Any, plan: st
     check(ranks, plan, [way], None)
 
 
-def test_behind_the_blocks_every_rank_has_the_whole_sequence(ranks: Any) -> None:
-    check(ranks, "tp2.sp", [f"behind: {name}" for name in ALONG], None)
+@pytest.mark.parametrize("name", ALONG)
+@pytest.mark.covering(5)
+def test_behind_the_blocks_every_rank_has_the_whole_sequence(ranks: Any, name: str) -> None:
+    check(ranks, "tp2.sp", [f"behind: {name}"], None)
 
 
-def test_tensor_ranks_alone_hold_the_whole_sequence(ranks: Any) -> None:
-    check(ranks, "tp2", [f"{place}: {name}" for place in ("in", "between") for name in ALONG], None)
+@pytest.mark.parametrize("way", [f"{place}: {name}" for place in ("in", "between") for name in ALONG])
+@pytest.mark.covering(8)
+def test_tensor_ranks_alone_hold_the_whole_sequence(ranks: Any, way: str) -> None:
+    check(ranks, "tp2", [way], None)
