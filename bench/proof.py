@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", type=int, default=22)
     parser.add_argument("--plan", default="dp4.z3.mb1")
-    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=3600.0)
     given = parser.parse_args()
     plan = parse_plan(given.plan)
@@ -118,7 +118,7 @@ def main() -> None:
     lines = [
         "# The proof run at full size\n",
         f"TinyLlama 1.1B ({given.blocks} blocks), `{given.plan}`, bf16-pure, {plan.world} rows of {price.length} tokens, {plan.world} ranks on {os.cpu_count()} cores. By `python -m bench.proof`.",
-        f"A block is {4 * block / 2**20:.0f} MiB in float32, the embedding and the head {4 * vocabulary / 2**20:.0f} MiB each. {found[0]['line']}.\n",
+        f"A block is {4 * block / 2**20:.0f} MiB in float32, the embedding and the head {4 * vocabulary / 2**20:.0f} MiB each, and so are their gradients. {'Equal to one device' if found[0]['equal'] else found[0]['line']}.\n",
         "| rank | before, MiB | a step, MiB | the proof, MiB | beyond a step, MiB |",
         "|---|---|---|---|---|",
     ]
