@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.base.errors import InputError
+from meshwright.train.memory import watching
 from meshwright.train.trainer import parallelize
 
 WORDS, WIDTH, ROWS, LENGTH = 40, 16, 4, 6
@@ -147,3 +149,26 @@ def test_a_number_that_changes_on_one_rank_alone_and_nobody_reads_lets_all_ranks
 def test_batches_of_many_lengths_train_as_on_one_device(ranks: Any, plan: str) -> None:
     for losses in ranks.run(2, run, "lengths", plan):
         assert losses == pytest.approx(alone("lengths"), rel=1e-10)
+
+
+def reasons_for_proofs(hooked: bool) -> list[str]:
+    """On a rank: the lines of proofs of two steps, the second while the memory is watched, or with a hook of the user's."""
+    lines: list[str] = []
+    trainer = parallelize(Net(), adamw, "dp2", precision="fp64", prove="start", example=batch_of(0))
+    trainer.prover.say = lines.append
+    trainer.step(batch_of(0))
+    with nullcontext() if hooked else watching(trainer.engine.model):
+        if hooked:
+            trainer.engine.model.get_submodule("layers.0").register_forward_hook(lambda *_: None)
+        trainer.step(batch_of(1))
+    trainer.step(batch_of(2))
+    return lines
+
+
+def test_who_watches_the_memory_changes_no_model_and_who_hooks_it_does(ranks: Any) -> None:
+    assert [line.split(": ")[0] for line in ranks.run(2, reasons_for_proofs, False)[0]] == ["proven equal to one device before step 1"]
+    again = "proven equal to one device again (the number of hooks of layers.0 (_forward_hooks) is 1 and was 0)"
+    assert [line.split(": ")[0] for line in ranks.run(2, reasons_for_proofs, True)[0]] == [
+        "proven equal to one device before step 1",
+        again,
+    ]

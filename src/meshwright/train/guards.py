@@ -117,7 +117,7 @@ def _held(engine: Parallel) -> Iterator[tuple[str, Mapping[str, Any], str]]:
         name = path or "the model"
         yield f"{name}.training", own, "training"
         for hooks in HOOKS:
-            yield f"the number of hooks of {name} ({hooks})", _Length(own.get(hooks, ())), "length"
+            yield f"the number of hooks of {name} ({hooks})", _Hooks(own.get(hooks, {})), "length"
         if not type(module).__module__.startswith(("torch.", "meshwright.")):
             yield from ((f"{name}.{key}", own, key) for key, value in own.items() if isinstance(value, PLAIN) and key != "training")
     loss: Any = engine.objective.loss
@@ -132,15 +132,15 @@ def _held(engine: Parallel) -> Iterator[tuple[str, Mapping[str, Any], str]]:
         yield from ((f"{name} of the loss", around, name) for name in code.co_names if isinstance(around.get(name), PLAIN))
 
 
-class _Length(dict[str, Any]):
-    """How many there are now."""
+class _Hooks(dict[str, Any]):
+    """How many there are now that are not our own: those that watch the memory come and go."""
 
-    def __init__(self, of: Any) -> None:
+    def __init__(self, of: Mapping[int, Any]) -> None:
         super().__init__()
         self.of = of
 
     def get(self, key: str, default: Any = None) -> Any:
-        return len(self.of)
+        return sum(not str(getattr(hook, "__module__", "")).startswith("meshwright.") for hook in self.of.values())
 
 
 class _Cell(dict[str, Any]):

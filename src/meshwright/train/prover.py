@@ -99,15 +99,16 @@ class Prover:
         self._updates += 1
         if not reason:
             return
+        when = f"again ({reason})" if self.required else reason
         if self.predicted.seconds > ANNOUNCED:
-            self.say(f"proving the plan {reason}, for about {show_seconds(self.predicted.seconds)}")
+            self.say(f"proving the plan {when}, for about {show_seconds(self.predicted.seconds)}")
         trainer.on_phase(Phase.prove)
         try:
-            self._prove_or_refuse(trainer, batch, reason)
+            self._prove_or_refuse(trainer, batch, reason, when)
         finally:
             trainer.on_phase(Phase.data)
 
-    def _prove_or_refuse(self, trainer: Trainer, batch: Batch | Share, reason: str) -> None:
+    def _prove_or_refuse(self, trainer: Trainer, batch: Batch | Share, reason: str, when: str) -> None:
         preflight(trainer, batch)
         if trainer.engine.objective.unreadable.is_used:
             self.required = ""
@@ -127,7 +128,7 @@ class Prover:
         self._seconds = proof.seconds
         self.record(proof)
         if proof.equal and shown:
-            self.say(_passed(proof, reason, self.predicted.seconds))
+            self.say(_passed(proof, when, self.predicted.seconds))
         if not proof.equal:
             raise PlanRefused(
                 f"plan {proof.plan}: the proof run differs from one device: {proof.line}: use another plan (data parallelism alone changes least), "
@@ -233,12 +234,12 @@ def _before(updates: int) -> str:
     return f"before step {updates + 1}"
 
 
-def _passed(proof: Proof, reason: str, predicted: float) -> str:
+def _passed(proof: Proof, when: str, predicted: float) -> str:
     """A proof that has found the plan equal, in one line."""
     said = f", {show_seconds(predicted)} predicted" if predicted else ""
     more = "".join(f"; {note}" for note in proof.notes)
     return (
-        f"proven equal to one device {reason}: loss {proof.loss:.1e}, gradients {proof.gradient:.1e}, {proof.parameters} parameters, "
+        f"proven equal to one device {when}: loss {proof.loss:.1e}, gradients {proof.gradient:.1e}, {proof.parameters} parameters, "
         f"{proof.rows} rows in {len(proof.contents)} batches ({show_seconds(proof.seconds)}{said}){more}"
     )
 
