@@ -69,7 +69,24 @@ def project(name: str, gradient: torch.Tensor) -> torch.Tensor:
     flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     flat = flat if flat.dtype == torch.float64 else flat.float()
-    right, left = _right().to(flat), _left(name, flat.numel()).to(flat.device)
+    return _projected(flat, _left(name, flat.numel()).to(flat.device))
+
+
+class Projection:
+    """The projections of one tensor of real numbers whose elements come in parts, in order."""
+
+    def __init__(self, name: str, elements: int) -> None:
+        self.left = _left(name, elements)
+        self.found = torch.zeros(DIRECTIONS, dtype=torch.float64)
+
+    def add(self, first: int, part: torch.Tensor) -> None:
+        """`first`: the number of the first element of `part`, a multiple of COLUMNS."""
+        flat = part.detach() if part.dtype == torch.float64 else part.detach().float()
+        self.found += _projected(flat, self.left[first // COLUMNS :].to(flat.device)).cpu()
+
+
+def _projected(flat: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    right = _right().to(flat)
     whole = flat.numel() // COLUMNS if flat.numel() > COLUMNS else 0
     found = (left[:whole] * (flat[: whole * COLUMNS].view(whole, COLUMNS) @ right).double()).sum(0) if whole else left.new_zeros(DIRECTIONS)
     rest = flat[whole * COLUMNS :]

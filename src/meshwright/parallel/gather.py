@@ -35,6 +35,14 @@ Take = Callable[[str, int, torch.Tensor], None]
 """Given a name, the number of the first element, and the elements from there on of the flattened whole tensor, which are valid during the call."""
 
 
+class ElementRange(NamedTuple):
+    """Elements `start` to `stop` of the flattened whole tensor `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Inside, no mode sees the operations of this thread: they are not those of a model, and a mode costs more than a small operation."""
@@ -59,9 +67,23 @@ class WholeTensors:
         """Whole weights of type `kind`, rounded from the main weights to the compute type as the update rounds them."""
         return self._stored(WEIGHTS, names, kind)
 
+    def weight_range(self, wanted: ElementRange, kind: torch.dtype) -> torch.Tensor:
+        """Some elements of a weight, flattened, as `weights` gives them."""
+        found = torch.empty(wanted.stop - wanted.start, dtype=kind, device=self.engine.mesh.device)
+
+        def take(name: str, start: int, part: torch.Tensor) -> None:
+            found[start - wanted.start : start - wanted.start + len(part)] = part
+
+        self._request(WEIGHTS, [wanted], take)
+        return found
+
     def gradients(self, names: Sequence[str], take: Take) -> None:
         """Gives `take` the whole gradients as the last backward left them, times the loss scale."""
-        self._request(GRADIENTS, names, take)
+        self._request(GRADIENTS, self._whole(GRADIENTS, names), take)
+
+    def gradient_range(self, wanted: ElementRange, take: Take) -> None:
+        """Gives `take` some elements of a gradient, as `gradients` does."""
+        self._request(GRADIENTS, [wanted], take)
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers of the saved state as the first replica stores them; those that are not floating-point come as float64."""
@@ -78,19 +100,23 @@ class WholeTensors:
         def take(name: str, start: int, part: torch.Tensor) -> None:
             found[name].view(-1)[start : start + len(part)] = part
 
-        self._request(what, names, take)
+        self._request(what, self._whole(what, names), take)
         return found
 
-    def _request(self, what: int, names: Sequence[str], take: Take) -> None:
-        if not names:
+    def _whole(self, what: int, names: Sequence[str]) -> list[ElementRange]:
+        shapes = self._shapes(what)
+        return [ElementRange(name, 0, shapes[name].numel()) for name in names]
+
+    def _request(self, what: int, ranges: Sequence[ElementRange], take: Take) -> None:
+        if not ranges:
             return
         known = {name: at for at, name in enumerate(self.buffers if what == BUFFERS else self.names)}
-        wanted = [known[name] for name in names]
+        wanted = [number for each in ranges for number in (known[each.name], each.start, each.stop)]
         with unobserved():
             self._send([what, len(wanted)])  # whatever fails from here on fails on every rank
             self._send(wanted)
-            self._answer(what, names, take)
-        self.bytes += sum(self._shapes(what)[name].numel() for name in names) * self._type(what).itemsize
+            self._answer(what, ranges, take)
+        self.bytes += sum(each.stop - each.start for each in ranges) * self._type(what).itemsize
 
     def _send(self, numbers: list[int]) -> list[int]:
         """What rank 0 gives, on every rank."""
@@ -109,20 +135,21 @@ class WholeTensors:
                     return
                 known = self.buffers if what == BUFFERS else self.names
                 with suppress(InputError):
-                    self._answer(what, [known[at] for at in self._send([0] * count)], None)
+                    wanted = iter(self._send([0] * count))
+                    self._answer(what, [ElementRange(known[at], *where) for at, *where in zip(wanted, wanted, wanted, strict=True)], None)
 
     # --- all ranks ------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, what: int, names: Sequence[str], take: Take | None) -> None:
-        """`take`, on rank 0, gets the tensors `names`. Raises InputError on every rank where one rank cannot give its part."""
-        kind, shapes, failure = self._type(what), self._shapes(what), ""
+    def _answer(self, what: int, ranges: Sequence[ElementRange], take: Take | None) -> None:
+        """`take`, on rank 0, gets the elements `ranges`. Raises InputError on every rank where one rank cannot give its part."""
+        kind, failure = self._type(what), ""
         longest = BUCKET_BYTES // kind.itemsize - 1
         parts: list[Held] | None = None
-        for window in windows([shapes[name].numel() for name in names], longest):
+        for window in windows([each.stop - each.start for each in ranges], longest):
             bucket = self._bucket[: (window.size + 1) * kind.itemsize].view(kind).zero_()
             try:
-                parts = list(self._held(what, set(names))) if parts is None else parts
-                self._fill(bucket, window, names, parts)
+                parts = list(self._held(what, {each.name for each in ranges})) if parts is None else parts
+                self._fill(bucket, window, ranges, parts)
             except Exception as error:
                 failure = failure or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
             if failure:
@@ -132,20 +159,20 @@ class WholeTensors:
             if failed := int(bucket[-1]):
                 said = f": {failure}" if failure else ""
                 raise InputError(
-                    f"{failed} of {self.engine.mesh.plan.world} ranks cannot give their parts of {names[window.spans[0].tensor]}{said}"
+                    f"{failed} of {self.engine.mesh.plan.world} ranks cannot give their parts of {ranges[window.spans[0].tensor].name}{said}"
                 )
             at = 0
             for index, start, stop in window.spans:
                 if take is not None:
-                    take(names[index], start, bucket[at : at + stop - start])
+                    take(ranges[index].name, ranges[index].start + start, bucket[at : at + stop - start])
                 at += stop - start
 
-    def _fill(self, bucket: torch.Tensor, window: Window, names: Sequence[str], parts: Sequence[Held]) -> None:
+    def _fill(self, bucket: torch.Tensor, window: Window, ranges: Sequence[ElementRange], parts: Sequence[Held]) -> None:
         at = 0
         for index, start, stop in window.spans:
             for held in parts:
-                if held.piece.name.partition("/")[2] == names[index]:
-                    put(bucket[at : at + stop - start], start, held.piece, held.data.detach().view(-1))
+                if held.piece.name.partition("/")[2] == ranges[index].name:
+                    put(bucket[at : at + stop - start], ranges[index].start + start, held.piece, held.data.detach().view(-1))
             at += stop - start
 
     def _shapes(self, what: int) -> Mapping[str, torch.Size]:
@@ -174,7 +201,7 @@ class WholeTensors:
 
 
 class Span(NamedTuple):
-    """Elements `start` to `stop` of the flattened tensor number `tensor` of a request."""
+    """Elements `start` to `stop` of the range number `tensor` of a request."""
 
     tensor: int
     start: int

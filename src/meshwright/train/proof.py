@@ -21,7 +21,7 @@ from meshwright.anatomy.skeleton import Skeleton
 from meshwright.base.errors import InputError
 from meshwright.parallel.exchange.calls import watched
 from meshwright.parallel.exchange.heap import give_back
-from meshwright.parallel.gather import WholeTensors
+from meshwright.parallel.gather import ElementRange, WholeTensors
 from meshwright.parallel.objective import Batch, rows_of
 from meshwright.parallel.perturbed import perturbed
 from meshwright.spec.proof import Proof
@@ -56,7 +56,7 @@ class Run:
         self.expected = dict(expected or {})
         self.misplaced: list[str] = []
         self.notes: list[str] = []
-        self.streamed = Streamed.MODULES
+        self.streamed = Streamed.ROWS
 
     def prove(self, batch: Batch | Share, longest: int = 0) -> Proof:
         began = time.perf_counter()
@@ -147,12 +147,14 @@ class Run:
         return reference, (loss, labels, problem)
 
     def _backward(self, reference: Reference | None, compared: Compared, scale: float, sketches: dict[str, torch.Tensor] | None) -> None:
-        def compare(name: str, one: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
+        def compare(where: ElementRange, one: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
+            name, first, flat = where.name, where.start, one.reshape(-1)
+            if not first:
+                compared.gaps[name] = Gap(self.engine.shapes[name].numel())
             if sketches is not None:
-                sketches[name] = sketch(name, one)
-            gap, flat = Gap(one.numel()), one.reshape(-1)
-            compared.gaps[name] = gap
-            return lambda start, planned: gap.add(flat[start : start + len(planned)], planned, scale)
+                sketches[name] = sketch(name, one, first) + (sketches[name] if first else 0)
+            gap = compared.gaps[name]
+            return lambda start, planned: gap.add(flat[start - first : start - first + len(planned)], planned, scale)
 
         def run() -> tuple[float, int, str]:
             assert reference is not None

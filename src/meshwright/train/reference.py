@@ -3,7 +3,8 @@
 The skeleton is a copy of the model as it was before `parallelize` changed it, without the memory of its parameters. For a proof its blocks
 are wrapped: the forward of a block requests its whole weights from the ranks (parallel/gather.py), runs under non-reentrant activation
 checkpointing, and drops them; its recompute in backward requests them again. Autograd adds up the uses of a shared parameter before it reports its gradient.
-Each gradient is given to `compare` and dropped. Large modules outside of the blocks (embeddings, heads) are treated as blocks; the rest is stored whole.
+Each gradient is given to `compare` and dropped. Large modules outside of the blocks (embeddings, heads) are treated as blocks, or stream ranges of their rows
+where they are torch's own and run once (streamed_rows.py); the rest is stored whole.
 
 [Note: absent weights] A weight that is not gathered is NaN. A model or a loss that reads weights of a block outside of the block's forward gives NaN
 instead of a wrong number; the run is then repeated with the weights outside of the blocks stored whole, and if that does not help, with all weights.
@@ -12,7 +13,8 @@ instead of a wrong number; the run is then repeated with the weights outside of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,16 +33,17 @@ from meshwright.models.output import IGNORED
 from meshwright.parallel.engine import Parallel
 from meshwright.parallel.experts.balance import coefficient_of
 from meshwright.parallel.experts.capacity import FACTOR, drop_beyond
-from meshwright.parallel.fingerprint import project
-from meshwright.parallel.gather import WholeTensors, unobserved
+from meshwright.parallel.fingerprint import Projection, project
+from meshwright.parallel.gather import ElementRange, WholeTensors, unobserved
 from meshwright.parallel.objective import Batch, Objective, logits_of, rows_of
 from meshwright.parallel.pipeline.keeping import under
 from meshwright.parallel.tensor.loss import shifted
 from meshwright.parallel.tensor.products import use_products
 from meshwright.train.precise import precise
+from meshwright.train.streamed_rows import can_stream_rows, stream_rows
 
-Compare = Callable[[str, torch.Tensor], Callable[[int, torch.Tensor], None]]
-"""Given a name and one device's gradient, what takes the plan's: the number of an element, and the elements from there on."""
+Compare = Callable[[ElementRange, torch.Tensor], Callable[[int, torch.Tensor], None]]
+"""Given elements of a gradient, in order, and one device's values of them, what takes the plan's: the number of an element, and the elements from there on."""
 MISPLACED = 1e-4
 """Relative difference of fingerprints of weights that are not those of the model."""
 AT_ONCE = 1 << 20
@@ -48,9 +51,9 @@ AT_ONCE = 1 << 20
 
 
 class Streamed(IntEnum):
-    """Which weights are there only while their module runs."""
+    """Which weights are there only while their module runs; ROWS: of large linear layers and embeddings, some rows at a time."""
 
-    NOTHING, BLOCKS, MODULES = range(3)
+    NOTHING, BLOCKS, MODULES, ROWS = range(4)
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Side:
 
     dtype: torch.dtype
     high: bool = False
-    streamed: Streamed = Streamed.MODULES
+    streamed: Streamed = Streamed.ROWS
 
 
 class Reference:
@@ -76,6 +79,9 @@ class Reference:
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._prepare(device)
         self.blocks = _blocks(self.model, side.streamed)
+        by_rows = _by_rows(self.model, self.blocks) if side.streamed == Streamed.ROWS and not coefficient_of(self.model) else {}
+        self.blocks = {path: names for path, names in self.blocks.items() if path not in by_rows}
+        self.rows = [stream_rows(self.model.get_submodule(path), name, self) for path, name in by_rows.items()]
         self.open: str = ""
         self.reached: list[str] = []
         self._waiting: dict[str, torch.Tensor] = {}
@@ -85,6 +91,7 @@ class Reference:
         self.apart = Apart(engine.model)
         self.misplaced: list[str] = []
         """Weights that have others."""
+        self._projections: dict[str, Projection] = {}
         self.entered: set[str] = set()
         for path in self.blocks:
             self._wrap(path)
@@ -151,20 +158,44 @@ class Reference:
         found = self.tensors.weights(names, self.side.dtype)
         for name, whole in found.items():
             if name in self.expected:
-                self._check_place(name, whole, self.expected.pop(name))
+                with unobserved():
+                    self._check_place(name, project(name, whole).cpu())
             self.parameters[name].data = whole
 
-    def _check_place(self, name: str, whole: torch.Tensor, expected: torch.Tensor) -> None:
+    def _check_place(self, name: str, projected: torch.Tensor) -> None:
+        expected = self.expected.pop(name)
+        off = (projected - expected).norm() / expected.norm().clamp_min(1e-300)
+        self.misplaced += [name] if not float(off) <= MISPLACED else []
+
+    # --- rows of large weights ------------------------------------------------------------------------------------------------
+
+    def weight_rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Rows of a weight that streams rows, in order; the last ones of the first pass complete its fingerprint."""
+        rows, columns = self.parameters[name].shape
         with unobserved():
-            off = (project(name, whole).cpu() - expected).norm() / expected.norm().clamp_min(1e-300)
-            self.misplaced += [name] if not float(off) <= MISPLACED else []
+            found = self.tensors.weight_range(ElementRange(name, first * columns, last * columns), self.side.dtype)
+            if name in self.expected:
+                projection = self._projections.setdefault(name, Projection(name, rows * columns))
+                projection.add(first * columns, found)
+                if last == rows:
+                    self._check_place(name, projection.found)
+        return found.view(-1, columns)
+
+    def pass_gradient(self, name: str, first: int, gradient: torch.Tensor) -> None:
+        assert self.compare is not None
+        columns = self.parameters[name].shape[1]
+        self.reached += [name] if not first else []
+        where = ElementRange(name, first * columns, first * columns + gradient.numel())
+        with unobserved():
+            take = self.compare(where, gradient)
+            self.tensors.gradient_range(where, lambda _, start, planned: take(start, planned))
 
     # --- passes ---------------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, scale: float) -> tuple[float, int]:
         """Mean loss over the valid labels of `batch`, and their number. `scale`: of the loss that `backward` starts from."""
-        in_blocks = {name for names in self.blocks.values() for name in names}
-        self._fill([name for name in self.parameters if name not in in_blocks])
+        streamed = {name for names in self.blocks.values() for name in names} | {each.name for each in self.rows}
+        self._fill([name for name in self.parameters if name not in streamed])
         batch = {name: self._moved(value) for name, value in batch.items()}
         objective = Objective(self.model, self.loss, None)
         labels = objective.count(batch)
@@ -234,13 +265,14 @@ class Reference:
         assert self.compare is not None
         waiting, self._waiting = self._waiting, {}
         with unobserved():
-            takers = {name: self.compare(name, gradient) for name, gradient in waiting.items()}
+            takers = {name: self.compare(ElementRange(name, 0, each.numel()), each) for name, each in waiting.items()}
             self.tensors.gradients(list(waiting), lambda name, start, planned: takers[name](start, planned))
 
     @property
     def is_absent(self) -> bool:
-        """Whether a block did not run by its own forward, so that weights may have been read that were not there."""
-        return self.entered != set(self.blocks)
+        """Whether a block did not run by its own forward, so that weights may have been read that were not there; or whether a gradient has more parts than the
+        one pass that a module which streams rows may have."""
+        return self.entered != set(self.blocks) or any(each.calls != 1 for each in self.rows)
 
     def _moved(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -260,7 +292,7 @@ def _blocks(model: nn.Module, streamed: Streamed) -> dict[str, tuple[str, ...]]:
     if not streamed:
         return {}
     paths = [f"{path}.{name}" for path in find_lists(model) for name, _ in model.get_submodule(path).named_children()]
-    if streamed == Streamed.MODULES:
+    if streamed >= Streamed.MODULES:
         blocks = tuple(f"{path}." for path in paths)
         paths += [path for path, module in model.named_modules() if _is_large(module) and not f"{path}.".startswith(blocks)]
     inside = {id(parameter) for path in paths for parameter in model.get_submodule(path).parameters()}
@@ -279,6 +311,14 @@ def _blocks(model: nn.Module, streamed: Streamed) -> dict[str, tuple[str, ...]]:
         if held:
             found[path] = held
     return found
+
+
+def _by_rows(model: nn.Module, blocks: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The weight of each large module that streams rows: one that no other module has."""
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values() if parameter is not None)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {path: model.get_submodule(path) for path in blocks}
+    return {path: names[id(each.weight)] for path, each in found.items() if can_stream_rows(each) and owners[id(each.weight)] == 1}
 
 
 def _is_large(module: nn.Module) -> bool:

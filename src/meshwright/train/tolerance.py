@@ -115,13 +115,15 @@ def judged(compared: Compared, limits: Limits) -> Verdict:
     return found
 
 
-def sketch(name: str, gradient: torch.Tensor) -> torch.Tensor:
+def sketch(name: str, gradient: torch.Tensor, first: int = 0) -> torch.Tensor:
     """A vector whose norm is about that of `gradient`, and whose differences have about the norms of differences: sums with random signs.
+    Sketches of parts add up to that of the whole; `first`: the number of the first element of a part, a multiple of AT_ONCE.
     Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch)."""
     flat = gradient.detach().reshape(-1)
-    random = torch.Generator(flat.device).manual_seed(zlib.crc32(name.encode()))
+    random = torch.Generator(flat.device)
     found = torch.zeros(SKETCH, dtype=torch.float64, device=flat.device)
-    for part in flat.split(AT_ONCE):
+    for number, part in enumerate(flat.split(AT_ONCE), first // AT_ONCE):
+        random.manual_seed(zlib.crc32(f"{name} {number}".encode()))
         signs = torch.randint(0, 2, part.shape, generator=random, device=flat.device, dtype=torch.int8)
         signed = part.double() * signs.mul_(2).sub_(1)  # a copy: `gradient` is compared afterwards
         full = len(signed) // SKETCH * SKETCH
