@@ -87,18 +87,22 @@ def wrong_embedding(trainer: Trainer) -> None:
     change(EMBEDDING)(trainer)
 
 
-def scaled_gradient(path: str, trainer: Trainer) -> None:
-    """The gradient of a module's output is 1.001 times what it should be."""
+def scaled_gradient(path: str, factor: float, trainer: Trainer) -> None:
+    """The gradient of a module's output is `factor` times what it should be."""
 
     def scale(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda gradient: gradient * 1.001)
+            output.register_hook(lambda gradient: gradient * factor)
 
     trainer.engine.model.get_submodule(path).register_forward_hook(scale)
 
 
 def scaled_embedding(trainer: Trainer) -> None:
-    scaled_gradient("model.embed_tokens", trainer)
+    scaled_gradient("model.embed_tokens", 1.001, trainer)
+
+
+def doubled_embedding(trainer: Trainer) -> None:
+    scaled_gradient("model.embed_tokens", 2.0, trainer)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def scaled_embedding(trainer: Trainer) -> None:
         (wrong_head, "tp2", "fp64", HEAD),
         (wrong_embedding, "tp2", "fp64", EMBEDDING),
         (scaled_embedding, "dp2", "fp64", f"gradient of {EMBEDDING}"),
-        (wrong_head, "tp2", "bf16", HEAD),
+        (doubled_embedding, "tp2", "bf16", f"gradient of {EMBEDDING}"),
     ],
 )
 def test_a_fault_in_streamed_rows_is_found_and_named(ranks: Any, plant: Any, plan: str, precision: str, place: str) -> None:

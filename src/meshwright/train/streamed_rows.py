@@ -47,9 +47,8 @@ class StreamedWeight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x (..., columns) times the transposed weight, plus `bias` (rows,)."""
-        self.calls += (
-            2 if torch.is_autocast_enabled(x.device.type) else 1
-        )  # parts of other types than the whole output's: counts as too many
+        # Under autocast a part has another type than the whole output: two calls, so that the weight is requested whole.
+        self.calls += 2 if torch.is_autocast_enabled(x.device.type) else 1
         output: torch.Tensor = _Linear.apply(x, bias, self.anchor, self)
         return output
 
