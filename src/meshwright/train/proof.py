@@ -146,20 +146,27 @@ class Run:
             return self._forward(content, replace(side, streamed=self.streamed))
         return reference, (loss, labels, problem)
 
-    def _backward(self, reference: Reference | None, compared: Compared, scale: float, sketches: dict[str, torch.Tensor] | None) -> None:
-        def compare(where: ElementRange, one: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
+    def _backward(
+        self, reference: Reference | None, compared: Compared | None, scale: float, sketches: dict[str, torch.Tensor] | None
+    ) -> None:
+        """One device's backward. `compared` gets its differences from the plan's gradients, which are not requested where this is None."""
+
+        def compare(where: ElementRange, one: torch.Tensor) -> Callable[[int, torch.Tensor], None] | None:
             name, first, flat = where.name, where.start, one.reshape(-1)
-            if not first:
-                compared.gaps[name] = Gap(self.engine.shapes[name].numel())
             if sketches is not None:
                 sketches[name] = sketch(name, one, first) + (sketches[name] if first else 0)
+            if compared is None:
+                return None
+            if not first:
+                compared.gaps[name] = Gap(self.engine.shapes[name].numel())
             gap = compared.gaps[name]
             return lambda start, planned: gap.add(flat[start - first : start - first + len(planned)], planned, scale)
 
         def run() -> tuple[float, int, str]:
             assert reference is not None
             reference.backward(compare)
-            compared.reached = reference.reached
+            if compared is not None:
+                compared.reached = reference.reached
             return 0.0, 0, ""
 
         with quiet(self.trainer, self.trains, self.seed):
@@ -185,7 +192,7 @@ class Run:
             self.notes.append(f"{content.title}: rounding was not measured ({problem})")
             return
         mine: dict[str, torch.Tensor] = {}
-        self._backward(low, Compared((loss, 0.0), (0, 0)), 1.0, mine)
+        self._backward(low, None, 1.0, mine)
         compared.rounded = abs(loss - compared.losses[0])
         for name, gap in compared.gaps.items():
             if name in mine:

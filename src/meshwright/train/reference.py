@@ -42,8 +42,9 @@ from meshwright.parallel.tensor.products import use_products
 from meshwright.train.precise import precise
 from meshwright.train.streamed_rows import can_stream_rows, stream_rows
 
-Compare = Callable[[ElementRange, torch.Tensor], Callable[[int, torch.Tensor], None]]
-"""Given elements of a gradient, in order, and one device's values of them, what takes the plan's: the number of an element, and the elements from there on."""
+Compare = Callable[[ElementRange, torch.Tensor], Callable[[int, torch.Tensor], None] | None]
+"""Given elements of a gradient, in order, and one device's values of them, what takes the plan's: the number of an element, and the elements from there on.
+None where they are not wanted."""
 MISPLACED = 1e-4
 """Relative difference of fingerprints of weights that are not those of the model."""
 AT_ONCE = 1 << 20
@@ -187,8 +188,8 @@ class Reference:
         self.reached += [name] if not first else []
         where = ElementRange(name, first * columns, first * columns + gradient.numel())
         with unobserved():
-            take = self.compare(where, gradient)
-            self.tensors.gradient_range(where, lambda _, start, planned: take(start, planned))
+            if take := self.compare(where, gradient):
+                self.tensors.gradient_range(where, lambda _, start, planned: take(start, planned))
 
     # --- passes ---------------------------------------------------------------------------------------------------------------
 
@@ -265,8 +266,9 @@ class Reference:
         assert self.compare is not None
         waiting, self._waiting = self._waiting, {}
         with unobserved():
-            takers = {name: self.compare(ElementRange(name, 0, each.numel()), each) for name, each in waiting.items()}
-            self.tensors.gradients(list(waiting), lambda name, start, planned: takers[name](start, planned))
+            found = {name: self.compare(ElementRange(name, 0, each.numel()), each) for name, each in waiting.items()}
+            takers = {name: take for name, take in found.items() if take}
+            self.tensors.gradients(list(takers), lambda name, start, planned: takers[name](start, planned))
 
     @property
     def is_absent(self) -> bool:
