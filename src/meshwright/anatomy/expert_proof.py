@@ -32,6 +32,7 @@ from meshwright.anatomy.expert_modules import count_experts, counting, holding
 from meshwright.anatomy.lent import LENT
 from meshwright.anatomy.nouns import Experts, Split, share_of
 from meshwright.anatomy.observed import in_eval_mode
+from meshwright.anatomy.seeding import set_seed
 from meshwright.anatomy.split_proof import scatter
 
 LIMIT = 1 << 20
@@ -326,7 +327,7 @@ class Proof:
         before = {name: tensor.detach().clone() for name, tensor in held.items()}
         (hidden, index, weights, trains), (token, place) = batch, pairs
         each = self.experts.count // case.ranks
-        torch.manual_seed(0)
+        set_seed(0)
         state = torch.get_rng_state()
         with (
             holding(self.module, held),

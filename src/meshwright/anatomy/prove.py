@@ -29,6 +29,7 @@ from meshwright.anatomy.lent import READ
 from meshwright.anatomy.observed import in_eval_mode
 from meshwright.anatomy.reading import Reading
 from meshwright.anatomy.regions import Found
+from meshwright.anatomy.seeding import set_seed
 from meshwright.anatomy.seen import Given, Trace
 from meshwright.anatomy.split_proof import BlockRuns, Case
 
@@ -69,7 +70,7 @@ class Proof:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Reached]:
         reached: dict[str, Reached] = {}
         handles = [handle for path in self.blocks for handle in self._catch(path, reached)]
-        torch.manual_seed(0)
+        set_seed(0)
         try:
             with self.running(), torch.no_grad():
                 self.model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
@@ -94,7 +95,7 @@ class Proof:
             return note
 
         handles = [self.model.get_submodule(path).register_forward_pre_hook(enter(path), with_kwargs=True) for path in self.blocks]
-        torch.manual_seed(0)
+        set_seed(0)
         try:
             with self.running(), torch.enable_grad():
                 self.model(*copy.deepcopy(args), **copy.deepcopy(kwargs))

@@ -34,6 +34,7 @@ from meshwright.anatomy.limit import limited
 from meshwright.anatomy.observed import call_with, observed
 from meshwright.anatomy.readers import Reader
 from meshwright.anatomy.record import EXTRACTS, Entry, Exit, Leaf, Op, Record
+from meshwright.anatomy.seeding import set_seed
 from meshwright.base.errors import InputError
 
 NUMBERS = 1 << 24
@@ -297,7 +298,7 @@ def seeded(seed: int) -> Iterator[Callable[[], bool]]:
     numpy: Any = sys.modules.get("numpy")
     python, others = random.getstate(), numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        set_seed(seed)
         random.seed(seed)
         if numpy:
             numpy.random.seed(seed)

@@ -31,6 +31,7 @@ from meshwright.anatomy.cut_records import (
 )
 from meshwright.anatomy.projected import Projected
 from meshwright.anatomy.prove import Caught, Proof, with_first
+from meshwright.anatomy.seeding import set_seed
 
 RANKS = 2
 
@@ -94,7 +95,7 @@ def _run(
     inside = tuple(f"{path}." for path in blocks)
     parameters = {name: one for name, one in model.named_parameters() if not name.startswith(inside) and not one.is_meta}
     projected = Projected({name: one for name, one in parameters.items() if one.numel() > SMALL and one.ndim == 2}, {})
-    torch.manual_seed(0)
+    set_seed(0)
     with ExitStack() as stack:
         stack.enter_context(proof.running())
         stack.enter_context(projected)

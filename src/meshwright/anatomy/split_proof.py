@@ -46,6 +46,7 @@ from meshwright.anatomy.nouns import Slice, Split, intervals, share_of
 from meshwright.anatomy.plain import is_convolution
 from meshwright.anatomy.projected import Projected
 from meshwright.anatomy.regions import Found
+from meshwright.anatomy.seeding import set_seed
 from meshwright.anatomy.seen import Given
 from meshwright.anatomy.written import Writes, spans_of
 
@@ -160,7 +161,7 @@ class BlockRuns:
             record.leaves[key] = (leaf, goes_on)
             return leaf.clone()
 
-        torch.manual_seed(0)
+        set_seed(0)
         with ExitStack() as stack:
             held = {name: local.get(name, tensor) for name, tensor in self.large.items()}
             writes = stack.enter_context(Writes(spans_of(held)) if held else nullcontext())

@@ -34,14 +34,6 @@ def own_device() -> torch.device:
     return device
 
 
-def seed(number: int) -> None:
-    """As torch.manual_seed, of the devices that run: for each kind that was not started, torch writes down where it was called from, which takes
-    longer the deeper that is."""
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(number)
-
-
 def left_idle(found: torch.device | None) -> str:
     """What is to be said of an accelerator that nothing here runs on.
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
+from meshwright.anatomy.seeding import set_seed
 from meshwright.base.errors import PlanRefused
 from meshwright.spec.plan import Plan, Recompute
 
@@ -38,7 +37,7 @@ def undrawn(plan: Plan, checked: bool) -> Iterator[None]:
 
 def seed_all(seed: int) -> None:
     """Torch's generators, Python's and numpy's."""
-    torch.manual_seed(seed)
+    set_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from meshwright.anatomy.seeding import set_seed
 from meshwright.base.errors import PlanRefused
 from meshwright.parallel.divided import quiet, several
 from meshwright.parallel.exchange.calls import gather_objects
@@ -152,7 +153,7 @@ def _written(engine: Parallel, batch: Batch) -> Written:
     before = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
     once, forward = engine.preflight.once, Once(frozenset(before))
     with fingerprinted(engine), quiet(engine, True, dropout=True, every=True) as writes:
-        torch.manual_seed(0)
+        set_seed(0)
         engine.preflight.once = forward
         try:
             engine.pipeline.run([batch], 1.0)

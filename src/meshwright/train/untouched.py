@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from meshwright.anatomy.observed import observed
+from meshwright.anatomy.seeding import set_seed
 from meshwright.parallel.exchange.compression import Ways
 from meshwright.parallel.preflight import Preflight
 from meshwright.parallel.tensor.chance import drops
@@ -88,7 +89,7 @@ def quiet(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices_of(trainer)))
-        torch.manual_seed(seed)
+        set_seed(seed)
         stack.enter_context(observed(model, loss=trainer.engine.objective.loss))
         for module, mode in modes if trains else ():
             module.training = mode

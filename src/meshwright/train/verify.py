@@ -24,6 +24,7 @@ from meshwright.anatomy import layers, read
 from meshwright.anatomy.inputs import beyond, example_of, named
 from meshwright.anatomy.observed import observed
 from meshwright.anatomy.ruled import RULES
+from meshwright.anatomy.seeding import set_seed
 from meshwright.base.codec import Noun, build
 from meshwright.base.errors import InputError
 from meshwright.base.lines import Message
@@ -153,7 +154,7 @@ def _small_hugging_face(source: ModelSource, question: Question) -> nn.Module:
     sizes = {"hidden": HIDDEN, "heads": HEADS, "ffn": FFN, "vocabulary": VOCABULARY, "sequence": SEQUENCE, "side": SIDE, "ep": plan.ep}
     reduce_config(config, layers, plan.tp, sizes)
     names = list(getattr(config, "architectures", None) or [])
-    torch.manual_seed(question.seed)
+    set_seed(question.seed)
     if names and hasattr(transformers, names[0]):
         return getattr(transformers, names[0])(config)
     usual = transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else transformers.AutoModelForCausalLM

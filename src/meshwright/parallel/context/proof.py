@@ -38,6 +38,7 @@ from meshwright.anatomy.conditions import (
 from meshwright.anatomy.inputs import Example
 from meshwright.anatomy.lent import READ
 from meshwright.anatomy.run import hidden_of
+from meshwright.anatomy.seeding import set_seed
 from meshwright.base.errors import InputError
 from meshwright.parallel.context.blocks import SEQUENCE, Context, Path, Places, Way, is_mask, tensors_of
 from meshwright.parallel.context.call import Attending, Call, attend_plainly
@@ -111,7 +112,7 @@ class Noted:
         self.others = {name: _sized(value, length).to(device) for name, value in others.items()}
         blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
         handles = [block.register_forward_pre_hook(self._note(index), with_kwargs=True) for index, block in enumerate(blocks)]
-        torch.manual_seed(0)
+        set_seed(0)
         try:
             with Attending(self._attend):
                 self.logits = logits_of(model(self.ids, **self.others))
@@ -258,7 +259,7 @@ def _compare(
         leaves.append(leaf_of(pieces.cut(result, -2)))
         return leaves[-1].clone()
 
-    torch.manual_seed(0)
+    set_seed(0)
     with on_pieces(model, anatomy, Context(pieces, attend, way)):
         try:
             logits = logits_of(model(noted.ids, **noted.others))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.anatomy import Anatomy
-from meshwright.parallel.device import seed
+from meshwright.anatomy.seeding import set_seed
 from meshwright.parallel.exchange.group import Group
 
 SPREAD = 1_000_003
@@ -72,7 +72,7 @@ class Chance:
         number = int(torch.randint(1 << 40, (), device="cpu"))
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         self.common, self.left = (torch.get_rng_state(), cuda), self.exits
-        seed(number * SPREAD + self.group.index)
+        set_seed(number * SPREAD + self.group.index)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.common is None:
