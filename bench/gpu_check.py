@@ -57,7 +57,7 @@ GRADIENT_TOLERANCE, HIDDEN_GOAL = 1e-5, 0.7
 WARM = 3
 RESULTS = Path(__file__).parent / "results"
 WAYS = (
-    *("rc-layer", "rc-selective", "off-activations", "off-optimizer", "off-optimizer-files", "z3.off-parameters"),
+    *("rc-full", "rc-attn", "off-activations", "off-optimizer", "off-optimizer-disk", "z3.off-parameters"),
     *("z2.off-optimizer.off-gradients", "z3.off-optimizer.off-gradients.off-parameters"),
 )
 """To save memory; each is trained beside the plain plan at the second size."""

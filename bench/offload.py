@@ -34,7 +34,7 @@ PIECE, PIECES, ROUNDS, STEPS = 2 << 20, 128, 3, 7
 TIMES = (0.25, 0.5, 1.0, 2.0)
 """Of an update on the host: what each way over a link takes by itself."""
 MIB = 2**20
-PLANS = ("dp1", "dp1.off-optimizer-files50", "dp1.off-optimizer-files")
+PLANS = ("dp1", "dp1.off-optimizer-disk50", "dp1.off-optimizer-disk")
 SIZES = {"kind": "llama", "layers": 4, "hidden": 512, "heads": 8, "ffn": 1376, "vocab": 8192, "seq": 32}
 
 
@@ -201,7 +201,7 @@ def within_a_limit(folder: Path) -> list[dict[str, Any]]:
         return []
     states = model_spec("llama", Sizes(**limited.LARGE)).parameters * limited.STATES
     rows = []
-    for plan in ("dp1", "dp1.off-optimizer-files"):
+    for plan in ("dp1", "dp1.off-optimizer-disk"):
         began = time.perf_counter()
         found = limited.train(plan, str(folder), states // limited.TIMES)
         row = {"plan": plan, "limit": states // limited.TIMES, "states": states, "seconds": time.perf_counter() - began}

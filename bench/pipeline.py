@@ -24,12 +24,12 @@ RANKS, MICRO_BATCHES, BLOCKS, WIDTH = 4, 20, 8, 8
 NAP = 0.02
 """Seconds of one block's forward; its backward takes twice as long."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved2", "zb1", "zbv", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", "interleaved2", "zbh1", "zbv", "dualpipev")
 
 
 def formula(schedule: str, p: int, m: int) -> float:
     """Idle share of equal stages whose forward and both halves of backward take the same."""
-    idle = {"gpipe": 3.0, "1f1b": 3.0, "interleaved2": 1.5, "zb1": 1.0, "zbv": 0.5, "dualpipev": 0.5}[schedule] * (p - 1)
+    idle = {"gpipe": 3.0, "1f1b": 3.0, "interleaved2": 1.5, "zbh1": 1.0, "zbv": 0.5, "dualpipev": 0.5}[schedule] * (p - 1)
     return idle / (3.0 * m + idle)
 
 

@@ -26,15 +26,15 @@ SHARES = (0.2, 0.4, 0.6, 0.8)
 """Budgets, between what recomputing every block takes and what keeping everything does."""
 WAYS = (
     "",
-    ".rc-operations",
-    ".rc-layer4-operations",
-    ".rc-layer",
-    ".rc-layer4",
-    ".rc-selective",
+    ".rc-sac",
+    ".rc-full4+sac",
+    ".rc-full",
+    ".rc-full4",
+    ".rc-attn",
     ".off-activations",
-    ".rc-layer.off-activations",
-    ".off-activations-files",
-    ".rc-operations.off-activations-files",
+    ".rc-full.off-activations",
+    ".off-activations-disk",
+    ".rc-sac.off-activations-disk",
 )
 """Behind the name of the plan that keeps everything; on cores what leaves for the host's memory stays in the rank's."""
 NARROW = Sizes(layers=32, hidden=192, heads=3, ffn=512)
@@ -99,7 +99,7 @@ def budgets(world: int, sizes: Sizes) -> list[dict[str, Any]]:
     from meshwright.search.rank import search
 
     whole = kept_by(world, sizes)
-    least, most = (estimated(world, sizes, f"{whole}{way}").memory.reserved for way in (".rc-layer", ""))
+    least, most = (estimated(world, sizes, f"{whole}{way}").memory.reserved for way in (".rc-full", ""))
     every = list(every_price(question(world, sizes)))
     found = []
     for share in SHARES:
@@ -195,7 +195,7 @@ def yes(is_so: bool) -> str:
 def block_of(world: int, sizes: Sizes) -> float:
     """Bytes by which plans differ that recompute one block more or less."""
     whole = kept_by(world, sizes)
-    one, two = (estimated(world, sizes, f"{whole}.rc-layer{count}").memory.total for count in (1, 2))
+    one, two = (estimated(world, sizes, f"{whole}.rc-full{count}").memory.total for count in (1, 2))
     return float(one - two)
 
 

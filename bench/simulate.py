@@ -25,12 +25,12 @@ from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload
 
 STEPS = (
-    ("dp128.tp8.sp.pp16.z1.rc-layer", 256, Faults()),
-    ("dp64.tp8.sp.pp32.z1.rc-layer", 256, Faults()),
-    ("dp128.tp8.sp.pp16.z1.rc-layer.interleaved7", 256, Faults()),
-    ("dp128.tp8.sp.pp16.z2.rc-layer", 256, Faults()),
-    ("dp2048.tp8.z3.rc-layer", 4, Faults()),
-    ("dp128.tp8.sp.pp16.z1.rc-layer", 256, Faults.model_validate({"slow": [(3, 1.5), (5000, 1.2)], "link": [(9000, 0.5)]})),
+    ("dp128.tp8.sp.pp16.z1.rc-full", 256, Faults()),
+    ("dp64.tp8.sp.pp32.z1.rc-full", 256, Faults()),
+    ("dp128.tp8.sp.pp16.z1.rc-full.interleaved7", 256, Faults()),
+    ("dp128.tp8.sp.pp16.z2.rc-full", 256, Faults()),
+    ("dp2048.tp8.z3.rc-full", 4, Faults()),
+    ("dp128.tp8.sp.pp16.z1.rc-full", 256, Faults.model_validate({"slow": [(3, 1.5), (5000, 1.2)], "link": [(9000, 0.5)]})),
 )
 """Plans on 16,384 devices, micro-batches of a replica, faults."""
 DAY = 86400.0

@@ -196,8 +196,8 @@ def tried(folder: Path) -> Path:
         Event(kind="fault", at=0.0, rank=2, step=31, phase="backward", cause="killed by SIGKILL: by someone's kill -9"),
         Event(kind="recovery", at=1.0, step=30, seconds=0.6, source="memory"),
         Event(kind="slow", at=2.0, step=71, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
-        Event(kind="shares", at=2.0, step=71, plan="dp4.z1.mb4.sh5-5-5-2", predicted=1.7),
-        Event(kind="gained", at=3.0, step=81, plan="dp4.z1.mb4.sh5-5-5-2", predicted=1.7, measured=1.6),
+        Event(kind="shares", at=2.0, step=71, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7),
+        Event(kind="gained", at=3.0, step=81, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7, measured=1.6),
     ]
     (folder / EVENTS).write_text("".join(event.to_json(None) + "\n" for event in events), encoding="utf-8")
     return folder

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/long_context.py --plan cp2
     torchrun --nproc-per-node 2 examples/long_context.py --plan cp2.ulysses
     torchrun --nproc-per-node 4 examples/long_context.py --plan cp4.ulysses2
-    torchrun --nproc-per-node 4 examples/long_context.py --plan cp2.tp2.rc-layer
+    torchrun --nproc-per-node 4 examples/long_context.py --plan cp2.tp2.rc-full
     python examples/long_context.py --plan dp1
 
 All print the same losses, up to the last digits of float32; each of two ranks keeps half of the activations. The model is an ordinary

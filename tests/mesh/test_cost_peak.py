@@ -39,7 +39,7 @@ def peak(sizes: dict[str, Any], plan: str, precision: str) -> tuple[float, dict[
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("plan", "precision"), [("dp1.mb4", "fp32"), ("dp1.mb4.rc-layer", "fp32"), ("dp1.mb8", "bf16"), ("dp1.mb4.rc-layer", "bf16")]
+    ("plan", "precision"), [("dp1.mb4", "fp32"), ("dp1.mb4.rc-full", "fp32"), ("dp1.mb8", "bf16"), ("dp1.mb4.rc-full", "bf16")]
 )
 @pytest.mark.covering(4)
 def test_a_step_allocates_what_the_estimate_says(model: str, plan: str, precision: str) -> None:

@@ -118,7 +118,7 @@ def test_both_stacks_of_an_encoder_and_decoder_are_blocks_and_recompute() -> Non
         ("block", 1),
         ("back", 1),
     ]
-    plan = f"{PLAN}.rc-layer"
+    plan = f"{PLAN}.rc-full"
     job = Job(model=found, cluster=read_cluster("1x1:cpu"), workload=Workload(batch=BATCH, sequence=SEQUENCE, precision="fp32"))
     kept, again = (estimate(job, parse_plan(each)).memory for each in (PLAN, plan))
     assert again.activations < 0.7 * kept.activations

@@ -38,15 +38,15 @@ LIMITS = {"loss": (1e-10, 1e-12), "gradient": (1e-10, 1e-13), "weight": (1e-8, 1
 EQUAL, REFUSED, VOID = "equal", "refused", "void"
 DIFFERS, CRASH, HANG, APART = "DIFFERS", "CRASH", "HANG", "RANKS DISAGREE"
 PLANS = {
-    1: ("dp1", "dp1.mb2", "dp1.mb8", "dp1.mb8.rc-layer", "dp1.mb4.rc-operations"),
+    1: ("dp1", "dp1.mb2", "dp1.mb8", "dp1.mb8.rc-full", "dp1.mb4.rc-sac"),
     2: (
-        "dp2", "dp2.mb2", "dp2.mb4", "dp2.z1.mb4", "dp2.z2.mb2", "dp2.z3", "dp2.z3.mb4", "dp2.z3.mb4.rc-layer", "dp2.mb4.rc-selective", "dp2.mb4.off-optimizer",
-        "dp2.z3.mb4.off-parameters", "tp2", "tp2.mb8", "tp2.mb8.sp", "tp2.sp", "tp2.mb4.rc-layer", "tp2.z3.mb8", "pp2", "pp2.mb2", "pp2.mb4.zb1", "pp2.mb4.zbv", "pp2.mb8",
-        "pp2.mb2.interleaved2", "pp2.mb2.gpipe", "pp2.mb2.z3", "pp2.mb2.rc-layer", "pp2.mb2.dualpipev", "pp2.mb2.ls1-3", "cp2.mb8", "cp2.mb2.z3", "cp2.mb8.ulysses",
+        "dp2", "dp2.mb2", "dp2.mb4", "dp2.z1.mb4", "dp2.z2.mb2", "dp2.z3", "dp2.z3.mb4", "dp2.z3.mb4.rc-full", "dp2.mb4.rc-attn", "dp2.mb4.off-optimizer",
+        "dp2.z3.mb4.off-parameters", "tp2", "tp2.mb8", "tp2.mb8.sp", "tp2.sp", "tp2.mb4.rc-full", "tp2.z3.mb8", "pp2", "pp2.mb2", "pp2.mb4.zbh1", "pp2.mb4.zbv", "pp2.mb8",
+        "pp2.mb2.interleaved2", "pp2.mb2.gpipe", "pp2.mb2.z3", "pp2.mb2.rc-full", "pp2.mb2.dualpipev", "pp2.mb2.ls1-3", "cp2.mb8", "cp2.mb2.z3", "cp2.mb8.ulysses",
     ),
     4: (
-        "dp4", "dp4.z3.mb2", "dp2x2.z3.mb2", "dp2x2.z2.mb1", "dp2.tp2.mb4", "dp2.tp2.z3.mb4", "dp2.tp2.sp.z1.mb4", "dp2.pp2.mb2", "dp2.pp2.z3.mb2.rc-layer", "dp2.pp2.z1.zb1", "tp2.pp2.mb4",
-        "tp2.pp2.sp.mb2.zbv", "tp4.mb8", "tp4.sp.mb8", "pp4.mb2", "pp4.mb1.zb1", "dp2.cp2.mb4", "cp2.tp2.mb8", "cp2.pp2.mb4", "cp4.mb8", "dp2.tp2.mb4.off-optimizer.rc-layer",
+        "dp4", "dp4.z3.mb2", "dp2x2.z3.mb2", "dp2x2.z2.mb1", "dp2.tp2.mb4", "dp2.tp2.z3.mb4", "dp2.tp2.sp.z1.mb4", "dp2.pp2.mb2", "dp2.pp2.z3.mb2.rc-full", "dp2.pp2.z1.zbh1", "tp2.pp2.mb4",
+        "tp2.pp2.sp.mb2.zbv", "tp4.mb8", "tp4.sp.mb8", "pp4.mb2", "pp4.mb1.zbh1", "dp2.cp2.mb4", "cp2.tp2.mb8", "cp2.pp2.mb4", "cp4.mb8", "dp2.tp2.mb4.off-optimizer.rc-full",
     ),
 }  # fmt: skip
 

@@ -48,8 +48,8 @@ def watched(plan: str, folder: str) -> tuple[list[float], int, list[int]]:
 def test_what_blocks_keep_waits_in_a_file_and_two_blocks_of_it_in_memory(ranks: Any, tmp_path: Any) -> None:
     """The promise: of four blocks two stay, losses are the same to the bit, the file grows in the first step alone and leaves nothing behind."""
     losses, whole, _ = ranks.run(1, watched, PROMISED, str(tmp_path))[0]
-    others, less, sizes = ranks.run(1, watched, f"{PROMISED}.off-activations-files", str(tmp_path))[0]
-    block = (expected("llama", f"{PROMISED}.rc-layer1", "fp32") - expected("llama", f"{PROMISED}.rc-layer2", "fp32")) / 2
+    others, less, sizes = ranks.run(1, watched, f"{PROMISED}.off-activations-disk", str(tmp_path))[0]
+    block = (expected("llama", f"{PROMISED}.rc-full1", "fp32") - expected("llama", f"{PROMISED}.rc-full2", "fp32")) / 2
     assert losses == others and not list(tmp_path.iterdir())
     assert less < whole - 2 * block and sizes[0] == sizes[-1] > 2 * block
 
@@ -63,12 +63,12 @@ def trained(name: str, plan: str, precision: str, folder: str) -> tuple[list[flo
 
 
 PAIRS = [
-    ("llama", "dp1.mb4", "bf16", ""), ("llama", "dp2.z3.mb4", "fp64", ".off-optimizer-files"), ("llama", "dp1.z3.mb8", "fp32", ".off-parameters-files"),
-    ("llama", "pp2.mb2", "fp64", ""), ("llama", "pp2.zb1.mb2", "fp32", ""), ("llama", "pp2.zbv.mb2", "fp32", ""),
+    ("llama", "dp1.mb4", "bf16", ""), ("llama", "dp2.z3.mb4", "fp64", ".off-optimizer-disk"), ("llama", "dp1.z3.mb8", "fp32", ".off-parameters-disk"),
+    ("llama", "pp2.mb2", "fp64", ""), ("llama", "pp2.zbh1.mb2", "fp32", ""), ("llama", "pp2.zbv.mb2", "fp32", ""),
     ("llama", "pp2.interleaved2.mb2", "fp64", ""), ("llama-tied", "pp2.gpipe.mb2", "fp64", ""), ("llama", "tp2.sp.mb4", "fp32", ""),
-    ("llama", "cp2.mb4", "fp64", ""), ("mixtral", "dp2.ep2.z1.mb4", "fp32", ""), ("llama", "pp2.mb4.rc-layer1", "fp32", ""),
-    ("hf-llama", "dp1.mb8", "bf16", ""), ("hf-gpt2", "dp1.mb8.rc-selective", "fp32", ""), ("bert", "dp1.mb8", "fp32", ""),
-    ("llama", "dp2.z2.mb2", "bf16", ".off-optimizer.off-gradients"), ("convnet", "dp1.mb8", "fp32", ""), ("mixture", "dp1.mb4.rc-operations", "fp32", ""),
+    ("llama", "cp2.mb4", "fp64", ""), ("mixtral", "dp2.ep2.z1.mb4", "fp32", ""), ("llama", "pp2.mb4.rc-full1", "fp32", ""),
+    ("hf-llama", "dp1.mb8", "bf16", ""), ("hf-gpt2", "dp1.mb8.rc-attn", "fp32", ""), ("bert", "dp1.mb8", "fp32", ""),
+    ("llama", "dp2.z2.mb2", "bf16", ".off-optimizer.off-gradients"), ("convnet", "dp1.mb8", "fp32", ""), ("mixture", "dp1.mb4.rc-sac", "fp32", ""),
 ]  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_a_run_with_activations_in_files_is_bit_for_bit_the_run_without(
 ) -> None:
     world = parse_plan(plan).world
     here = ranks.run(world, trained, name, plan, precision, str(tmp_path))
-    away = ranks.run(world, trained, name, f"{plan}{beside}.off-activations-files", precision, str(tmp_path))
+    away = ranks.run(world, trained, name, f"{plan}{beside}.off-activations-disk", precision, str(tmp_path))
     for (losses, weights), (others, theirs) in zip(here, away, strict=True):
         assert losses == others
         assert weights is None or all(torch.equal(weights[key], theirs[key]) for key in weights)
@@ -95,21 +95,21 @@ ESTIMATED = (
         "tp2.sp.mb8",
         "pp2.mb4.gpipe",
         "pp2.mb2.interleaved2",
-        "dp2.z1.mb8.off-optimizer-files",
+        "dp2.z1.mb8.off-optimizer-disk",
     ),
-    *("dp1.mb8.rc-layer2", "dp1.mb16.rc-operations", "cp2.mb8", "pp2.mb2.zb1", "pp2.mb2.zbv"),
+    *("dp1.mb8.rc-full2", "dp1.mb16.rc-sac", "cp2.mb8", "pp2.mb2.zbh1", "pp2.mb2.zbv"),
 )
 
 
 @pytest.mark.parametrize("plan", ESTIMATED)
 @pytest.mark.covering(3)
 def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str) -> None:
-    name = f"{plan}.off-activations-files"
+    name = f"{plan}.off-activations-disk"
     assert expected("llama", name, "fp32") == pytest.approx(max(ranks.run(parse_plan(name).world, most, "llama", name, "fp32")), rel=0.05)
 
 
 def test_of_the_first_blocks_alone_activations_wait_as_estimated(ranks: Any) -> None:
-    name = f"{PROMISED}.off-activations-files2"
+    name = f"{PROMISED}.off-activations-disk2"
     assert expected("llama", name, "fp32") == pytest.approx(ranks.run(1, most, "llama", name, "fp32")[0], rel=0.05)
 
 
@@ -239,7 +239,7 @@ def narrow(tmp_path: Any) -> Iterator[Path]:
 
 def made(folder: str) -> Trainer:
     return parallelize(
-        make_model("llama"), torch.optim.AdamW, "dp1.mb8.off-activations-files", anatomy=anatomy_of("llama"), offload_to=folder
+        make_model("llama"), torch.optim.AdamW, "dp1.mb8.off-activations-disk", anatomy=anatomy_of("llama"), offload_to=folder
     )
 
 

@@ -17,15 +17,15 @@ from meshwright.train.trainer import parallelize
 COEFFICIENT = 0.5
 
 SAMPLE = [
-    ("mixtral", "dp2.ep2.z1.mb2"), ("mixtral", "tp2.sp.ep2.mb4"), ("qwen3-moe", "pp2.zb1.mb4"), ("mixtral", "cp2.ep2.mb4.rc-layer"),
-    ("qwen2-moe", "dp2.pp2.ep2.z3.mb2.rc-layer"),
+    ("mixtral", "dp2.ep2.z1.mb2"), ("mixtral", "tp2.sp.ep2.mb4"), ("qwen3-moe", "pp2.zbh1.mb4"), ("mixtral", "cp2.ep2.mb4.rc-full"),
+    ("qwen2-moe", "dp2.pp2.ep2.z3.mb2.rc-full"),
 ]  # fmt: skip
 
 WIDE = [
     (model, plan)
     for model in ("mixtral", "qwen3-moe", "qwen2-moe", "gpt-oss", "olmoe", "granite-moe")
     for plan in ("dp1.mb8", "dp1", "tp2.mb2", "tp2.ep2", "pp2.mb2", "pp2.gpipe.mb8", "cp2.mb2", "cp2.ulysses.mb8", "dp2.mb4", "dp2.ep2.z2", "dp2x1.z3.mb2",
-                 "tp2.sp.pp2.mb2", "dp2.tp2.pp2.ep4.z3.mb2", "pp2.cp2.zb1.mb2", "dp2.cp2.ep4.z1.mb2", "dp2.pp2.z1.sh3-1.mb2", "tp2.sp.cp2.mb4.rc-layer")
+                 "tp2.sp.pp2.mb2", "dp2.tp2.pp2.ep4.z3.mb2", "pp2.cp2.zbh1.mb2", "dp2.cp2.ep4.z1.mb2", "dp2.pp2.z1.ga3-1.mb2", "tp2.sp.cp2.mb4.rc-full")
 ]  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def moved(plan: str, folder: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp2.ep2.z1.rc-layer", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp3", "tp2.pp2.ep2.mb2"))]
+    "plan", ["dp2.ep2.z1.rc-full", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp3", "tp2.pp2.ep2.mb2"))]
 )
 def test_routers_biases_move_as_on_one_device_and_stand_in_checkpoints(ranks: Any, plan: str, tmp_path: Any) -> None:
     losses, biases = moved_alone()

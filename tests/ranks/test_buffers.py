@@ -86,7 +86,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         assert found[name].dtype == value.dtype and torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
 
 
-PLANS = ["tp2.mb8", "pp2.mb8", "pp2.mb8.zbv", pytest.param("tp2.pp2.mb8.rc-layer", marks=pytest.mark.soak), "dp1.mb8.rc-layer"]
+PLANS = ["tp2.mb8", "pp2.mb8", "pp2.mb8.zbv", pytest.param("tp2.pp2.mb8.rc-full", marks=pytest.mark.soak), "dp1.mb8.rc-full"]
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -15,14 +15,14 @@ from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
 FACTOR = 0.75
-SAMPLE = ["dp2.ep2.z1.mb2", "tp2.sp.ep2.mb4", "cp2.ep2.rc-layer.mb2", "tp2.pp2.mb4"]
+SAMPLE = ["dp2.ep2.z1.mb2", "tp2.sp.ep2.mb4", "cp2.ep2.rc-full.mb2", "tp2.pp2.mb4"]
 WIDE = [
     "dp1",
     "tp2.mb2",
     "cp2.ulysses",
     "tp2.sp.cp2.ep4.mb2",
-    "dp2.tp2.ep4.z3.rc-layer",
-    "dp2.pp2.ep2.z2.zb1",
+    "dp2.tp2.ep4.z3.rc-full",
+    "dp2.pp2.ep2.z2.zbh1",
     "tp4.ep2.mb2",
     "cp4.ulysses2.ep2.mb2",
 ]

@@ -113,7 +113,7 @@ def test_links_with_a_delay_are_as_late_and_as_wide_as_asked() -> None:
     assert all(0.5 * WIRE < rate < 1.2 * WIRE for rate in rates)
 
 
-@pytest.mark.parametrize("plan", ["dp2.pp2.z1.zb1", "dp2.z1.mb2.sh3-1"])
+@pytest.mark.parametrize("plan", ["dp2.pp2.z1.zbh1", "dp2.z1.mb2.ga3-1"])
 def test_ranks_of_different_hosts_train_to_the_loss_of_one_device(ranks: Any, plan: str) -> None:
     check(alone("llama", "fp64", 2), ranks.run(parse_plan(plan).world, train_between_hosts, "llama", plan, "fp64", 2), "fp64")
 

@@ -14,12 +14,12 @@ from meshwright.spec.grid import Grid
 from meshwright.spec.plan import parse_plan
 
 SAMPLE = [
-    ("llama", "dp2.pp2.z1.ls3-1.on1-0"), ("llama", "dp2.tp2.pp2.z3.mb2.ax-dp-pp-tp"), ("llama-tied", "dp2.pp2.z2.ax-dp-pp-tp"), ("gpt2", "tp2.pp2.mb2.ax-tp-dp-pp"),
-    ("llama", "dp2x2.z1.pp2.ax-pp-tp-dp"), ("llama-tied", "pp4.on1-0-1-0.mb2"),
+    ("llama", "dp2.pp2.z1.ls3-1.place1-0"), ("llama", "dp2.tp2.pp2.z3.mb2.order-dp-pp-tp"), ("llama-tied", "dp2.pp2.z2.order-dp-pp-tp"), ("gpt2", "tp2.pp2.mb2.order-tp-dp-pp"),
+    ("llama", "dp2x2.z1.pp2.order-pp-tp-dp"), ("llama-tied", "pp4.place1-0-1-0.mb2"),
 ]  # fmt: skip
 MORE = [(model, plan) for model in ("llama", "llama-tied", "gpt2", "bert") for plan in (
     *(f"dp2.tp2.sp.pp2.z{zero}.mb2.ax-{axes}" for zero, axes in enumerate(("pp-tp-dp", "dp-tp-pp", "tp-pp-dp", "tp-dp-pp"))),
-    "dp2.pp2.z3.gpipe.on1-0", "dp2.pp4.z1.ls1-1-1-1.on0-1-1-0", "pp2.tp2.mb2.zbv.ax-dp-tp-pp")]  # fmt: skip
+    "dp2.pp2.z3.gpipe.place1-0", "dp2.pp4.z1.ls1-1-1-1.place0-1-1-0", "pp2.tp2.mb2.zbv.order-dp-tp-pp")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
@@ -40,7 +40,7 @@ def test_ranks_in_every_order_train_to_the_loss_of_one_device(ranks: Any, model:
     check(alone(model, precision, 2), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
 
 
-@pytest.mark.parametrize("name", ["dp2x3.tp2.pp4.z1.ax-tp-pp-dp", "dp2.cp2.pp3.z3.ax-dp-pp-tp", "dp3.pp4.z1.on1-0-1-0"])
+@pytest.mark.parametrize("name", ["dp2x3.tp2.pp4.z1.order-tp-pp-dp", "dp2.cp2.pp3.z3.order-dp-pp-tp", "dp3.pp4.z1.place1-0-1-0"])
 def test_every_rank_has_one_place_and_axes_lie_as_far_apart_as_the_plan_says(name: str) -> None:
     plan = parse_plan(name)
     grid = Grid(plan)
@@ -51,12 +51,12 @@ def test_every_rank_has_one_place_and_axes_lie_as_far_apart_as_the_plan_says(nam
 
 
 def test_placed_ranks_hold_the_devices_of_their_group() -> None:
-    plan = parse_plan("dp3.pp4.z1.on1-0-1-0")
+    plan = parse_plan("dp3.pp4.z1.place1-0-1-0")
     by_stage = [{rank for rank in range(12) if Grid(plan).place(rank).pp == pp} for pp in range(4)]
     assert by_stage == [{6, 7, 8}, {0, 1, 2}, {9, 10, 11}, {3, 4, 5}]
 
 
 def test_a_placement_that_would_tear_groups_apart_is_refused_in_one_line() -> None:
     with pytest.raises(InputError) as error:
-        parse_plan("dp2.pp2.on0-1.ax-dp-pp-tp")
+        parse_plan("dp2.pp2.place0-1.order-dp-pp-tp")
     assert "must begin with pp" in str(error.value) and "\n" not in str(error.value)

@@ -15,11 +15,11 @@ from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
-    ("llama", "dp2.z3.shards3-1"), ("llama", "dp2.z1.shards1-4"), ("llama", "dp4.z2.shards1-1-2-4"), ("llama-tied", "dp2.tp2.z2.mb2.shards2-1"),
-    ("gpt2", "dp2x2.z3.shards1-3.rc-layer"), ("llama", "dp2.z1.mb2.sh3-1.shards3-1"), ("llama-tied", "dp2.pp2.z1.shards1-2"),
+    ("llama", "dp2.z3.zw3-1"), ("llama", "dp2.z1.zw1-4"), ("llama", "dp4.z2.zw1-1-2-4"), ("llama-tied", "dp2.tp2.z2.mb2.zw2-1"),
+    ("gpt2", "dp2x2.z3.zw1-3.rc-full"), ("llama", "dp2.z1.mb2.ga3-1.zw3-1"), ("llama-tied", "dp2.pp2.z1.zw1-2"),
 ]  # fmt: skip
 MORE = [(model, plan) for model in ("llama", "llama-tied", "gpt2", "bert") for plan in (
-    "dp4.z1.shards5-1-1-1", "dp4.z3.shards1-2-3-4", "dp2.pp2.z3.mb2.shards1-3", "dp2.pp2.z2.mb2.zb1.shards4-1", "dp2.tp2.sp.z3.mb2.shards1-9", "dp2.cp2.z3.mb2.shards1-2-3-2")
+    "dp4.z1.zw5-1-1-1", "dp4.z3.zw1-2-3-4", "dp2.pp2.z3.mb2.zw1-3", "dp2.pp2.z2.mb2.zbh1.zw4-1", "dp2.tp2.sp.z3.mb2.zw1-9", "dp2.cp2.z3.mb2.zw1-2-3-2")
     if not (model == "bert" and "cp" in plan)]  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def sent(plan: str) -> float:
 
 
 def test_unlike_shards_send_what_like_ones_send_and_records_say_it(ranks: Any) -> None:
-    for like, unlike in zip(ranks.run(2, sent, "dp2.z1"), ranks.run(2, sent, "dp2.z1.shards1-3"), strict=True):
+    for like, unlike in zip(ranks.run(2, sent, "dp2.z1"), ranks.run(2, sent, "dp2.z1.zw1-3"), strict=True):
         assert like > 0 and unlike == pytest.approx(like, rel=0.02)  # of two ranks each sends its slice's rest, then its slice
 
 
@@ -65,7 +65,7 @@ def gradients_at_once(plan: str) -> float:
 
 
 def test_whole_gradients_of_unlike_shards_go_after_each_micro_batch_between_hosts_too(ranks: Any) -> None:
-    for plan in ("dp4.z2.shards1-1-2-4", "dp4.z2"):
+    for plan in ("dp4.z2.zw1-1-2-4", "dp4.z2"):
         assert max(ranks.run(4, gradients_at_once, plan)) < 4.0
 
 
@@ -82,10 +82,10 @@ def held(plan: str, folder: str, load: bool) -> tuple[int, float]:
 
 
 def test_ranks_hold_their_parts_and_any_other_plan_goes_on_from_their_checkpoint(ranks: Any, tmp_path: Path) -> None:
-    unlike = ranks.run(2, held, "dp2.z3.shards3-1", str(tmp_path / "a"), False)
+    unlike = ranks.run(2, held, "dp2.z3.zw3-1", str(tmp_path / "a"), False)
     assert 2.7 < unlike[0][0] / unlike[1][0] < 3.1
     path = next((tmp_path / "a").glob("step-*"))
-    for plan in ("dp2.z1.shards1-2", "dp4.z2", "tp2.mb4"):
+    for plan in ("dp2.z1.zw1-2", "dp4.z2", "tp2.mb4"):
         (_, loss), *_ = ranks.run(parse_plan(plan).world, held, plan, str(path), True)
         assert loss == pytest.approx(unlike[0][1], rel=1e-10)
 
@@ -93,10 +93,10 @@ def test_ranks_hold_their_parts_and_any_other_plan_goes_on_from_their_checkpoint
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ("dp4.z3.shards1-1", "each of the 4 ranks of a shard group"),
-        ("dp2.shards1-2", "at z1 to z3"),
-        ("dp2.z1.shards1-0", "at least 1"),
-        ("dp4.ep2.z1.shards1-1-1-2", "use ep1"),
+        ("dp4.z3.zw1-1", "each of the 4 ranks of a shard group"),
+        ("dp2.zw1-2", "at z1 to z3"),
+        ("dp2.z1.zw1-0", "at least 1"),
+        ("dp4.ep2.z1.zw1-1-1-2", "use ep1"),
     ],
 )
 def test_shards_that_fit_no_group_are_refused_in_one_line(plan: str, words: str) -> None:
@@ -106,5 +106,5 @@ def test_shards_that_fit_no_group_are_refused_in_one_line(plan: str, words: str)
 
 
 def test_weights_of_shards_read_back_from_their_name() -> None:
-    plan = parse_plan("dp2x2.z3.shards1-3.rc-layer")
+    plan = parse_plan("dp2x2.z3.zw1-3.rc-full")
     assert plan.shard_weights == (1, 3) and parse_plan(plan.name) == plan

@@ -19,14 +19,14 @@ from meshwright.parallel import compiled
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
-PLANS = ("dp1.compile", "dp2.z3.mb2.compile", "tp2.mb4.compile", "tp2.sp.mb4.compile", "pp2.rc-layer.compile", "pp2.zb1.compile",
+PLANS = ("dp1.compile", "dp2.z3.mb2.compile", "tp2.mb4.compile", "tp2.sp.mb4.compile", "pp2.rc-full.compile", "pp2.zbh1.compile",
          "dp2.tp2.z1.mb2.compile", "pp2.off-activations.compile", "cp2.compile", "cp2.ulysses.compile", "cp4.ulysses2.z3.compile", "tp2.cp2.sp.compile",
-         "pp2.interleaved2.cp2.rc-layer.compile", "cp2.rc-selective.compile", "cp2.ulysses.rc-operations.compile", "dp1.mb4.rc-selective.compile",
-         "dp2.z3.rc-selective.compile", "tp2.sp.rc-operations.compile", "pp2.interleaved2.rc-operations1.compile", "dp2.z3.rc-layer1-operations.compile",
-         "pp2.rc-operations.off-activations.compile", "pp2.zb1.rc-operations.compile", "pp2.zb1.rc-layer1.compile", "dp2.z3.rc-selective.off-activations.compile",
-         "pp2.off-activations-files.compile", "dp1.mb4.rc-operations.off-activations-files.compile")  # fmt: skip
-ESTIMATED = ("dp1.mb8.compile", "dp2.z3.mb4.compile", "tp2.sp.mb8.compile", "pp2.mb4.compile", "cp2.mb8.compile", "dp1.mb8.rc-layer.compile",
-             "dp1.mb8.rc-selective.compile", "dp1.mb8.rc-operations.compile", "tp2.mb8.rc-operations.compile", "pp2.mb4.rc-operations1.compile", "pp2.mb4.zbv.compile")  # fmt: skip
+         "pp2.interleaved2.cp2.rc-full.compile", "cp2.rc-attn.compile", "cp2.ulysses.rc-sac.compile", "dp1.mb4.rc-attn.compile",
+         "dp2.z3.rc-attn.compile", "tp2.sp.rc-sac.compile", "pp2.interleaved2.rc-sac1.compile", "dp2.z3.rc-full1+sac.compile",
+         "pp2.rc-sac.off-activations.compile", "pp2.zbh1.rc-sac.compile", "pp2.zbh1.rc-full1.compile", "dp2.z3.rc-attn.off-activations.compile",
+         "pp2.off-activations-disk.compile", "dp1.mb4.rc-sac.off-activations-disk.compile")  # fmt: skip
+ESTIMATED = ("dp1.mb8.compile", "dp2.z3.mb4.compile", "tp2.sp.mb8.compile", "pp2.mb4.compile", "cp2.mb8.compile", "dp1.mb8.rc-full.compile",
+             "dp1.mb8.rc-attn.compile", "dp1.mb8.rc-sac.compile", "tp2.mb8.rc-sac.compile", "pp2.mb4.rc-sac1.compile", "pp2.mb4.zbv.compile")  # fmt: skip
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def train_with(backend: str, *given: Any) -> tuple[dict[str, Any], float]:
         return train(*given), compiled.seconds() - began
 
 
-@pytest.mark.parametrize("plan", ["dp1.compile", "cp2.compile", "dp1.rc-operations.compile", "dp1.rc-selective.compile"])
+@pytest.mark.parametrize("plan", ["dp1.compile", "cp2.compile", "dp1.rc-sac.compile", "dp1.rc-attn.compile"])
 def test_compiled_blocks_compute_what_one_device_computes(ranks: Any, plan: str) -> None:
     found = ranks.run(parse_plan(plan).world, train_with, "aot_eager", "llama", plan, "fp64", 2)
     check(alone("llama", "fp64", 2), [result for result, _ in found], "fp64")
@@ -71,9 +71,7 @@ def test_compiled_blocks_go_with_every_strategy(ranks: Any, model: str, plan: st
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "plan", ["dp1.compile", "cp2.compile", "cp2.ulysses.compile", "dp1.rc-operations.compile", "dp1.rc-selective.compile"]
-)
+@pytest.mark.parametrize("plan", ["dp1.compile", "cp2.compile", "cp2.ulysses.compile", "dp1.rc-sac.compile", "dp1.rc-attn.compile"])
 def test_generated_code_computes_what_one_device_computes(ranks: Any, plan: str) -> None:
     found = ranks.run(parse_plan(plan).world, train_with, "inductor", "llama", plan, "fp32", 2)
     check(alone("llama", "fp32", 2), [result for result, _ in found], "fp32")
@@ -90,7 +88,7 @@ def check_bits(ranks: Any, backend: str, name: str, way: str) -> None:
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
 
-@pytest.mark.parametrize("way", ["rc-selective", "rc-operations"])
+@pytest.mark.parametrize("way", ["rc-attn", "rc-sac"])
 def test_what_the_compiler_makes_again_is_what_was_there(ranks: Any, way: str) -> None:
     """By the compiler's cuts and formulas, one operation at a time."""
     check_bits(ranks, "aot_eager_decomp_partition", "llama", way)
@@ -98,7 +96,7 @@ def test_what_the_compiler_makes_again_is_what_was_there(ranks: Any, way: str) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("way", ["rc-layer", "rc-selective", "rc-operations"])
+@pytest.mark.parametrize("way", ["rc-full", "rc-attn", "rc-sac"])
 def test_generated_code_makes_again_what_was_there(ranks: Any, way: str, name: str) -> None:
     check_bits(ranks, "inductor", name, way)
 

@@ -205,7 +205,7 @@ def test_what_cannot_be_trained_is_said_in_one_line(ranks: Any, plan: str, chang
 
 
 @pytest.mark.parametrize(("change", "what"), [(drawing, "Python's random"), (drawing_arrays, "numpy.random")])
-@pytest.mark.parametrize("plan", ["tp2", "pp2.mb2", "dp2.rc-layer"])
+@pytest.mark.parametrize("plan", ["tp2", "pp2.mb2", "dp2.rc-full"])
 def test_numbers_drawn_without_torch_are_refused_where_ranks_or_passes_compute_the_same_rows(
     ranks: Any, plan: str, change: Change, what: str
 ) -> None:

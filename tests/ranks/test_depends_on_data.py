@@ -304,7 +304,7 @@ def equal(ranks: Any, kind: str, plan: str, world: int) -> None:
         assert torch.allclose(found[2][name].to(tensor), tensor, rtol=1e-8, atol=1e-10), name
 
 
-@pytest.mark.parametrize("plan", ["dp2.z3.mb4", "dp2.z3.mb1.rc-layer", "dp2.z2.mb2"])
+@pytest.mark.parametrize("plan", ["dp2.z3.mb4", "dp2.z3.mb1.rc-full", "dp2.z2.mb2"])
 def test_experts_that_only_some_ranks_choose_are_reduced_in_one_order_on_all(ranks: Any, plan: str) -> None:
     equal(ranks, "chosen", plan, 2)
 
@@ -362,10 +362,10 @@ def test_a_loss_that_is_a_mean_over_rows_is_taken_apart_and_noise_is_no_reason_n
     ("kind", "plan"),
     [
         ("counter", "dp1.mb4"),
-        ("counter", f"dp1.mb{ROWS}.rc-layer"),
+        ("counter", f"dp1.mb{ROWS}.rc-full"),
         ("running", "dp2.mb4"),
         ("spectral", "pp2.mb4"),
-        ("spectral", f"dp1.mb{ROWS}.rc-layer"),
+        ("spectral", f"dp1.mb{ROWS}.rc-full"),
     ],
 )
 def test_what_a_forward_keeps_for_the_next_is_not_moved_oftener_than_on_one_device(ranks: Any, kind: str, plan: str) -> None:

@@ -30,7 +30,7 @@ MORE = [
     "dp2x2.z1",
     "dp2x2.z3",
     "dp6.z2",
-    "dp4.z3.rc-layer",
+    "dp4.z3.rc-full",
 ]
 
 

@@ -24,17 +24,17 @@ from meshwright.spec.workload import Lora
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
-    ("mixture", "dp2.ep2.z1"), ("mixture", "dp2.ep2.z2.rc-layer"), ("mixture", "tp2"), ("mixture", "tp2.sp.ep2.mb2"), ("mixture", "cp2.ep2"),
+    ("mixture", "dp2.ep2.z1"), ("mixture", "dp2.ep2.z2.rc-full"), ("mixture", "tp2"), ("mixture", "tp2.sp.ep2.mb2"), ("mixture", "cp2.ep2"),
     ("mixture", "dp2.tp2.ep4.z3.mb2"), ("mixture", "tp4.ep2.mb4"), ("mixture", "dp2.pp2.ep2.z3"), ("mixtral", "dp2.ep2.z2"), ("qwen3-moe", "tp2.sp.ep2.mb2"),
     ("llama4", "dp2.tp2.ep4.z3.mb2"), ("llama4", "tp2.mb2"),
-    ("qwen2-moe", "tp2.ep2.mb2"), ("gpt-oss", "tp2.mb2"), ("dbrx", "tp2.ep2.mb2"), ("deepseek-v3", "dp2.ep2.z3"), ("mixture", "dp2.tp2.ep4.z1.mb2.ax-tp-dp-pp"),
+    ("qwen2-moe", "tp2.ep2.mb2"), ("gpt-oss", "tp2.mb2"), ("dbrx", "tp2.ep2.mb2"), ("deepseek-v3", "dp2.ep2.z3"), ("mixture", "dp2.tp2.ep4.z1.mb2.order-tp-dp-pp"),
 ]  # fmt: skip
 """Each strategy with experts, and families of each form, under some of them."""
 
 WIDER = [
     ("mixture", "dp2"), ("mixture", "dp4.ep2.z1"), ("mixture", "dp2x2.ep2.z2.mb2"), ("mixture", "tp2.sp.mb2"), ("mixture", "dp2.tp2.ep2.z1"),
-    ("mixture", "dp2.tp2.pp2.ep2.z3.mb2"), ("mixture", "dp2.cp2.ep4.z1"), ("mixture", "pp2.dp2.ep2.z1.zb1"), ("mixture", "dp2.ep2.z1.off-activations"),
-    ("mixture", "dp2.ep2.z1.rc-selective"), ("mixtral", "tp2.mb2"), ("gpt-oss", "tp4.ep2.mb2"), ("olmoe", "tp2.ep2"), ("granite-moe", "dp2.ep2.z3"),
+    ("mixture", "dp2.tp2.pp2.ep2.z3.mb2"), ("mixture", "dp2.cp2.ep4.z1"), ("mixture", "pp2.dp2.ep2.z1.zbh1"), ("mixture", "dp2.ep2.z1.off-activations"),
+    ("mixture", "dp2.ep2.z1.rc-attn"), ("mixtral", "tp2.mb2"), ("gpt-oss", "tp4.ep2.mb2"), ("olmoe", "tp2.ep2"), ("granite-moe", "dp2.ep2.z3"),
     ("deepseek-v3", "tp2.ep2"), ("deepseek-v3", "pp3"), ("glm4-moe", "dp2.tp2.ep4.z1"),
 ]  # fmt: skip
 
@@ -59,7 +59,7 @@ def test_a_mixture_computes_what_one_device_computes_under_more_plans(ranks: Any
         ("dp2.tp2.ep4.z3", "tp2"),
         ("tp2", "dp2.ep2.z1"),
         pytest.param("dp4.ep2.z2", "pp2", marks=pytest.mark.soak),
-        pytest.param("dp2.tp2.ep4.z3.ax-tp-dp-pp", "tp2", marks=pytest.mark.soak),
+        pytest.param("dp2.tp2.ep4.z3.order-tp-dp-pp", "tp2", marks=pytest.mark.soak),
     ],
 )
 def test_a_mixture_goes_on_from_a_checkpoint_of_another_layout_as_if_nothing_had_been(

@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 PLANS = (
     "dp2.mb4", "tp2.mb8", "tp4.mb8", "tp8.mb8", "tp2.sp.mb8", "pp2.mb4", "tp2.pp2.mb4", "dp2.z3.mb4", "dp2.tp2.z2.mb4", "pp2.dp2.z3.mb2",
-    "tp2.mb4.rc-layer", "dp2.tp2.sp.z1.mb4", "dp2.tp2.pp2.z1.mb2", "tp4.sp.mb8",
+    "tp2.mb4.rc-full", "dp2.tp2.sp.z1.mb4", "dp2.tp2.pp2.z1.mb2", "tp4.sp.mb8",
 )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def pairs() -> list[tuple[str, str]]:
 
 def turn() -> list[tuple[str, str]]:
     """A plan for each of the families that are named most, each kind of plan in turn."""
-    order = ("tp2.mb8", "tp4.mb8", "tp2.sp.mb8", "pp2.mb4", "dp2.tp2.z2.mb4", "tp2.mb4.rc-layer")
+    order = ("tp2.mb8", "tp4.mb8", "tp2.sp.mb8", "pp2.mb4", "dp2.tp2.z2.mb4", "tp2.mb4.rc-full")
     named = list(FAMILIES)[: list(FAMILIES).index("t5")]
     chosen = [(name, order[index % len(order)]) for index, name in enumerate(named)]
     return [
@@ -151,7 +151,7 @@ def turn() -> list[tuple[str, str]]:
         ("mistral", "tp8.mb8"),
         ("t5", "tp2.mb8"),
         ("t5", "tp2.sp.mb8"),
-        ("t5", "dp2.z1.mb2.rc-layer"),
+        ("t5", "dp2.z1.mb2.rc-full"),
         ("cohere", "tp2.mb8"),
         ("deepseek-v3", "tp2.mb8"),
         ("modernbert-decoder", "pp2.mb4"),
@@ -237,7 +237,7 @@ def drop(plan: str) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
     return shares, whole, loss
 
 
-@pytest.mark.parametrize("plan", ["tp2.mb2", "tp2.mb2.rc-layer", "tp2.sp.mb2"])
+@pytest.mark.parametrize("plan", ["tp2.mb2", "tp2.mb2.rc-full", "tp2.sp.mb2"])
 def test_shares_are_dropped_apart_and_what_is_whole_is_dropped_alike_also_when_computed_again(ranks: Any, plan: str) -> None:
     (shares, whole, loss), (others, alike, same) = ranks.run(2, drop, plan)
     assert loss == same

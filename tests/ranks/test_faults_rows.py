@@ -101,10 +101,10 @@ def test_want_of_memory_that_lasts_changes_the_plan_to_one_that_takes_less(
     work = launch(text, tmp_path / "run", "dp2x2.z2.mb2")
     question = Job(model=read_model("llama-tiny", **SIZES), cluster=read_cluster("4:cpu"), workload=work.workload)
     notes: list[str] = []
-    train(nursery, work, places([3], [5], ["update"], "memory", always=True, spares="operations"), notes, leaner=question)
+    train(nursery, work, places([3], [5], ["update"], "memory", always=True, spares="sac"), notes, leaner=question)
     first, second, changed, recovery = events(tmp_path / "run")
     assert (first.decision, second.decision) == ("ranks start again", "in the same step again: a plan that takes less memory")
-    assert (changed.kind, changed.cause) == ("resize", "less memory") and changed.plan.endswith(".rc-operations") and recovery.lost == 0
+    assert (changed.kind, changed.cause) == ("resize", "less memory") and changed.plan.endswith(".rc-sac") and recovery.lost == 0
     assert any(note.startswith("goes on under a plan that takes less memory, plan ") for note in notes)
     found = losses(tmp_path / "run")
     assert sorted(found) == list(range(STEPS + 1))

@@ -58,7 +58,7 @@ STARTS = [
 ]  # fmt: skip
 
 
-RARE = {("llama", "dp2"), ("llama", "dp2.tp2.z1"), ("gpt2", "dp2.z2"), ("llama", "dp2.z3.rc-layer"), ("llama", "tp2"), ("mixtral", "pp2")}
+RARE = {("llama", "dp2"), ("llama", "dp2.tp2.z1"), ("gpt2", "dp2.z2"), ("llama", "dp2.z3.rc-full"), ("llama", "tp2"), ("mixtral", "pp2")}
 """What the others cover too: only the soak runs it."""
 
 
@@ -308,7 +308,7 @@ def test_a_run_from_weights_begins_where_they_left_off_with_their_tokenizer(trai
 # --- adapters -------------------------------------------------------------------------------------------------------------------
 
 ADAPTED = [
-    ("llama", "dp2"), ("llama", "dp2.z3.rc-layer"), ("llama", "tp2"), ("llama", "tp2.sp.mb4"), ("llama", "dp2.tp2.z1"), ("llama", "tp2.pp2.mb4"),
+    ("llama", "dp2"), ("llama", "dp2.z3.rc-full"), ("llama", "tp2"), ("llama", "tp2.sp.mb4"), ("llama", "dp2.tp2.z1"), ("llama", "tp2.pp2.mb4"),
     ("llama", "dp2.pp2.z3"), ("llama", "tp4"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"),
 ]  # fmt: skip
 LORA = Lora(rank=4, alpha=8.0)

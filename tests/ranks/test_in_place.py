@@ -38,7 +38,7 @@ def passing(plan: str, tied: bool, precision: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("plan", ["pp2.mb1", "pp2.mb1.zb1", "pp2.mb1.lc2"])
+@pytest.mark.parametrize("plan", ["pp2.mb1", "pp2.mb1.zbh1", "pp2.mb1.lc2"])
 def test_no_tensor_of_a_vocabularys_size_comes_and_goes(ranks: Any, plan: str, tied: bool) -> None:
     """But where the loss is made in chunks, which keep one: the test would see it."""
     found = ranks.run(2, passing, plan, tied, "fp32")
@@ -126,9 +126,9 @@ def alone(form: str) -> tuple[list[float], dict[str, torch.Tensor], nn.Module]:
     return losses, first, model
 
 
-PLANS = ("pp2.mb2", "pp2.mb1.zb1", "pp2.mb1.z2.zb1", "dp2.pp2.mb1", "dp2.pp2.mb1.z2", "dp2.pp2.mb1.z3", "tp2.pp2.mb2")
+PLANS = ("pp2.mb2", "pp2.mb1.zbh1", "pp2.mb1.z2.zbh1", "dp2.pp2.mb1", "dp2.pp2.mb1.z2", "dp2.pp2.mb1.z3", "tp2.pp2.mb2")
 PAIRS = [(form, plan) for form in ("plain", "tied", "head twice") for plan in PLANS]
-PAIRS += [(form, plan) for form in ("once", "twice") for plan in ("pp2.mb2", "dp2.pp2.mb1.z2", "pp2.mb2.rc-layer")]
+PAIRS += [(form, plan) for form in ("once", "twice") for plan in ("pp2.mb2", "dp2.pp2.mb1.z2", "pp2.mb2.rc-full")]
 
 
 @pytest.mark.parametrize(("form", "plan"), PAIRS)
@@ -149,8 +149,8 @@ def small(name: str, plan: str, precision: str) -> dict[str, Any]:
         return train(name, plan, precision, 2)
 
 
-FAMILIES = [("llama", f"pp2.mb2{kind}") for kind in ("", ".rc-operations", ".rc-selective", ".zb1", ".interleaved2")]
-FAMILIES += [("llama-tied", "pp2.mb2.zbv"), ("llama", "tp2.pp2.sp.mb2"), ("llama", "dp2.pp2.mb1.z3.rc-layer"), ("llama", "pp2.cp2.mb2")]
+FAMILIES = [("llama", f"pp2.mb2{kind}") for kind in ("", ".rc-sac", ".rc-attn", ".zbh1", ".interleaved2")]
+FAMILIES += [("llama-tied", "pp2.mb2.zbv"), ("llama", "tp2.pp2.sp.mb2"), ("llama", "dp2.pp2.mb1.z3.rc-full"), ("llama", "pp2.cp2.mb2")]
 FAMILIES += [("gpt2", "pp2.mb2"), ("hf-gpt2", "dp2.pp2.mb1.z3"), ("bert", "pp2.tp2.mb2.z2"), ("llama-tied", "dp2.pp2.mb1.z2")]
 
 
@@ -166,7 +166,7 @@ def two_steps(plan: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def test_what_blocks_compute_again_changes_no_bit_of_gradients_made_in_place(ranks: Any) -> None:
-    found = [ranks.run(2, two_steps, f"pp2.mb2{kind}")[0] for kind in ("", ".rc-layer", ".rc-operations", ".rc-layer1")]
+    found = [ranks.run(2, two_steps, f"pp2.mb2{kind}")[0] for kind in ("", ".rc-full", ".rc-sac", ".rc-full1")]
     for losses, weights in found[1:]:
         assert losses == found[0][0]
         assert all(torch.equal(weights[name], weight) for name, weight in found[0][1].items())

@@ -15,16 +15,16 @@ from meshwright.parallel.offload.activations import Activations
 from meshwright.train.trainer import parallelize
 
 WAYS = (
-    *("rc-layer", "rc-layer1", "rc-selective", "rc-operations", "rc-operations1", "rc-layer1-operations"),
+    *("rc-full", "rc-full1", "rc-attn", "rc-sac", "rc-sac1", "rc-full1+sac"),
     *(
         "off-activations",
-        "rc-layer.off-activations",
-        "rc-layer1.off-activations",
-        "rc-operations.off-activations",
+        "rc-full.off-activations",
+        "rc-full1.off-activations",
+        "rc-sac.off-activations",
         "off-activations1",
-        "rc-layer1.off-activations1",
+        "rc-full1.off-activations1",
     ),
-    *("off-activations-files", "rc-layer1.off-activations-files", "rc-operations.off-activations-files", "off-activations-files1"),
+    *("off-activations-disk", "rc-full1.off-activations-disk", "rc-sac.off-activations-disk", "off-activations-disk1"),
 )
 
 
@@ -50,7 +50,7 @@ OTHERS = ("llama-tied", "gpt2", "bert", "hf-llama", "hf-gpt2", "convnet", "mixtr
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_model_recomputes_by_operation_to_the_bit(ranks: Any, name: str) -> None:
-    plain, kept = (ranks.run(1, gradients, name, f"dp1.mb4{way}")[0] for way in ("", ".rc-operations"))
+    plain, kept = (ranks.run(1, gradients, name, f"dp1.mb4{way}")[0] for way in ("", ".rc-sac"))
     assert plain.keys() == kept.keys()
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
@@ -65,18 +65,18 @@ def trained(plan: str, precision: str) -> tuple[list[float], dict[str, torch.Ten
 @pytest.mark.parametrize(("around", "precision"), [("dp2.z3", "bf16"), ("tp2.sp", "fp16"), ("dp1.mb4", "bf16-pure")])
 def test_low_precision_recomputes_by_operation_to_the_bit(ranks: Any, around: str, precision: str) -> None:
     world = 1 if around.startswith("dp1") else 2
-    (losses, weights), (expected, plain) = (ranks.run(world, trained, plan, precision)[0] for plan in (f"{around}.rc-operations", around))
+    (losses, weights), (expected, plain) = (ranks.run(world, trained, plan, precision)[0] for plan in (f"{around}.rc-sac", around))
     assert losses == expected and all(torch.equal(weights[name], plain[name]) for name in plain)
 
 
 ESTIMATED = (
-    *("dp1.mb4.rc-layer2", "dp1.mb4.rc-selective", "pp2.mb2.rc-layer1", "tp2.mb4.rc-selective"),
+    *("dp1.mb4.rc-full2", "dp1.mb4.rc-attn", "pp2.mb2.rc-full1", "tp2.mb4.rc-attn"),
     *(
-        "dp1.mb8.rc-operations",
-        "dp1.mb8.rc-operations2",
-        "dp1.mb8.rc-layer2-operations",
-        "tp2.sp.mb8.rc-operations",
-        "pp2.mb4.rc-operations",
+        "dp1.mb8.rc-sac",
+        "dp1.mb8.rc-sac2",
+        "dp1.mb8.rc-full2+sac",
+        "tp2.sp.mb8.rc-sac",
+        "pp2.mb4.rc-sac",
     ),
 )
 
@@ -148,7 +148,7 @@ def refusal() -> str:
     import transformers
 
     config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=32, attn_implementation="eager")
-    trainer = parallelize(transformers.GPT2LMHeadModel(config), torch.optim.AdamW, "dp1.rc-selective")
+    trainer = parallelize(transformers.GPT2LMHeadModel(config), torch.optim.AdamW, "dp1.rc-attn")
     try:
         trainer.step(make_batch("hf-gpt2", 0))
     except InputError as error:
@@ -156,7 +156,7 @@ def refusal() -> str:
     return ""
 
 
-@pytest.mark.parametrize("way", ["rc-layer999", "rc-operations9", "off-activations9"])
+@pytest.mark.parametrize("way", ["rc-full999", "rc-sac9", "off-activations9"])
 def test_more_blocks_than_a_stage_has_are_refused_in_one_line(ranks: Any, way: str) -> None:
     assert ranks.run(1, refused, way)[0].startswith(f"plan dp1.{way}: {way} counts blocks of a stage, which has 4 at most")
 

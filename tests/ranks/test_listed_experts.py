@@ -108,7 +108,7 @@ def one_device(kind: str) -> Any:
     return losses, gradients, dict(model.named_parameters())
 
 
-PLANS = [("its tokens", plan) for plan in ("dp2.z1", "dp2.z3", "pp2.mb2", "dp2.z3.rc-layer")]
+PLANS = [("its tokens", plan) for plan in ("dp2.z1", "dp2.z3", "pp2.mb2", "dp2.z3.rc-full")]
 PLANS += [("all tokens", plan) for plan in ("dp2.z1", "dp2.z3", "tp2", "pp2.mb2")]
 
 

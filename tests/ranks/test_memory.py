@@ -84,7 +84,7 @@ def test_a_want_of_memory_is_one_line_with_what_is_held_and_what_takes_more_than
 
 def test_a_want_of_memory_without_a_prediction_says_what_holds_less(ranks: Any) -> None:
     found = ranks.run(1, starved, "step", ())[0]
-    assert "more were asked for beside parameters" in found and "rc-layer" in found
+    assert "more were asked for beside parameters" in found and "rc-full" in found
 
 
 def holder(held: Callable[[], dict[str, float]], predicted: Memory | None = PREDICTED) -> Holder:

@@ -80,19 +80,19 @@ def gradients(kind: str, plan: str, times: int = 1) -> dict[str, torch.Tensor] |
 def test_what_is_made_again_reads_buffers_as_they_were_in_its_pass(ranks: Any, kind: str, around: str) -> None:
     world = 1 if around.startswith("dp1") else 2
     plain = ranks.once(world, gradients, kind, around)[0]
-    for way in ("rc-layer", "rc-operations", "rc-layer1-operations.off-activations"):
+    for way in ("rc-full", "rc-sac", "rc-full1+sac.off-activations"):
         kept = ranks.run(world, gradients, kind, f"{around}.{way}")[0]
         assert plain.keys() == kept.keys() and all(torch.equal(plain[name], kept[name]) for name in plain), way
 
 
-@pytest.mark.parametrize("way", ["rc-layer", "rc-operations"])
+@pytest.mark.parametrize("way", ["rc-full", "rc-sac"])
 def test_blocks_that_run_twice_in_a_pass_read_what_each_time_moved(ranks: Any, way: str) -> None:
     plain, kept = ranks.once(1, gradients, "moved", "dp1.mb4", 2)[0], ranks.run(1, gradients, "moved", f"dp1.mb4.{way}", 2)[0]
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
 
 @pytest.mark.parametrize("kind", ["inside", "inside-old", "around"])
-@pytest.mark.parametrize("way", ["rc-selective", "rc-operations", "rc-layer", "off-activations"])
+@pytest.mark.parametrize("way", ["rc-attn", "rc-sac", "rc-full", "off-activations"])
 @pytest.mark.covering(4)
 def test_models_that_checkpoint_themselves_train_under_every_recompute(ranks: Any, kind: str, way: str) -> None:
     plain, kept = ranks.once(1, gradients, kind, "dp1.mb4")[0], ranks.run(1, gradients, kind, f"dp1.mb4.{way}")[0]
@@ -133,10 +133,10 @@ def test_gradients_inside_a_forward_are_taken_for_none_of_its_own_where_those_ar
     plain = ranks.once(1, gradients, kind, "dp1.mb4")[0]
     found = ranks.run(2, gradients, kind, "pp2.mb4")[0]
     assert all(torch.allclose(plain[name], found[name], atol=1e-6) for name in plain if not name.endswith("mean"))
-    assert "takes gradients inside of its forward" in ranks.run(2, said_in_training, kind, "pp2.mb4.zb1")[0]
+    assert "takes gradients inside of its forward" in ranks.run(2, said_in_training, kind, "pp2.mb4.zbh1")[0]
 
 
-@pytest.mark.parametrize("way", ["rc-layer", "rc-operations", "off-activations"])
+@pytest.mark.parametrize("way", ["rc-full", "rc-sac", "off-activations"])
 def test_gradients_by_torch_func_inside_a_block_are_refused_in_one_line_where_others_keep(ranks: Any, way: str) -> None:
     assert isinstance(ranks.once(1, gradients, "func", "dp1.mb4")[0], dict)
     assert ranks.run(1, gradients, "func", f"dp1.mb4.{way}")[0].startswith("this block takes gradients by torch.func")

@@ -124,7 +124,7 @@ def test_a_norm_that_is_put_in_training_mode_later_is_refused_at_the_next_step(r
     assert first == second and "norm is a norm with statistics of the batch" in first
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb1", "dp2.z1.mb2.sh3-1", "pp2.mb2", "pp2.mb2.interleaved2"])
+@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb1", "dp2.z1.mb2.ga3-1", "pp2.mb2", "pp2.mb2.interleaved2"])
 @pytest.mark.parametrize("last", [7, 5, 1])
 @pytest.mark.covering(5)
 def test_a_last_batch_of_any_number_of_rows_counts_each_row_once_in_an_own_mean_over_rows(ranks: Any, plan: str, last: int) -> None:
@@ -168,6 +168,6 @@ def sharing(plan: str | None) -> Any:
     return [losses[0], *losses], first
 
 
-@pytest.mark.parametrize("plan", ["dp2.z3.mb2", "dp2.z3.mb4.rc-layer"])
+@pytest.mark.parametrize("plan", ["dp2.z3.mb2", "dp2.z3.mb4.rc-full"])
 def test_a_weight_that_two_blocks_share_trains_under_zero_3(ranks: Any, plan: str) -> None:
     check(ranks.run(2, sharing, plan), sharing(None))

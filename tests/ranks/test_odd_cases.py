@@ -10,7 +10,7 @@ from odd_models import Job
 
 RUNS = {
     "attention and a gated perceptron that read the same input": ("body:parallel", "tp2.mb8 tp2.sp.mb8 dp2.tp2.mb4"),
-    "dropout inside a block that is recomputed": ("inner:dropout-all", "dp1.mb8 dp1.mb2.rc-layer dp2.z3.mb2.rc-layer pp2.mb2.rc-layer"),
+    "dropout inside a block that is recomputed": ("inner:dropout-all", "dp1.mb8 dp1.mb2.rc-full dp2.z3.mb2.rc-full pp2.mb2.rc-full"),
     "one norm that all blocks hold": ("stack:shared-module body:attention", "dp1.mb8 dp2 dp2.z1 dp2.z2.mb2 tp2.mb8 cp2.mb8"),
     "a parameter without elements beside one that is updated": ("front:empty between:layer-embedding", "dp1 dp2.z1.mb4 dp2.z3"),
     "a counter between blocks, where a rank runs several stages": ("once:counter", "pp2.mb8 pp2.mb8.zbv"),

@@ -48,10 +48,10 @@ def bit_for_bit(ranks: Any, folder: Any, name: str, plan: str, precision: str, w
 
 
 CASES = [
-    ("llama", "dp1", "fp32", "optimizer-files"), ("llama", "dp2", "fp64", "optimizer-files"), ("llama", "dp2.z1", "bf16", "optimizer-files"),
-    ("llama", "dp2.z1", "fp32", "optimizer"), ("llama", "dp2.z2", "fp32", "optimizer-files"), ("llama", "dp2.z3", "bf16", "optimizer"),
-    ("llama", "tp2", "fp16", "optimizer-files"), ("llama-tied", "pp2", "fp32", "optimizer-files"), ("llama", "dp2.pp2.z3", "fp32", "optimizer-files"),
-    ("mixtral", "dp2.ep2.z1", "fp32", "optimizer-files"),
+    ("llama", "dp1", "fp32", "optimizer-disk"), ("llama", "dp2", "fp64", "optimizer-disk"), ("llama", "dp2.z1", "bf16", "optimizer-disk"),
+    ("llama", "dp2.z1", "fp32", "optimizer"), ("llama", "dp2.z2", "fp32", "optimizer-disk"), ("llama", "dp2.z3", "bf16", "optimizer"),
+    ("llama", "tp2", "fp16", "optimizer-disk"), ("llama-tied", "pp2", "fp32", "optimizer-disk"), ("llama", "dp2.pp2.z3", "fp32", "optimizer-disk"),
+    ("mixtral", "dp2.ep2.z1", "fp32", "optimizer-disk"),
 ]  # fmt: skip
 
 
@@ -65,8 +65,8 @@ def test_a_run_with_its_optimizer_away_is_bit_for_bit_the_run_without(
 
 
 SHARES = [
-    ("llama", "dp2.z1", "bf16", "optimizer-files50"), ("llama", "dp1", "fp32", "optimizer-files20"), ("llama", "dp2.z3", "fp64", "optimizer-files80"),
-    ("mixtral", "dp2.ep2.z1", "bf16", "optimizer40"), ("llama-tied", "pp2", "fp32", "optimizer-files50"),
+    ("llama", "dp2.z1", "bf16", "optimizer-disk50"), ("llama", "dp1", "fp32", "optimizer-disk20"), ("llama", "dp2.z3", "fp64", "optimizer-disk80"),
+    ("mixtral", "dp2.ep2.z1", "bf16", "optimizer40"), ("llama-tied", "pp2", "fp32", "optimizer-disk50"),
 ]  # fmt: skip
 
 
@@ -80,10 +80,10 @@ def test_a_run_with_a_share_of_its_optimizer_away_is_bit_for_bit_the_run_without
 
 
 PARAMETERS = [
-    ("llama", "dp2.z3", "fp64", "parameters-files"), ("llama", "dp2.z3", "bf16", "parameters-files"),
-    ("llama", "dp1.z3", "fp32", "optimizer-files.off-parameters-files"), ("llama", "dp2.z3", "bf16", "optimizer-files.off-parameters-files"),
-    ("llama", "tp2.z3", "fp32", "optimizer.off-parameters-files"), ("llama-tied", "pp2.z3", "bf16", "parameters-files"),
-    ("llama", "dp2.z3", "fp32", "parameters"), ("mixtral", "dp2.ep2.z3", "fp32", "parameters-files"),
+    ("llama", "dp2.z3", "fp64", "parameters-disk"), ("llama", "dp2.z3", "bf16", "parameters-disk"),
+    ("llama", "dp1.z3", "fp32", "optimizer-disk.off-parameters-disk"), ("llama", "dp2.z3", "bf16", "optimizer-disk.off-parameters-disk"),
+    ("llama", "tp2.z3", "fp32", "optimizer.off-parameters-disk"), ("llama-tied", "pp2.z3", "bf16", "parameters-disk"),
+    ("llama", "dp2.z3", "fp32", "parameters"), ("mixtral", "dp2.ep2.z3", "fp32", "parameters-disk"),
 ]  # fmt: skip
 
 
@@ -98,8 +98,8 @@ def test_a_run_with_its_weights_away_is_bit_for_bit_the_run_without(
 
 
 PARTS = [
-    ("llama", "dp2.z3", "fp64", "parameters-files50"), ("llama", "dp2.z3", "bf16", "parameters-files50"), ("llama-tied", "pp2.z3", "fp32", "parameters-files40"),
-    ("llama", "dp2.z3", "fp32", "parameters50"), ("mixtral", "dp2.ep2.z3", "fp32", "parameters-files60"),
+    ("llama", "dp2.z3", "fp64", "parameters-disk50"), ("llama", "dp2.z3", "bf16", "parameters-disk50"), ("llama-tied", "pp2.z3", "fp32", "parameters-disk40"),
+    ("llama", "dp2.z3", "fp32", "parameters50"), ("mixtral", "dp2.ep2.z3", "fp32", "parameters-disk60"),
 ]  # fmt: skip
 
 
@@ -114,13 +114,13 @@ def test_a_run_with_a_share_of_its_weights_away_is_bit_for_bit_the_run_without(
 
 
 BOTH = [
-    ("llama", "dp1.z3", "fp32", "optimizer-files60.off-parameters-files50"), ("llama", "dp2.z3", "bf16", "optimizer-files60.off-parameters-files50"),
-    ("llama", "dp2.z3", "fp64", "optimizer-files30.off-parameters-files70"), ("llama", "dp2.z3", "bf16", "optimizer-files30.off-parameters-files70"),
-    ("llama", "dp2.z3", "fp32", "optimizer-files.off-parameters-files40"), ("llama", "dp2.z3", "bf16", "optimizer50.off-parameters-files"),
-    ("llama", "tp2.z3", "fp16", "optimizer-files70.off-parameters50"), ("llama-tied", "pp2.z3", "fp32", "optimizer-files20.off-parameters-files40"),
-    ("mixtral", "dp2.ep2.z3", "bf16", "optimizer-files50.off-parameters-files50"), ("llama", "dp3.z3", "bf16", "optimizer-files60.off-parameters-files40"),
-    ("llama", "dp2.z3.shards3-1", "fp32", "optimizer-files60.off-parameters-files30"),
-    ("llama", "dp2.z3.rc-layer.mb2", "bf16", "optimizer-files40.off-parameters-files70.off-activations-files"),
+    ("llama", "dp1.z3", "fp32", "optimizer-disk60.off-parameters-disk50"), ("llama", "dp2.z3", "bf16", "optimizer-disk60.off-parameters-disk50"),
+    ("llama", "dp2.z3", "fp64", "optimizer-disk30.off-parameters-disk70"), ("llama", "dp2.z3", "bf16", "optimizer-disk30.off-parameters-disk70"),
+    ("llama", "dp2.z3", "fp32", "optimizer-disk.off-parameters-disk40"), ("llama", "dp2.z3", "bf16", "optimizer50.off-parameters-disk"),
+    ("llama", "tp2.z3", "fp16", "optimizer-disk70.off-parameters50"), ("llama-tied", "pp2.z3", "fp32", "optimizer-disk20.off-parameters-disk40"),
+    ("mixtral", "dp2.ep2.z3", "bf16", "optimizer-disk50.off-parameters-disk50"), ("llama", "dp3.z3", "bf16", "optimizer-disk60.off-parameters-disk40"),
+    ("llama", "dp2.z3.zw3-1", "fp32", "optimizer-disk60.off-parameters-disk30"),
+    ("llama", "dp2.z3.rc-full.mb2", "bf16", "optimizer-disk40.off-parameters-disk70.off-activations-disk"),
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_a_run_with_shares_of_its_own_of_states_and_of_weights_away_is_bit_for_b
 ) -> None:
     states, weights = (int(part[-2:]) / 100 if part[-1].isdigit() else 1.0 for part in way.split(".")[:2])
     for held, elsewhere in bit_for_bit(ranks, tmp_path, name, plan, precision, way):
-        for kind, share, stays in (("optimizer", states, False), ("parameters", weights, "parameters-files" not in way)):
+        for kind, share, stays in (("optimizer", states, False), ("parameters", weights, "parameters-disk" not in way)):
             gone = held[kind] - elsewhere[kind]
             assert (0 if stays else share) * held[kind] <= gone and (gone < held[kind] or share == 1.0)
         if "activations" not in way:
@@ -152,17 +152,17 @@ def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[
 @pytest.mark.parametrize(
     ("plan", "other"),
     [
-        ("dp2.z1.off-optimizer-files", "dp2.z1.off-optimizer-files"),
-        ("dp2.z3.off-optimizer-files", "dp2.z3"),
-        ("dp2.z1", "dp2.z1.off-optimizer-files"),
+        ("dp2.z1.off-optimizer-disk", "dp2.z1.off-optimizer-disk"),
+        ("dp2.z3.off-optimizer-disk", "dp2.z3"),
+        ("dp2.z1", "dp2.z1.off-optimizer-disk"),
         ("dp2.z1.off-optimizer", "dp2.z1.off-optimizer"),
-        ("dp2.z3.off-optimizer-files.off-parameters-files", "dp2.z3.off-parameters-files"),
-        ("dp2.z3.off-parameters-files", "dp2.z3"),
-        ("dp2.z1.off-optimizer-files30", "dp2.z1.off-optimizer-files70"),
-        ("dp2.z3.off-optimizer-files50", "dp2.z3"),
-        ("dp2.z3.off-parameters-files30", "dp2.z3.off-parameters-files70"),
-        ("dp2.z3.off-optimizer-files60.off-parameters-files50", "dp2.z3.off-optimizer-files30.off-parameters-files70"),
-        ("dp2.z3.off-optimizer-files30.off-parameters50", "dp2.z3"),
+        ("dp2.z3.off-optimizer-disk.off-parameters-disk", "dp2.z3.off-parameters-disk"),
+        ("dp2.z3.off-parameters-disk", "dp2.z3"),
+        ("dp2.z1.off-optimizer-disk30", "dp2.z1.off-optimizer-disk70"),
+        ("dp2.z3.off-optimizer-disk50", "dp2.z3"),
+        ("dp2.z3.off-parameters-disk30", "dp2.z3.off-parameters-disk70"),
+        ("dp2.z3.off-optimizer-disk60.off-parameters-disk50", "dp2.z3.off-optimizer-disk30.off-parameters-disk70"),
+        ("dp2.z3.off-optimizer-disk30.off-parameters50", "dp2.z3"),
     ],
 )
 @pytest.mark.covering(3)
@@ -199,8 +199,8 @@ def many_windows(folder: str, way: str, precision: str) -> list[torch.Tensor]:
 def test_a_unit_of_many_windows_is_updated_as_one_in_memory(ranks: Any, tmp_path: Any, precision: str) -> None:
     """Also where the states of only some of them wait in the file, and the weights of all, or where only the weights do."""
     here = ranks.run(1, many_windows, str(tmp_path), "", precision)[0]
-    together = (".z3.off-optimizer-files45.off-parameters-files", ".z3.off-optimizer45.off-parameters-files", ".z3.off-parameters-files")
-    for way in (".off-optimizer", ".off-optimizer-files", ".off-optimizer-files45", *together):
+    together = (".z3.off-optimizer-disk45.off-parameters-disk", ".z3.off-optimizer45.off-parameters-disk", ".z3.off-parameters-disk")
+    for way in (".off-optimizer", ".off-optimizer-disk", ".off-optimizer-disk45", *together):
         assert all(map(torch.equal, here, ranks.run(1, many_windows, str(tmp_path), way, precision)[0]))
 
 
@@ -238,7 +238,7 @@ def refused(folder: str, plan: str) -> str:
 
 def test_a_folder_that_cannot_be_written_is_one_line(ranks: Any, tmp_path: Any) -> None:
     (tmp_path / "file").write_text("")
-    found = ranks.run(1, refused, str(tmp_path / "file" / "inside"), "dp1.off-optimizer-files")[0]
+    found = ranks.run(1, refused, str(tmp_path / "file" / "inside"), "dp1.off-optimizer-disk")[0]
     assert found.startswith("InputError offload folder") and "--offload-to" in found and "\n" not in found
 
 
@@ -255,13 +255,13 @@ def narrow(tmp_path: Any) -> Iterator[Path]:
 
 
 def test_a_folder_that_is_full_is_one_line_at_the_first_step(ranks: Any, narrow: Path) -> None:
-    found = ranks.run(1, refused, str(narrow), "dp1.off-optimizer-files")[0]
+    found = ranks.run(1, refused, str(narrow), "dp1.off-optimizer-disk")[0]
     assert "is full" in found and "1 MiB" in found and "\n" not in found
 
 
 def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
     """A file that is gone in the middle of a run: the words, and the loss of the step after the checkpoint, in this run and in the next."""
-    trainer = made("llama", "dp1.off-optimizer-files", "fp32", folder)
+    trainer = made("llama", "dp1.off-optimizer-disk", "fp32", folder)
     trainer.step(make_batch("llama", 0))
     path = trainer.save(checkpoints)
     loss = trainer.step(make_batch("llama", 1)).loss
@@ -274,7 +274,7 @@ def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
         trainer.step(make_batch("llama", 2))
     except OffloadFailed as error:
         words = str(error)
-    again = made("llama", "dp1.off-optimizer-files", "fp32", folder)
+    again = made("llama", "dp1.off-optimizer-disk", "fp32", folder)
     again.load(path)
     return words, loss, again.step(make_batch("llama", 1)).loss
 
@@ -287,7 +287,7 @@ def test_a_file_that_is_lost_ends_the_run_in_one_line_and_its_checkpoint_is_good
 
 def masters(folder: str) -> set[str]:
     """Devices of the float32 weights whose 16-bit copy waits in a file, of ranks that compute on another device than the host."""
-    units = made("llama", "dp1.z3.off-parameters-files", "bf16", folder).engine.zero.units
+    units = made("llama", "dp1.z3.off-parameters-disk", "bf16", folder).engine.zero.units
     for unit in units:
         unit.mesh = replace(unit.mesh, device=torch.device("meta"))
         unit._make_master(recipe("bf16"), {})

@@ -70,21 +70,21 @@ def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> t
 
 
 CASES = [
-    ("llama", "dp2.z1", "bf16", "optimizer"), ("llama", "dp2.z2", "fp32", "optimizer"), ("llama", "tp2", "fp16", "optimizer-files"),
-    ("llama", "dp2.z3", "bf16", "optimizer-files"), ("llama", "dp2.z3", "bf16", "parameters"), ("llama", "dp2.z3", "bf16", "parameters-files"),
+    ("llama", "dp2.z1", "bf16", "optimizer"), ("llama", "dp2.z2", "fp32", "optimizer"), ("llama", "tp2", "fp16", "optimizer-disk"),
+    ("llama", "dp2.z3", "bf16", "optimizer-disk"), ("llama", "dp2.z3", "bf16", "parameters"), ("llama", "dp2.z3", "bf16", "parameters-disk"),
     ("llama", "dp2.z3", "fp32", "optimizer.off-parameters"), ("llama", "dp2.z3", "bf16", "optimizer.off-parameters"),
-    ("llama", "dp2.z3", "bf16", "optimizer-files.off-parameters-files"), ("llama-tied", "pp2", "fp32", "optimizer-files50"),
+    ("llama", "dp2.z3", "bf16", "optimizer-disk.off-parameters-disk"), ("llama-tied", "pp2", "fp32", "optimizer-disk50"),
     ("llama", "dp2.z1", "bf16", "optimizer40"), ("mixtral", "dp2.ep2.z1", "bf16", "optimizer"),
     ("llama", "dp2.z2", "bf16", "optimizer.off-gradients"), ("llama", "dp2.z3.mb2", "fp32", "optimizer.off-gradients"),
-    ("llama", "dp1.z2.mb2", "bf16", "optimizer.off-gradients"), ("llama", "dp1.z3.mb4", "fp16", "optimizer-files.off-gradients.off-parameters"),
-    ("llama-tied", "pp2.z2.mb2", "fp32", "optimizer.off-gradients"), ("llama", "pp2.zb1.z2.mb1", "bf16", "optimizer.off-gradients"),
+    ("llama", "dp1.z2.mb2", "bf16", "optimizer.off-gradients"), ("llama", "dp1.z3.mb4", "fp16", "optimizer-disk.off-gradients.off-parameters"),
+    ("llama-tied", "pp2.z2.mb2", "fp32", "optimizer.off-gradients"), ("llama", "pp2.zbh1.z2.mb1", "bf16", "optimizer.off-gradients"),
     ("llama", "tp2.sp.z2.mb4", "bf16", "optimizer.off-gradients"), ("llama", "dp2x2.z3.mb1", "fp32", "optimizer.off-gradients.off-parameters"),
     ("mixtral", "dp2.ep2.z2.mb2", "bf16", "optimizer.off-gradients"), ("llama", "dp2.cp2.z3.mb2", "bf16", "optimizer.off-gradients"),
     ("llama", "dp2.z3", "bf16", "optimizer60.off-parameters50"), ("llama", "dp2.z3", "bf16", "optimizer30.off-parameters70"),
-    ("llama", "dp2.z3", "fp32", "optimizer60.off-parameters40"), ("llama", "dp2.z3", "bf16", "optimizer-files50.off-parameters50"),
-    ("llama-tied", "pp2.z3.mb2", "bf16", "optimizer50.off-parameters-files60"), ("mixtral", "dp2.ep2.z3", "bf16", "optimizer60.off-parameters40"),
+    ("llama", "dp2.z3", "fp32", "optimizer60.off-parameters40"), ("llama", "dp2.z3", "bf16", "optimizer-disk50.off-parameters50"),
+    ("llama-tied", "pp2.z3.mb2", "bf16", "optimizer50.off-parameters-disk60"), ("mixtral", "dp2.ep2.z3", "bf16", "optimizer60.off-parameters40"),
     ("llama", "dp2.z2.mb2", "bf16", "optimizer40.off-gradients"), ("llama", "dp1.z3.mb2", "fp32", "optimizer60.off-gradients.off-parameters50"),
-    ("llama", "tp2.z3.mb4", "bf16", "optimizer-files30.off-gradients.off-parameters50"),
+    ("llama", "tp2.z3.mb4", "bf16", "optimizer-disk30.off-gradients.off-parameters50"),
 ]  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_beside_a_device_with_memory_of_its_own_a_run_is_bit_for_bit_the_run_wit
 
 
 def test_gradients_come_down_and_weights_go_up_once_a_step_in_the_bytes_that_they_have(ranks: Any, tmp_path: Any) -> None:
-    for way in ("optimizer", "optimizer-files"):
+    for way in ("optimizer", "optimizer-disk"):
         for _, _, moved, own, _ in ranks.run(2, trained, "llama", f"dp2.z1.off-{way}", "bf16", str(tmp_path), True):
             assert moved == {torch.bfloat16: 2 * own}
 
@@ -152,7 +152,7 @@ def came(plan: str, folder: str, apart: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("plan", ["dp1.off-optimizer-files", "pp2.off-optimizer-files", "dp2.z3.off-optimizer-files"])
+@pytest.mark.parametrize("plan", ["dp1.off-optimizer-disk", "pp2.off-optimizer-disk", "dp2.z3.off-optimizer-disk"])
 def test_the_first_states_are_read_while_backward_runs(ranks: Any, tmp_path: Any, plan: str, apart: bool) -> None:
     for found in ranks.run(parse_plan(plan).world, came, plan, str(tmp_path), apart):
         assert len(found) == STEPS and min(found) > 1

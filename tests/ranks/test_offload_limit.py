@@ -15,7 +15,7 @@ def test_states_three_times_the_memory_limit_train_to_the_same_numbers(tmp_path:
     assert isinstance(free, dict), free.stderr[-2000:]
     limit = free["parameters"] * limited.STATES // limited.TIMES
     assert not isinstance(limited.train("dp1", str(tmp_path), limit), dict), "the limit limits nothing"
-    away = limited.train("dp1.off-optimizer-files", str(tmp_path), limit)
+    away = limited.train("dp1.off-optimizer-disk", str(tmp_path), limit)
     assert isinstance(away, dict), away.stderr[-2000:]
     assert (away["losses"], away["weights"]) == (free["losses"], free["weights"])
     assert away["bytes"]["offloaded"] == free["bytes"]["optimizer"] > 2 * limit

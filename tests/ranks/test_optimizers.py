@@ -22,10 +22,10 @@ from meshwright.spec.plan import parse_plan
 SAMPLE = [
     ("muon", "llama", "dp2.tp2.z3.mb2"), ("muon", "llama-tied", "dp2.pp2.z2"), ("adafactor", "llama", "dp2.z3"),
     ("given AdamW by dimensions", "llama", "dp2.z2"), ("given AdamW by path", "llama", "dp2.z1"), ("own AdamW by name", "llama", "dp2.tp2.z3"),
-    ("own AdamW by name", "llama-tied", "pp2"), ("own AdamW by name", "gpt2", "dp2.z1.off-optimizer-files"), ("own Muon by name", "llama", "dp2.pp2.z1"),
+    ("own AdamW by name", "llama-tied", "pp2"), ("own AdamW by name", "gpt2", "dp2.z1.off-optimizer-disk"), ("own Muon by name", "llama", "dp2.pp2.z1"),
 ]  # fmt: skip
 PLANS = ("dp1", "dp2", "dp2.z1", "dp4.z2", "dp2.z3.mb2", "dp2x2.z1", "tp2.mb4", "tp4.sp.mb4", "pp4", "dp2.tp2.z3.mb2",
-         "tp2.pp2.mb2.interleaved2", "dp2.pp2.z1.zb1", "dp2.tp2.pp2.z2.mb2", "dp2.cp2.z1", "pp2.zbv", "dp2.z1.shards3-1")  # fmt: skip
+         "tp2.pp2.mb2.interleaved2", "dp2.pp2.z1.zbh1", "dp2.tp2.pp2.z2.mb2", "dp2.cp2.z1", "pp2.zbv", "dp2.z1.zw3-1")  # fmt: skip
 
 # A key's bias moves no score: its gradient is rounding, of which Adafactor makes whole steps. It trains the models without one.
 PAIRS = [

@@ -136,7 +136,7 @@ def own_trained(plan: str, shown: str) -> list[float] | str:
         return str(error)
 
 
-@pytest.mark.parametrize("plan", ["dp2.z3", "tp2", "pp2.mb2", "pp2.mb2.z3.rc-layer"])
+@pytest.mark.parametrize("plan", ["dp2.z3", "tp2", "pp2.mb2", "pp2.mb2.z3.rc-full"])
 def test_a_module_that_reads_what_only_its_person_knows_is_looked_at_with_an_example(ranks: Any, plan: str) -> None:
     expected = alone(own(), [own_batch(step) for step in range(3)])
     for shown in ("argument", "attribute"):

@@ -144,7 +144,7 @@ def chained(plan: str) -> list[float]:
     return [trainer.step(batch).loss for batch in batches()]
 
 
-@pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb2.zbv", "pp2.mb2.z3.rc-layer"])
+@pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb2.zbv", "pp2.mb2.z3.rc-full"])
 def test_what_blocks_hand_to_one_another_beside_the_hidden_state_goes_along_from_stage_to_stage(ranks: Any, plan: str) -> None:
     torch.manual_seed(0)
     model = Chain().double()
@@ -229,7 +229,7 @@ def in_place(plan: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("plan", ["tp2", "pp2.zb1"])
+@pytest.mark.parametrize("plan", ["tp2", "pp2.zbh1"])
 def test_what_a_layer_gives_may_be_written_to_in_place(ranks: Any, plan: str) -> None:
     for losses in ranks.run(2, in_place, plan):
         assert losses == pytest.approx(in_place(""), rel=1e-10)

@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {"llama": {"kind": "llama", **SMALL}, "gpt2"
 OTHERS = {"hf-llama": MODELS["llama"], "hf-gpt2": {**MODELS["gpt2"], "ffn": 512, "mlp": "gelu_new"}}
 """Of transformers, whose GPT-2 writes its gelu out."""
 BATCH = 16
-CONTEXT = ("cp2.mb16", "cp2.mb8.rc-operations", "cp2.rc-layer", "cp2.mb16.ulysses", "cp2.mb16.rc-layer.ulysses", "cp4.mb4")
+CONTEXT = ("cp2.mb16", "cp2.mb8.rc-sac", "cp2.rc-full", "cp2.mb16.ulysses", "cp2.mb16.rc-full.ulysses", "cp4.mb4")
 PLANS = (
     "dp2",
     "dp2.z1",
@@ -37,27 +37,27 @@ PLANS = (
     "pp2.gpipe",
     "pp2.interleaved2",
     "pp2.mb4.interleaved2",
-    "dp2.tp2.z3.rc-layer",
-    *(KEEPING := ("pp2.mb4.zb1", "pp2.mb8.zb1", "pp4.mb4.zb1", "pp4.mb8.zb1")),
-    "pp2.mb4.zb1.rc-layer",
-    "pp2.mb4.zb1.rc-operations",
-    "pp2.mb4.zb1.rc-layer1-operations",
-    "pp2.mb2.zbv.rc-operations",
+    "dp2.tp2.z3.rc-full",
+    *(KEEPING := ("pp2.mb4.zbh1", "pp2.mb8.zbh1", "pp4.mb4.zbh1", "pp4.mb8.zbh1")),
+    "pp2.mb4.zbh1.rc-full",
+    "pp2.mb4.zbh1.rc-sac",
+    "pp2.mb4.zbh1.rc-full1+sac",
+    "pp2.mb2.zbv.rc-sac",
     "dp2.pp2.z2",
     "dp2.cp2.z3.mb4",
     *CONTEXT,
-    "dp2.z1.off-optimizer-files",
-    "dp2.z1.off-optimizer-files50",
-    "pp2.mb2.off-optimizer-files",
-    "dp2.z3.off-optimizer-files",
-    "dp2.z3.off-parameters-files",
-    "dp2.z3.off-parameters-files50",
-    "dp2.z3.off-optimizer-files.off-parameters-files",
-    "dp2.z3.off-optimizer-files60.off-parameters-files50",
-    "dp2.z3.off-optimizer-files30.off-parameters-files70",
-    "dp1.z3.off-optimizer-files60.off-parameters-files50",
-    "pp2.z3.mb2.off-optimizer-files60.off-parameters-files50",
-    "tp2.z3.off-optimizer-files40.off-parameters-files70",
+    "dp2.z1.off-optimizer-disk",
+    "dp2.z1.off-optimizer-disk50",
+    "pp2.mb2.off-optimizer-disk",
+    "dp2.z3.off-optimizer-disk",
+    "dp2.z3.off-parameters-disk",
+    "dp2.z3.off-parameters-disk50",
+    "dp2.z3.off-optimizer-disk.off-parameters-disk",
+    "dp2.z3.off-optimizer-disk60.off-parameters-disk50",
+    "dp2.z3.off-optimizer-disk30.off-parameters-disk70",
+    "dp1.z3.off-optimizer-disk60.off-parameters-disk50",
+    "pp2.z3.mb2.off-optimizer-disk60.off-parameters-disk50",
+    "tp2.z3.off-optimizer-disk40.off-parameters-disk70",
 )
 
 
@@ -67,11 +67,11 @@ OF_GPT2 = (
     "pp2.interleaved2",
     "pp2.mb4.interleaved2",
     *KEEPING,
-    "pp2.mb4.zb1.rc-layer",
-    "pp2.mb4.zb1.rc-operations1",
+    "pp2.mb4.zbh1.rc-full",
+    "pp2.mb4.zbh1.rc-sac1",
     *CONTEXT,
-    "dp2.z3.off-parameters-files",
-    "dp2.z3.off-optimizer-files.off-parameters-files",
+    "dp2.z3.off-parameters-disk",
+    "dp2.z3.off-optimizer-disk.off-parameters-disk",
 )
 """A tied vocabulary, learned positions, norms with biases."""
 

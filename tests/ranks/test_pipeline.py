@@ -17,8 +17,8 @@ from meshwright.spec.rules import batch_faults
 from meshwright.train.trainer import Share, parallelize
 
 SAMPLE = [
-    ("llama", "pp4.zb1"), ("llama-tied", "pp2.zbv"), ("llama", "pp2.dualpipev.mb2"), ("llama-tied", "dp2.pp2.z1.zbv"), ("llama", "dp2.pp2.z2.zb1"),
-    ("llama-tied", "dp2.pp2.z3.zbv"), ("llama", "tp2.sp.pp2.zb1.mb2"), ("hf-gpt2", "pp2.zbv.rc-layer"), ("llama", "pp3.zb1.ls1-1-2"),
+    ("llama", "pp4.zbh1"), ("llama-tied", "pp2.zbv"), ("llama", "pp2.dualpipev.mb2"), ("llama-tied", "dp2.pp2.z1.zbv"), ("llama", "dp2.pp2.z2.zbh1"),
+    ("llama-tied", "dp2.pp2.z3.zbv"), ("llama", "tp2.sp.pp2.zbh1.mb2"), ("hf-gpt2", "pp2.zbv.rc-full"), ("llama", "pp3.zbh1.ls1-1-2"),
 ]  # fmt: skip
 LENGTHS = (16, 11, 20)
 
@@ -35,7 +35,7 @@ def test_every_schedule_computes_what_one_device_computes(ranks: Any, model: str
     check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 
 
-APART = ["pp3.mb1", "pp2.gpipe.mb2", "pp2.interleaved2.mb2", "pp2.mb2.zbv", "pp2.mb1.dualpipev", "pp4.mb1.zb1"]
+APART = ["pp3.mb1", "pp2.gpipe.mb2", "pp2.interleaved2.mb2", "pp2.mb2.zbv", "pp2.mb1.dualpipev", "pp4.mb1.zbh1"]
 
 
 @pytest.mark.parametrize("plan", APART)
@@ -55,7 +55,7 @@ def test_a_schedule_from_a_list_of_actions_computes_what_one_device_computes(ran
     check(alone("llama-tied", "fp64", 2), ranks.run(2, train, "llama-tied", listed("zbv", 2, 2, 8), "fp64", 2), "fp64")
 
 
-@pytest.mark.parametrize("plan", ["pp2.mb4", "pp4.zb1.mb2", "pp2.zbv.mb2"])
+@pytest.mark.parametrize("plan", ["pp2.mb4", "pp4.zbh1.mb2", "pp2.zbv.mb2"])
 def test_an_encoder_decoder_is_a_pipeline_over_both_of_its_stacks(ranks: Any, plan: str) -> None:
     assert not isinstance(run_pair(ranks, "t5", plan), str)
 
@@ -113,8 +113,8 @@ def test_batches_and_micro_batches_may_differ_in_length_and_every_rank_knows_the
 
 def beside_schedules() -> list[tuple[str, str]]:
     """Every schedule with every other strategy on 2, 3, 4, 6 and 8 ranks."""
-    partners = ["", "dp2.z1", "dp2.z2", "dp2.z3", "dp2.z3.rc-layer", "tp2", "tp2.sp", "rc-layer", "rc-selective", "mb2", "cp2.z1"]
-    schedules = ["", "gpipe", "interleaved2", "zb1", "zbv", "dualpipev"]
+    partners = ["", "dp2.z1", "dp2.z2", "dp2.z3", "dp2.z3.rc-full", "tp2", "tp2.sp", "rc-full", "rc-attn", "mb2", "cp2.z1"]
+    schedules = ["", "gpipe", "interleaved2", "zbh1", "zbv", "dualpipev"]
     found = []
     for model in ("llama", "llama-tied", "hf-gpt2", "bert"):
         for pp in (2, 3, 4):
@@ -136,7 +136,7 @@ def test_every_schedule_with_every_other_strategy_computes_what_one_device_compu
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("plan", ["dp2.pp2.z3.zb1.mb2", "tp2.pp2.mb4", "pp2.rc-layer.mb4", "dp2.pp4.z1.zb1.mb1", "pp2.dualpipev.mb2"])
+@pytest.mark.parametrize("plan", ["dp2.pp2.z3.zbh1.mb2", "tp2.pp2.mb4", "pp2.rc-full.mb4", "dp2.pp4.z1.zbh1.mb1", "pp2.dualpipev.mb2"])
 @pytest.mark.parametrize("model", ["t5", "mpnet", "deberta"])
 def test_models_whose_blocks_share_more_than_a_hidden_state_are_pipelines(ranks: Any, model: str, plan: str) -> None:
     found = run_pair(ranks, model, plan)

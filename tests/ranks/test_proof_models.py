@@ -69,7 +69,7 @@ def of_dropout(plan: str) -> Proof:
     return trainer_of(Net(), plan).prove(batch_of())
 
 
-@pytest.mark.parametrize("plan", ["pp2", "tp2", "dp2.z3.rc-layer"])
+@pytest.mark.parametrize("plan", ["pp2", "tp2", "dp2.z3.rc-full"])
 def test_dropout_is_a_factor_on_both_sides(ranks: Any, plan: str) -> None:
     proof = ranks.run(2, of_dropout, plan)[0]
     assert proof.equal and proof.gradient < 1e-12, proof.line

@@ -187,7 +187,7 @@ def counted(plan: str, precision: str, folder: str) -> tuple[list[int], float]:
     return [group["count"] for group in trainer.optimizer.param_groups], far
 
 
-@pytest.mark.parametrize("given", [("dp1", "bf16"), ("dp1.off-optimizer-files", "fp32")], ids=str)
+@pytest.mark.parametrize("given", [("dp1", "bf16"), ("dp1.off-optimizer-disk", "fp32")], ids=str)
 def test_an_update_that_goes_a_few_runs_at_a_time_is_one_step_of_what_an_optimizer_counts(
     ranks: Any, tmp_path: Path, given: tuple[str, str]
 ) -> None:

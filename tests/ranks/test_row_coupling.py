@@ -146,7 +146,7 @@ def test_a_term_of_the_loss_that_comes_in_later_is_refused_at_the_step_that_it_c
     refused_at(ranks.run(2, under, "late term", "dp2.mb2"), 2)
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2", "pp2.mb2.zbv", "dp2.z1.mb2.rc-layer"])
+@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2", "pp2.mb2.zbv", "dp2.z1.mb2.rc-full"])
 @pytest.mark.parametrize("kind", ["plain", "clamp"])
 def test_a_model_whose_rows_are_apart_trains_as_on_one_device_and_no_check_leaves_a_trace(ranks: Any, kind: str, plan: str) -> None:
     for losses in ranks.run(2, under, kind, plan):

@@ -18,12 +18,12 @@ from meshwright.train.straggler import FIRST, STEADY, WINDOW, Watch
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
-    ("llama", "dp2.sh6-2"), ("llama", "dp2.z1.mb2.sh1-3"), ("llama-tied", "dp2.pp2.z1.sh5-3"), ("llama", "dp2x2.z1.sh1-2-4-1"),
-    ("gpt2", "dp2.tp2.z1.mb2.sh3-1"), ("llama", "dp4.rc-layer.sh1-1-2-4"),
-    ("llama", "dp2.mb3-1.sh2-2"), ("llama-tied", "dp2.z3.mb3-1"), ("gpt2", "dp2.pp2.z1.mb2-1.sh3-2"), ("llama", "dp2.tp2.z2.mb3-1"),
+    ("llama", "dp2.ga6-2"), ("llama", "dp2.z1.mb2.ga1-3"), ("llama-tied", "dp2.pp2.z1.ga5-3"), ("llama", "dp2x2.z1.ga1-2-4-1"),
+    ("gpt2", "dp2.tp2.z1.mb2.ga3-1"), ("llama", "dp4.rc-full.ga1-1-2-4"),
+    ("llama", "dp2.mb3-1.ga2-2"), ("llama-tied", "dp2.z3.mb3-1"), ("gpt2", "dp2.pp2.z1.mb2-1.ga3-2"), ("llama", "dp2.tp2.z2.mb3-1"),
 ]  # fmt: skip
-MORE = [(model, plan) for model in ("llama", "bert", "gpt2") for plan in ("dp2.pp2.gpipe.sh7-1", "dp2.pp2.zb1.sh3-5", "dp2.pp2.zbv.sh5-3", "dp2.cp2.z1.sh3-5", "dp3.z1.sh2-5-1",
-    "dp2.pp2.z3.mb3-1.interleaved2", "dp2.pp2.z1.mb2-1.zbv.sh3-2", "dp2.cp2.z1.mb1-2.sh4-2", "dp2x2.z1.mb4-2-1-1.sh1-1-1-1", "dp2.z2.mb3-1.rc-layer")
+MORE = [(model, plan) for model in ("llama", "bert", "gpt2") for plan in ("dp2.pp2.gpipe.ga7-1", "dp2.pp2.zbh1.ga3-5", "dp2.pp2.zbv.ga5-3", "dp2.cp2.z1.ga3-5", "dp3.z1.ga2-5-1",
+    "dp2.pp2.z3.mb3-1.interleaved2", "dp2.pp2.z1.mb2-1.zbv.ga3-2", "dp2.cp2.z1.mb1-2.ga4-2", "dp2x2.z1.mb4-2-1-1.ga1-1-1-1", "dp2.z2.mb3-1.rc-full")
     if not (model == "bert" and "cp" in plan)]  # fmt: skip
 
 
@@ -43,10 +43,10 @@ def test_unlike_shares_of_every_schedule_train_to_the_loss_of_one_device(ranks: 
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ("dp2.z2.sh3-1", "use z0 or z1"),
-        ("dp4.z1.sh3-1", "give each of dp(4) replicas at least one"),
-        ("dp2.sh3-0", "at least one micro-batch"),
-        ("dp2.pp2.interleaved2.sh3-1", "interleaved orders one number"),
+        ("dp2.z2.ga3-1", "use z0 or z1"),
+        ("dp4.z1.ga3-1", "give each of dp(4) replicas at least one"),
+        ("dp2.ga3-0", "at least one micro-batch"),
+        ("dp2.pp2.interleaved2.ga3-1", "interleaved orders one number"),
         ("dp2.mb2-2", "where all are equal write it alone"),
         ("dp3.mb2-1", "give each of dp(3) replicas at least one sequence"),
         ("dp2.z1.ep2.mb2-1", "use ep1"),
@@ -59,24 +59,24 @@ def test_shares_that_would_hang_are_refused_in_one_line(plan: str, words: str) -
 
 
 def test_shares_read_back_from_their_name_and_must_sum_to_the_batch() -> None:
-    plan = parse_plan("dp2.z1.mb2.sh3-1")
-    assert (plan.name, plan.shares) == ("dp2.z1.mb2.sh3-1", (3, 1))
+    plan = parse_plan("dp2.z1.mb2.ga3-1")
+    assert (plan.name, plan.shares) == ("dp2.z1.mb2.ga3-1", (3, 1))
     assert [plan.micro_batches(8, replica) for replica in (0, 1, None)] == [3, 1, 3]
     assert [plan.first_row(8, replica) for replica in (0, 1)] == [0, 6]
     assert not list(batch_faults(plan, 8))
     assert [fault.message for fault in batch_faults(plan, 16)] == ["shares: (3+1) * micro_batch(2) = 8 but the batch is 16"]
-    assert reduced(parse_plan("dp2.tp8.z1.sh30-10")).name == "dp2.tp4.z1.sh3-2"
+    assert reduced(parse_plan("dp2.tp8.z1.ga30-10")).name == "dp2.tp4.z1.ga3-2"
 
 
 def test_sizes_read_back_from_their_name_and_rows_lie_one_replica_behind_the_other() -> None:
-    plan = parse_plan("dp2.z1.mb3-1.sh2-4")
-    assert (plan.name, plan.micro_batch, plan.micro_batch_sizes) == ("dp2.z1.mb3-1.sh2-4", 3, (3, 1))
+    plan = parse_plan("dp2.z1.mb3-1.ga2-4")
+    assert (plan.name, plan.micro_batch, plan.micro_batch_sizes) == ("dp2.z1.mb3-1.ga2-4", 3, (3, 1))
     assert plan.ranges(10, 0) == [(0, 3), (3, 3)] and plan.ranges(10, 1) == [(6, 1), (7, 1), (8, 1), (9, 1)]
     assert [fault.message for fault in batch_faults(plan, 16)] == ["shares: 2*3+4*1 = 10 but the batch is 16"]
     even = parse_plan("dp2.z3.mb3-1")
     assert even.ranges(8, 1) == [(6, 1), (7, 1)]
     assert [fault.message for fault in batch_faults(even, 9)] == ["batch 9 is not a multiple of 3+1 = 4"]
-    assert reduced(parse_plan("dp2.tp8.z1.mb32-8.sh2-3")).name == "dp2.tp4.z1.mb2-1.sh2-3"
+    assert reduced(parse_plan("dp2.tp8.z1.mb32-8.ga2-3")).name == "dp2.tp4.z1.mb2-1.ga2-3"
 
 
 def slowed(each: tuple[float, float], name: str = "dp2.z1") -> tuple[list[float], list[str], str]:
@@ -106,7 +106,7 @@ def test_a_rank_that_is_slow_is_named_its_shares_shrink_while_it_runs_and_the_lo
     for losses, said, plan in results:
         assert losses == results[0][0]
         assert len(said) == 2 and "rank 1 computes" in said[0] and f"{plan} from here on" in said[1]
-        assert plan == "dp2.z1.sh7-1"
+        assert plan == "dp2.z1.ga7-1"
     expected = alone("llama", "fp64", len(results[0][0]))["losses"]
     assert max(abs(ours / theirs - 1.0) for ours, theirs in zip(results[0][0], expected, strict=True)) <= 1e-10
 
@@ -116,6 +116,6 @@ def test_halves_of_micro_batches_are_shared_out_while_it_runs_and_the_loss_stays
     results = ranks.run(2, slowed, (0.01, 0.03), "dp2.z1.mb4")
     for losses, _, plan in results:
         assert losses == results[0][0]
-        assert plan == "dp2.z1.mb3-2.sh2-1"
+        assert plan == "dp2.z1.mb3-2.ga2-1"
     expected = alone("llama", "fp64", len(results[0][0]))["losses"]
     assert max(abs(ours / theirs - 1.0) for ours, theirs in zip(results[0][0], expected, strict=True)) <= 1e-10

@@ -150,8 +150,8 @@ def world(plan: str) -> int:
         "pp2.mb2.zbv.z3",
         "dp2.off-optimizer",
         "dp1.off-optimizer50",
-        "dp2.z1.off-optimizer-files",
-        "dp2.z3.off-optimizer-files60.off-parameters-files50",
+        "dp2.z1.off-optimizer-disk",
+        "dp2.z3.off-optimizer-disk60.off-parameters-disk50",
     ],
 )
 @pytest.mark.covering(8)

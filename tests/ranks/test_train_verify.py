@@ -102,7 +102,7 @@ LAYER = "model.layers.1"
 FAULTS = [
     ("dp2.z1", f"{LAYER}.mlp.up_proj forward", f"output of {LAYER}.mlp.up_proj"),
     ("dp2.z1", f"{LAYER}.mlp.up_proj backward", f"gradient of the output of {LAYER}.mlp.up_proj"),
-    ("tp2.rc-layer", f"{LAYER}.self_attn.q_proj forward", f"output of {LAYER}.self_attn.q_proj"),
+    ("tp2.rc-full", f"{LAYER}.self_attn.q_proj forward", f"output of {LAYER}.self_attn.q_proj"),
     ("tp2.sp", f"{LAYER}.mlp.down_proj forward", f"output of {LAYER}.mlp.down_proj"),
     ("tp2", f"{LAYER}.post_attention_layernorm backward", f"gradient of the output of {LAYER}.post_attention_layernorm"),
     ("pp2", "model.norm forward", "output of model.norm"),
@@ -142,11 +142,11 @@ def test_a_finding_survives_json(asked: Question, ours: dict[str, Any]) -> None:
 
 def test_the_command_reduces_a_plan_of_many_devices_and_prints_one_object(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "meshwright.cli.main", "verify", "--json", "--dtype", "float64", "--model", "llama2-7b"]
-    command += ["--cluster", "2x8:a100-80gb", "--batch", "64", "--seq", "2048", "--plan", "dp4.tp2.sp.pp2.z3.rc-layer"]
+    command += ["--cluster", "2x8:a100-80gb", "--batch", "64", "--seq", "2048", "--plan", "dp4.tp2.sp.pp2.z3.rc-full"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert (answer["plan"], answer["ran"], answer["ranks"]) == ("dp4.tp2.sp.pp2.z3.rc-layer", "dp2.tp2.sp.pp2.z3.rc-layer", 8)
+    assert (answer["plan"], answer["ran"], answer["ranks"]) == ("dp4.tp2.sp.pp2.z3.rc-full", "dp2.tp2.sp.pp2.z3.rc-full", 8)
     assert answer["equal"] and answer["found"][0]["gradient"] < 1e-12
 
 

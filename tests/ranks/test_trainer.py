@@ -236,7 +236,7 @@ def broken_off(plan: str, breaks: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z2.mb2", "dp2.z3.mb2", "dp2.z3.mb2.rc-layer.off-activations-files"])
+@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z2.mb2", "dp2.z3.mb2", "dp2.z3.mb2.rc-full.off-activations-disk"])
 @pytest.mark.covering(2)
 def test_steps_that_fail_alike_on_all_ranks_can_be_caught_and_the_run_goes_on(ranks: Any, plan: str) -> None:
     assert ranks.run(2, broken_off, plan, True) == ranks.run(2, broken_off, plan, False)

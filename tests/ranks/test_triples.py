@@ -27,19 +27,19 @@ MODELS, SPARSE, MORE = ("llama", "llama-tied", "hf-gpt2", "bert", "convnet"), ("
 WORLDS = (1, 2, 3, 4, 6, 8)
 PLACES = {
     "tensor": ("", "tp2", "tp2.sp", "tp4"),
-    "stages": ("", "pp2", "pp2.zb1", "pp2.zbv", "pp2.interleaved2", "pp3", "pp4.gpipe", "pp2.dualpipev"),
+    "stages": ("", "pp2", "pp2.zbh1", "pp2.zbv", "pp2.interleaved2", "pp3", "pp4.gpipe", "pp2.dualpipev"),
     "context": ("", "cp2", "cp2.ulysses", "cp4.ulysses2"),
     "experts": ("", "ep2", "ep4"),
-    "data": ("", "dp2", "dp2.z1", "dp2.z2", "dp2.z3", "dp2x2.z3", "dp4.z2", "dp3.sh3-3-2", "z3", "dp2.z2.shards3-1"),
-    "recompute": ("", "rc-layer", "rc-selective", "rc-layer1"),
+    "data": ("", "dp2", "dp2.z1", "dp2.z2", "dp2.z3", "dp2x2.z3", "dp4.z2", "dp3.ga3-3-2", "z3", "dp2.z2.zw3-1"),
+    "recompute": ("", "rc-full", "rc-attn", "rc-full1"),
     "micro": ("", "mb2"),
-    "beside": ("", "off-activations", "off-optimizer", "off-parameters", "off-optimizer-files60.off-parameters-files50", "lc2", "ax-dp-pp-tp", "ax-tp-dp-pp"),
+    "beside": ("", "off-activations", "off-optimizer", "off-parameters", "off-optimizer-disk60.off-parameters-disk50", "lc2", "order-dp-pp-tp", "order-tp-dp-pp"),
 }  # fmt: skip
 
 SAMPLE = [
-    ("llama", "dp2.pp2.z3.zb1.rc-layer.off-activations"), ("llama-tied", "pp2.cp2.z3.rc-selective"), ("hf-gpt2", "tp2.cp2.z2.mb2.rc-layer"),
-    ("mixture", "pp2.cp2.ep2.z3.rc-layer"), ("mixtral", "tp2.pp2.ep2.zb1.mb2.off-activations"),
-    ("llama-tied", "pp2.z3.mb2.off-optimizer-files60.off-parameters-files50"), ("mixtral", "dp2.tp2.ep2.z3.off-optimizer-files30.off-parameters-files60"),
+    ("llama", "dp2.pp2.z3.zbh1.rc-full.off-activations"), ("llama-tied", "pp2.cp2.z3.rc-attn"), ("hf-gpt2", "tp2.cp2.z2.mb2.rc-full"),
+    ("mixture", "pp2.cp2.ep2.z3.rc-full"), ("mixtral", "tp2.pp2.ep2.zbh1.mb2.off-activations"),
+    ("llama-tied", "pp2.z3.mb2.off-optimizer-disk60.off-parameters-disk50"), ("mixtral", "dp2.tp2.ep2.z3.off-optimizer-disk30.off-parameters-disk60"),
 ]  # fmt: skip
 """For every `make test`: each strategy among others."""
 
@@ -77,7 +77,7 @@ def choices(model: str) -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:
         if (
             ranks_of(name) in WORLDS
             and (plan := legal(kind, name)) is not None
-            and not (model == "convnet" and ("lc" in plan or "rc-selective" in plan))
+            and not (model == "convnet" and ("lc" in plan or "rc-attn" in plan))
         ):
             yield (model, f"world {ranks_of(name)}", *parts), (model, plan)
 

@@ -95,7 +95,7 @@ def test_readers_are_noted_with_the_blocks_that_had_begun() -> None:
     assert found["layers.1.up.weight"] == {Reader("layers.1.up", 2)}
 
 
-@pytest.mark.parametrize(("named", "plan"), [(False, "dp2.z3"), (True, "dp2.z3"), (None, "dp2.z3"), (None, "dp2.z3.mb1.rc-layer")])
+@pytest.mark.parametrize(("named", "plan"), [(False, "dp2.z3"), (True, "dp2.z3"), (None, "dp2.z3"), (None, "dp2.z3.mb1.rc-full")])
 def test_a_weight_that_is_read_past_its_layer_is_whole_there_under_zero_3(ranks, named: bool | None, plan: str) -> None:
     *losses, gradients = ranks.run(2, under, named, plan)[0]
     *expected, first = alone(named)

@@ -183,7 +183,7 @@ def equal(ranks: Any, kind: str, plan: str, world: int = 2) -> None:
         assert torch.allclose(found[0][1][name].to(tensor), tensor, rtol=1e-8, atol=1e-10), name
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.mb2", "dp2.z1.mb1", "dp2.z3.mb1", "dp2.mb1.rc-layer", "pp2.mb1", "tp2.mb2"])
+@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.mb2", "dp2.z1.mb1", "dp2.z3.mb1", "dp2.mb1.rc-full", "pp2.mb1", "tp2.mb2"])
 @pytest.mark.parametrize("kind", ["counter", "replacing"])
 @pytest.mark.covering(5)
 def test_a_counter_of_steps_counts_steps_and_no_micro_batches(ranks: Any, kind: str, plan: str) -> None:

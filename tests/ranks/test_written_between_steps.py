@@ -111,7 +111,7 @@ def trained(plan: str, precision: str, how: str) -> tuple[list[float], Weights |
     return losses, weights, said
 
 
-PLANS = ["dp2", "dp2.z1", "dp2.z2", "dp2.z1.off-optimizer", "dp2.z2.off-optimizer-files"]
+PLANS = ["dp2", "dp2.z1", "dp2.z2", "dp2.z1.off-optimizer", "dp2.z2.off-optimizer-disk"]
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])

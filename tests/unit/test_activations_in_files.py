@@ -25,7 +25,7 @@ def on_a_disk(rate: float, budget: float = 0.0, **pins: object) -> Job:
 
 
 def both(job: Job, way: str = "") -> tuple[Estimate, Estimate]:
-    return estimate(job, parse_plan(WHOLE)), estimate(job, parse_plan(f"{WHOLE}.off-activations-files{way}"))
+    return estimate(job, parse_plan(WHOLE)), estimate(job, parse_plan(f"{WHOLE}.off-activations-disk{way}"))
 
 
 def test_a_disk_is_waited_for_as_long_as_it_takes_but_for_what_runs_meanwhile() -> None:
@@ -52,16 +52,16 @@ def test_the_search_takes_files_where_nothing_else_leaves_room_and_only_where_a_
     budget = (here.memory.reserved + away.memory.reserved) / 2
     pins = {"recompute": "none", "micro_batch": 8, "zero": 0}
     found = search(on_a_disk(1e12, budget, **pins), top=1).chosen
-    assert found.name == f"{WHOLE}.off-activations-files" and found.estimate.fits
+    assert found.name == f"{WHOLE}.off-activations-disk" and found.estimate.fits
     with pytest.raises(InputError, match="no storage_bandwidth"):
-        estimate(on_a_disk(0.0), parse_plan(f"{WHOLE}.off-activations-files"))
+        estimate(on_a_disk(0.0), parse_plan(f"{WHOLE}.off-activations-disk"))
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("dp1.off-activations.off-activations-files", "names activations twice"),
-        ("dp1.rc-layer2.off-activations-files3", "off-activations-files3: of a stage the same first blocks"),
+        ("dp1.off-activations.off-activations-disk", "names activations twice"),
+        ("dp1.rc-full2.off-activations-disk3", "off-activations-disk3: of a stage the same first blocks"),
     ],
 )
 def test_what_means_nothing_is_one_line(name: str, words: str) -> None:
@@ -70,6 +70,6 @@ def test_what_means_nothing_is_one_line(name: str, words: str) -> None:
 
 
 def test_a_name_reads_back_and_a_plan_of_before_loads() -> None:
-    plan = parse_plan("dp2.z1.off-optimizer-files60.off-activations-files8")
-    assert plan.name == "dp2.z1.off-optimizer-files60.off-activations-files8" and Plan.model_validate_json(plan.to_json()) == plan
-    assert parse_plan("dp1.off-activations8").but(offload=("activations-files",)).name == "dp1.off-activations-files8"
+    plan = parse_plan("dp2.z1.off-optimizer-disk60.off-activations-disk8")
+    assert plan.name == "dp2.z1.off-optimizer-disk60.off-activations-disk8" and Plan.model_validate_json(plan.to_json()) == plan
+    assert parse_plan("dp1.off-activations8").but(offload=("activations-disk",)).name == "dp1.off-activations-disk8"

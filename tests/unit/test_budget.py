@@ -72,19 +72,17 @@ def test_within_a_budget_the_plan_is_the_quickest_that_exhaustive_choice_finds(
 
 def test_what_is_too_slow_for_all_blocks_may_be_quick_enough_for_some() -> None:
     question = job(1, 4, micro_batch=4).but(model=LLAMA)
-    full, by_operation = (
-        search(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate for kind in ("none", "operations")
-    )
+    full, by_operation = (search(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate for kind in ("none", "sac"))
     limited = with_budget(question, (full.memory.reserved + by_operation.memory.reserved) / 2)
     best = search(limited).chosen
-    assert best.plan.recompute == "operations" and 0 < best.plan.recompute_layers < 12
+    assert best.plan.recompute == "sac" and 0 < best.plan.recompute_layers < 12
     found = first(limited, ceiling=best.estimate.time.step * 1.000001)
     assert found is not None and found.plan == best.plan and best.estimate.time.step < by_operation.time.step
 
 
 def test_where_recompute_makes_a_plan_fit_it_comes_within_three_percent_of_the_budget() -> None:
     question = job(1, 4, micro_batch=1).but(model=DEEPER)
-    full, lean = (search(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate for kind in ("none", "layer"))
+    full, lean = (search(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate for kind in ("none", "full"))
     for share in np.linspace(0.05, 0.95, 10):
         budget = lean.memory.reserved + share * (full.memory.reserved - lean.memory.reserved)
         plan = search(with_budget(question, budget)).chosen

@@ -49,10 +49,10 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
         (["plan", "nowhere.yaml"], "job 'nowhere.yaml' does not exist"),
         (["plan", "--budget", "-1GiB"], "$.cluster.budget: input should be greater than or equal to 0, got '-1GiB'"),
         (
-            ["estimate", *SMALL, "--plan", "dp4.rc-layer999"],
-            "plan dp4.rc-layer999: rc-layer999 counts blocks of a stage, which has 4 at most",
+            ["estimate", *SMALL, "--plan", "dp4.rc-full999"],
+            "plan dp4.rc-full999: rc-full999 counts blocks of a stage, which has 4 at most",
         ),
-        (["plan", *SMALL, "--pin", "rc=layer,recompute_layers=7"], "no plan is legal: "),
+        (["plan", *SMALL, "--pin", "rc=full,recompute_layers=7"], "no plan is legal: "),
         (["plan", "--batch", "0"], "meshwright: $.workload.batch: input should be greater than or equal to 1, got 0"),
         (["plan", "--top", "0"], "--top 0: must be at least 1"),
         (["plan", *SMALL, "--pin", "tp"], "pin 'tp' is not name=value; write pins like 'tp=2,pp=4'"),
@@ -60,8 +60,8 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
         (["estimate", *SMALL, "--plan", "dp3"], "plan dp3: dp(3) * tp(1) * pp(1) = 3 but the cluster has 4 devices"),
         (["plan", *SMALL, "--plan", "dp2"], "dp(2) * tp(1) * pp(1) = 2 but the cluster has 4 devices"),
         (
-            ["train", "--cluster", "local:1", "--optimizer", "muon", "--plan", "dp1.off-optimizer-files"],
-            "plan dp1.off-optimizer-files: an optimizer of whole tensors cannot wait elsewhere: leave off-optimizer-files out",
+            ["train", "--cluster", "local:1", "--optimizer", "muon", "--plan", "dp1.off-optimizer-disk"],
+            "plan dp1.off-optimizer-disk: an optimizer of whole tensors cannot wait elsewhere: leave off-optimizer-disk out",
         ),
         (
             ["plan", "--set", "run.checkpoint_every=often"],
@@ -156,7 +156,7 @@ def test_plan_prints_json_in_the_promised_form_and_nothing_else(capsys: pytest.C
 
 
 def test_estimate_prints_one_entry_whose_items_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = called(capsys, "estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-layer", "--json")
+    code, out, _ = called(capsys, "estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-full", "--json")
     entry = json.loads(out)
     assert code == 0
     check_entry(entry, 64)
@@ -174,7 +174,7 @@ def check_entry(entry: dict[str, Any], world: int) -> None:
     assert {"per_stage", "tokens_per_second", "mfu", "fits"} <= entry["estimate"].keys()
 
 
-@pytest.mark.parametrize("tokens", [["plan", *LARGE], ["estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-layer"], ["catalog", "models"]])
+@pytest.mark.parametrize("tokens", [["plan", *LARGE], ["estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-full"], ["catalog", "models"]])
 def test_text_is_plain_and_fits_100_columns(tokens: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = called(capsys, *tokens)
     assert (code, err) == (0, "")
@@ -231,20 +231,20 @@ def test_files_that_the_disk_may_not_hold_are_said_with_the_share_that_would_fit
         offloaded=15 * 2.0**30,
         in_files=10 * 2.0**30,
     )
-    plan = parse_plan("dp4.z3.off-optimizer-files80")
+    plan = parse_plan("dp4.z3.off-optimizer-disk80")
     line = short_of_room(plan, priced, tmp_path, 10 * 2.0**30)
-    assert "has 10.0 GiB" in line and "up to 40.0 GiB" in line and "off-optimizer-files20 would fit" in line
-    assert parse_plan("dp4.z3.off-optimizer-files20").offload == plan.offload
-    both = parse_plan("dp4.z3.off-optimizer-files80.off-parameters-files40")
-    assert "off-optimizer-files20.off-parameters-files10 would fit" in short_of_room(both, priced, tmp_path, 10 * 2.0**30)
+    assert "has 10.0 GiB" in line and "up to 40.0 GiB" in line and "off-optimizer-disk20 would fit" in line
+    assert parse_plan("dp4.z3.off-optimizer-disk20").offload == plan.offload
+    both = parse_plan("dp4.z3.off-optimizer-disk80.off-parameters-disk40")
+    assert "off-optimizer-disk20.off-parameters-disk10 would fit" in short_of_room(both, priced, tmp_path, 10 * 2.0**30)
     assert not short_of_room(plan, priced, tmp_path, 40 * 2.0**30)
     assert "up to 40.0 GiB" in short_of_room(plan.but(offload=(*plan.offload, "activations")), priced, tmp_path, 10 * 2.0**30)
-    kept = parse_plan("dp2.pp2.off-activations-files")
-    assert "off-activations-files4 would fit" in short_of_room(kept, priced, tmp_path, 10 * 2.0**30, blocks=32)
+    kept = parse_plan("dp2.pp2.off-activations-disk")
+    assert "off-activations-disk4 would fit" in short_of_room(kept, priced, tmp_path, 10 * 2.0**30, blocks=32)
     assert "would fit" not in short_of_room(kept, priced, tmp_path, 10 * 2.0**30)
     job = resolve(read_job(None, (), {"cluster.name": "2x8:a100-80gb", "model.name": "llama2-7b"}))
     groups = tuple(group.but(storage_bandwidth=1e9) for group in job.cluster.groups)
-    both = mw.estimate(job.but(cluster=job.cluster.but(groups=groups)), "dp16.z1.off-optimizer-files.off-activations")
+    both = mw.estimate(job.but(cluster=job.cluster.but(groups=groups)), "dp16.z1.off-optimizer-disk.off-activations")
     assert 0 < both.in_files < both.offloaded
     assert not short_of_room(parse_plan("dp4.z3.off-optimizer80"), priced, tmp_path, 0.0)
 
@@ -355,7 +355,7 @@ def test_a_plan_that_only_its_host_has_no_room_for_says_what_the_host_lacks(
     lang: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--model", "llama2-7b", "--precision", "fp16", "--batch", "8", "--seq", "512", "--cluster", "2x1:v100-32gb"]
-    asked += ["--plan", "dp2.rc-layer.off-optimizer", "--lang", lang]
+    asked += ["--plan", "dp2.rc-full.off-optimizer", "--lang", lang]
     _, out, _ = called(capsys, "estimate", *asked)
     assert said in " ".join(out.split()) and "too much" not in out
     assert called(capsys, "launch", *asked, "--save", str(tmp_path))[0] == 0

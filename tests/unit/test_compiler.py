@@ -66,12 +66,12 @@ def test_a_compiled_block_keeps_less_and_drops_by_operation_what_its_products_re
     assert activations(job, "dp8.z3.mb1") - activations(job, "dp8.z3.mb1.compile") == pytest.approx(fused + 2048 * within)
     assert fused > 0.2 * activations(job, "dp8.z3.mb1")
     for plan in ("dp8.z3.mb1", "dp4.pp2.z1.mb1"):
-        eager = activations(job, f"{plan}.rc-operations")
-        assert activations(job, f"{plan}.rc-operations.compile") == pytest.approx(eager - 2048 * within)
-    eager, compiled = (activations(job, f"cp8.z3.mb1.rc-operations{way}") for way in ("", ".compile"))
+        eager = activations(job, f"{plan}.rc-sac")
+        assert activations(job, f"{plan}.rc-sac.compile") == pytest.approx(eager - 2048 * within)
+    eager, compiled = (activations(job, f"cp8.z3.mb1.rc-sac{way}") for way in ("", ".compile"))
     assert compiled == pytest.approx(eager, rel=0.01)  # attention over eight context ranks is the fullest moment, in both
     for plan in ("tp8", "tp8.sp"):
-        assert activations(job, f"{plan}.rc-operations.compile") == pytest.approx(activations(job, f"{plan}.compile"))
+        assert activations(job, f"{plan}.rc-sac.compile") == pytest.approx(activations(job, f"{plan}.compile"))
 
 
 def test_where_weights_are_put_off_a_compiled_block_keeps_its_activated_gate() -> None:
@@ -81,8 +81,8 @@ def test_where_weights_are_put_off_a_compiled_block_keeps_its_activated_gate() -
     alive = 2 * block.repeat // 2 * 2048  # tokens of two micro-batches in the blocks of a stage
     dropped = alive * (block.fused_whole * 2 + block.fused_fixed_split + block.fused_fixed_whole)
     assert block.fused_gates == block.fused_split > 0
-    assert activations(job, "dp4.pp2.z1.mb1.zb1") - activations(job, "dp4.pp2.z1.mb1.zb1.compile") == pytest.approx(dropped)
-    for plan in ("dp4.pp2.z1.mb1.zb1.rc-layer", "dp4.pp2.z1.mb1.rc-layer"):
+    assert activations(job, "dp4.pp2.z1.mb1.zbh1") - activations(job, "dp4.pp2.z1.mb1.zbh1.compile") == pytest.approx(dropped)
+    for plan in ("dp4.pp2.z1.mb1.zbh1.rc-full", "dp4.pp2.z1.mb1.rc-full"):
         assert activations(job, f"{plan}.compile") < activations(job, plan) - 2048 * 2 * block.fused_split
 
 
@@ -93,10 +93,10 @@ def test_steps_of_a_gelu_that_is_written_out_are_no_gate() -> None:
     block = next(layer for layer in job.model.layers if layer.name == "block")
     assert (block.fused_split, block.fused_gates) == (3 * 3072, 0)
     steps = 1024 * 2 * block.fused_split
-    for plan, blocks in (("dp8.z1.mb8", 12), ("dp4.tp2.z1.mb8", 12 / 2), ("dp4.pp2.z1.mb8.zb1", 6 * 2)):
+    for plan, blocks in (("dp8.z1.mb8", 12), ("dp4.tp2.z1.mb8", 12 / 2), ("dp4.pp2.z1.mb8.zbh1", 6 * 2)):
         dropped = activations(job, plan) - activations(job, f"{plan}.compile")
         assert dropped == pytest.approx(8 * blocks * steps, rel=0.1)
-    for plan in ("dp8.z1.mb8.rc-layer", "dp8.z1.mb8.rc-operations"):
+    for plan in ("dp8.z1.mb8.rc-full", "dp8.z1.mb8.rc-sac"):
         dropped = activations(job, plan) - activations(job, f"{plan}.compile")
         assert dropped == pytest.approx(8 * (steps + 1024 * 2 * 3072), rel=0.01)
 

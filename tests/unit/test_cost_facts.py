@@ -70,7 +70,7 @@ def test_tensor_parallelism_keeps_10_and_24_over_t_and_sequence_parallelism_34_o
 def test_recompute_keeps_one_hidden_state_a_layer_and_one_layer_besides() -> None:
     model = decoder(((12, 256),))
     job = small_job(model, cluster(1, 1), batch=4)
-    kept, again = (estimate(job, parse_plan(name)).memory.activations for name in ("dp1.mb4", "dp1.mb4.rc-layer"))
+    kept, again = (estimate(job, parse_plan(name)).memory.activations for name in ("dp1.mb4", "dp1.mb4.rc-full"))
     tokens = 4 * 128
     block = model.layers[2]
     one = tokens * (2 * (block.saved_split + block.saved_whole) + block.fixed_split + block.fixed_whole)
@@ -90,7 +90,7 @@ def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_ranks_follow() -> Non
 
 def test_time_items_add_up_to_the_step() -> None:
     job = named_job("llama2-70b", "8x8:h100", 512, 4096)
-    for name in ("dp8.tp8.sp.z1.rc-layer", "dp4.tp4.sp.pp4.z2", "dp4x16.z3.rc-layer", "dp8.tp2.pp4.interleaved4"):
+    for name in ("dp8.tp8.sp.z1.rc-full", "dp4.tp4.sp.pp4.z2", "dp4x16.z3.rc-full", "dp8.tp2.pp4.interleaved4"):
         time = estimate(job, parse_plan(name)).time
         assert sum(seconds for kind, seconds in time if kind != "step") == pytest.approx(time.step, rel=1e-12)
 
@@ -122,8 +122,8 @@ def test_an_even_plan_on_unlike_devices_is_priced_on_the_slowest_and_says_so() -
 
 def test_heads_exchanged_inside_a_node_with_rings_between_nodes_wait_less_than_heads_exchanged_between_nodes() -> None:
     job = named_job("llama2-7b", "2x8:a100-80gb", 4, 65536, "bf16")
-    waits = {name: estimate(job, parse_plan(name)).time.context for name in ("cp16.z1.rc-layer.ulysses", "cp16.z1.rc-layer.ulysses8")}
-    assert 0 < waits["cp16.z1.rc-layer.ulysses8"] < waits["cp16.z1.rc-layer.ulysses"]
+    waits = {name: estimate(job, parse_plan(name)).time.context for name in ("cp16.z1.rc-full.ulysses", "cp16.z1.rc-full.ulysses8")}
+    assert 0 < waits["cp16.z1.rc-full.ulysses8"] < waits["cp16.z1.rc-full.ulysses"]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_ranks_that_exchange_heads_are_a_part_of_the_context_ranks(name: str, sa
 def test_a_capacity_makes_the_busiest_expert_rank_wait_less() -> None:
     job = named_job("mixtral-8x7b", "1x8:h100", 32, 2048, "bf16")
     limited = job.but(workload=job.workload.but(expert_capacity=1.0))
-    plan = parse_plan("dp8.ep8.z1.rc-layer")
+    plan = parse_plan("dp8.ep8.z1.rc-full")
     assert estimate(limited, plan).time.expert < estimate(job, plan).time.expert
     assert estimate(limited, plan).time.compute < estimate(job, plan).time.compute
 

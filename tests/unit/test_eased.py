@@ -76,10 +76,10 @@ def test_the_search_keeps_as_many_weights_on_the_device_as_leave_the_same_margin
 def two_ways(precision: str = "bf16", fits: str = "dp1.z3.off-optimizer80.off-parameters40") -> Job:
     """A device whose budget is what a plan with shares of its own takes."""
     job = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, precision)
-    job = job.but(pins={"offload": ("optimizer", "parameters"), "recompute": "layer", "micro_batch": 1})
+    job = job.but(pins={"offload": ("optimizer", "parameters"), "recompute": "full", "micro_batch": 1})
     groups = tuple(group.but(host_memory=1e12, host_bandwidth=1e11) for group in job.cluster.groups)
     job = job.but(cluster=job.cluster.but(groups=groups))
-    priced = estimate(job, parse_plan(f"{fits}.rc-layer.mb1"))
+    priced = estimate(job, parse_plan(f"{fits}.rc-full.mb1"))
     return job.but(cluster=job.cluster.but(budget=priced.memory.reserved * 1.001))
 
 
@@ -159,17 +159,17 @@ def test_a_share_of_what_has_nowhere_to_wait_is_refused() -> None:
 
 
 def test_a_plan_of_before_whose_share_was_of_the_weights_loads() -> None:
-    before = {"zero": 3, "dp_shard": 2, "offload": ["parameters-files"], "offload_share": 50}
-    assert build(Plan, before).name == "dp2.z3.off-parameters-files50"
+    before = {"zero": 3, "dp_shard": 2, "offload": ["parameters-disk"], "offload_share": 50}
+    assert build(Plan, before).name == "dp2.z3.off-parameters-disk50"
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
-    pins = {"offload": ("parameters",), "offload_share": 50, "recompute": "layer", "micro_batch": 1}
+    pins = {"offload": ("parameters",), "offload_share": 50, "recompute": "full", "micro_batch": 1}
     old, new = (search(job.but(pins=each), top=1) for each in (pins, {**pins, "offload_share": 100, "weights_share": 50}))
     assert [entry.name for entry in old.plans] == [entry.name for entry in new.plans] and "off-parameters50" in old.chosen.name
 
 
 @pytest.mark.parametrize(
     "name",
-    ["dp2.z3.off-optimizer60.off-parameters50", "dp2.z2.off-optimizer-files60.off-gradients", "dp1.z3.off-optimizer.off-parameters-files5"],
+    ["dp2.z3.off-optimizer60.off-parameters50", "dp2.z2.off-optimizer-disk60.off-gradients", "dp1.z3.off-optimizer.off-parameters-disk5"],
 )
 def test_a_name_with_shares_reads_back(name: str) -> None:
     plan = parse_plan(name)
@@ -203,8 +203,8 @@ def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhe
     ("name", "words"),
     [
         ("dp1.off-optimizer0", "greater than or equal to 1"),
-        ("dp1.off-activations.off-activations-files", "names activations twice"),
-        ("dp1.off-optimizer50.off-optimizer-files60", "says offload_share a second time"),
+        ("dp1.off-activations.off-activations-disk", "names activations twice"),
+        ("dp1.off-optimizer50.off-optimizer-disk60", "says offload_share a second time"),
     ],
 )
 def test_a_share_that_means_nothing_is_one_line(name: str, words: str) -> None:
@@ -232,6 +232,6 @@ def test_weights_in_files_come_up_over_the_link_too() -> None:
         )
         for link in (1e12, 1e7)
     )
-    near, far = (estimate(job, parse_plan("dp1.z3.off-parameters-files")).time.offload for job in (fast, slow))
+    near, far = (estimate(job, parse_plan("dp1.z3.off-parameters-disk")).time.offload for job in (fast, slow))
     bytes_up = 2 * fast.model.parameters * 2
     assert far - near > 0.9 * bytes_up * fast.workload.batch / 1e7

@@ -220,7 +220,7 @@ def plans(draw: st.DrawFn) -> Plan:
         schedule=schedule,
         virtual_stages=virtual,
         micro_batch=draw(st.integers(1, 16)),
-        recompute=draw(st.sampled_from(["none", "layer"])),
+        recompute=draw(st.sampled_from(["none", "full"])),
     )
 
 

@@ -97,7 +97,7 @@ def test_the_smallest_cluster_fits_and_one_node_less_does_not() -> None:
     verdicts = []
     for count in (nodes, nodes - 1):
         job = Job(model=model, cluster=part_of(on.but(groups=(on.groups[0].but(nodes=64),)), count * 8), workload=WORK.but(batch=count * 8))
-        verdicts.append(estimate(job, parse_plan(f"dp{count * 8}.z3.rc-layer")).verdict)
+        verdicts.append(estimate(job, parse_plan(f"dp{count * 8}.z3.rc-full")).verdict)
     assert verdicts[0] == Fits.fits and verdicts[1] != Fits.fits
 
 

@@ -104,7 +104,7 @@ GOOD: dict[str, dict[str, list[Any]]] = {
         "micro_batch": [1, 2, 5],
         "schedule": ["1f1b", "gpipe", "interleaved"],
         "virtual_stages": [1, 2],
-        "recompute": ["none", "layer"],
+        "recompute": ["none", "full"],
         "sequence_parallel": [True, False],
         "layers_per_stage": [[1, 3], [2, 2], [4]],
         "dp_shard": [1, 2, 4],

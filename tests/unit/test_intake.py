@@ -522,7 +522,7 @@ def test_a_mistake_in_a_pin_says_which(text: str, message: str) -> None:
 
 
 def test_a_plan_reads_from_its_name_from_its_file_and_from_an_answer(tmp_path: Path) -> None:
-    plan = parse_plan("dp2x4.tp2.z3.mb2.rc-layer")
+    plan = parse_plan("dp2x4.tp2.z3.mb2.rc-full")
     alone = written(tmp_path, plan.to_json(), "plan.json")
     entry = written(tmp_path, json.dumps({"chosen": {"name": plan.name, "plan": plan.model_dump(mode="json")}}), "answer.json")
     assert read_plan(plan.name) == read_plan(str(alone)) == read_plan(str(entry)) == plan

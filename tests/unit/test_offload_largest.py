@@ -57,7 +57,7 @@ def test_of_gradients_that_wait_on_the_host_each_rank_sends_its_own_shard(zero: 
     job = one.but(cluster=parse_cluster("1x8:h100"), workload=one.workload.but(batch=8))
 
     def down(job: Job, plan: str) -> float:
-        kept, sent = (estimate(job, parse_plan(f"{plan}.rc-layer.off-optimizer{away}")).time for away in ("", ".off-gradients"))
+        kept, sent = (estimate(job, parse_plan(f"{plan}.rc-full.off-optimizer{away}")).time for away in ("", ".off-gradients"))
         return sent.offload - kept.offload
 
     assert 0 < down(job, f"dp8.z{zero}") <= down(one, f"dp1.z{zero}")

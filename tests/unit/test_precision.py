@@ -108,10 +108,10 @@ REFUSED = [
     ("1x8:h100", {"precision": "bf16-pure"}, "dp8.z1.off-optimizer", "precision bf16-pure cannot wait elsewhere"),
     ("1x8:h100", {"precision": "bf16", "optimizer__state": "8bit"}, "dp8.z1.off-optimizer", "states of 8 bits cannot wait elsewhere"),
     ("1x8:h100", {"precision": "fp8"}, "dp4.tp2.z1", "fp8 runs without tensor parallelism"),
-    ("1x8:h100", {"precision": "fp8"}, "pp8.zb1", "fp8 runs without tensor parallelism and zero-bubble schedules"),
+    ("1x8:h100", {"precision": "fp8"}, "pp8.zbh1", "fp8 runs without tensor parallelism and zero-bubble schedules"),
     ("1x8:h100", {"precision": "fp32"}, "dp8.z3.off-parameters", "add off-optimizer, so that they are updated there, or use bf16"),
-    ("1x2:h100", {"precision": "bf16", "compression__kind": "int8"}, "dp2.z1.shards3-1", "compressed gradients go in equal parts"),
-    ("2x8:h100", {"precision": "bf16", "local__replicas": 2}, "dp2.cp8.rc-layer", "workload.local does not go with z0 with cp"),
+    ("1x2:h100", {"precision": "bf16", "compression__kind": "int8"}, "dp2.z1.zw3-1", "compressed gradients go in equal parts"),
+    ("2x8:h100", {"precision": "bf16", "local__replicas": 2}, "dp2.cp8.rc-full", "workload.local does not go with z0 with cp"),
     ("2x8:h100", {"precision": "bf16", "local__replicas": 2}, "dp2x8.z1.off-optimizer", "workload.local does not go with off-optimizer"),
 ]  # fmt: skip
 
@@ -158,6 +158,6 @@ def test_what_an_optimizer_of_whole_tensors_and_float8_go_with_is_searched() -> 
 def test_a_compiled_plan_reads_back_and_is_found_by_a_pin() -> None:
     asked = job().but(pins={"compile": True})
     assert all(entry.plan.compile and entry.plan.name.endswith("compile") for entry in mw.plan(asked, 5))
-    for part in ("cp8", "cp8.ulysses", "dp8.rc-selective", "dp8.rc-operations", "cp2.dp4.rc-layer4-operations"):
+    for part in ("cp8", "cp8.ulysses", "dp8.rc-attn", "dp8.rc-sac", "cp2.dp4.rc-full4+sac"):
         assert not list(faults(asked, mw.parse_plan(f"{part}.compile")))
     assert mw.parse_plan("dp8.z3.compile").compile and Workload().recipe.name == "fp32"

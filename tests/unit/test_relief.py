@@ -30,7 +30,7 @@ def test_no_number_of_recomputed_blocks_and_no_offload_goes_below_the_bounds(lin
         ways = ((), *region.offloads)
         bound = least(pricer, region.box, ways)
         each = replace(
-            region.box, offload=ways, recompute=(*region.box.recompute, *(Again(Recompute.layer, k, fewer=True) for k in range(1, 6)))
+            region.box, offload=ways, recompute=(*region.box.recompute, *(Again(Recompute.full, k, fewer=True) for k in range(1, 6)))
         )
         prices = pricer.price(each)
         legal = np.broadcast_to(each.legal[0], each.shape)

@@ -36,7 +36,7 @@ def question(cluster: str, optimizer: str) -> Job:
 
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
-    [*itertools.product(["dp2.mb4", "dp2.z1.mb4"], ["adamw", "muon"]), ("dp2.z1.rc-layer.off-optimizer-files.sh6-2", "adamw")],
+    [*itertools.product(["dp2.mb4", "dp2.z1.mb4"], ["adamw", "muon"]), ("dp2.z1.rc-full.off-optimizer-disk.ga6-2", "adamw")],
 )
 def test_the_plan_that_is_named_for_want_of_memory_is_priced_fits_and_suits_the_recipe(plan: str, optimizer: str) -> None:
     job, now = question("2:cpu", optimizer), parse_plan(plan)
@@ -47,7 +47,7 @@ def test_the_plan_that_is_named_for_want_of_memory_is_priced_fits_and_suits_the_
         return
     other = parse_plan(named[1])
     assert estimate(job, other).fits and estimate(job, other).memory.total <= 0.8 * estimate(job, now).memory.total
-    assert optimizer != "muon" or not {Offload.optimizer, Offload.optimizer_files} & set(other.offload)
+    assert optimizer != "muon" or not {Offload.optimizer, Offload.optimizer_disk} & set(other.offload)
 
 
 def test_a_model_that_nobody_priced_has_no_such_plan() -> None:

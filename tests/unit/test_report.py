@@ -433,7 +433,7 @@ def test_what_broke_before_a_step_had_begun_is_shown_behind_the_last_one_and_a_d
 
 
 def test_every_decision_about_slow_ranks_stands_with_its_predicted_and_its_measured_gain() -> None:
-    plan = "dp4.z1.sh9-9-9-5"
+    plan = "dp4.z1.ga9-9-9-5"
     events = [
         Event(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
         Event(kind="shares", at=0.0, step=41, plan=plan, predicted=1.6),

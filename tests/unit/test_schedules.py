@@ -79,7 +79,7 @@ def thirds(schedule: str, p: int, m: int, f: float = 1.0, b: float = 1.0, w: flo
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (8, 16), (8, 64)])
-@pytest.mark.parametrize(("schedule", "over"), [("zb1", 1.0), ("zbv", 0.5), ("dualpipev", 0.5)])
+@pytest.mark.parametrize(("schedule", "over"), [("zbh1", 1.0), ("zbv", 0.5), ("dualpipev", 0.5)])
 def test_zero_bubble_schedules_idle_as_their_formulas_say_and_less_than_half_of_1f1b(schedule: str, over: float, p: int, m: int) -> None:
     played = thirds(schedule, p, m)
     assert played.makespan == pytest.approx(3.0 * m + (p - 1) * over)
@@ -90,7 +90,7 @@ def test_zero_bubble_schedules_idle_as_their_formulas_say_and_less_than_half_of_
 @pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.2, 0.8), (1.0, 1.5, 0.5), (1.3, 1.4, 1.0), (1.0, 1.0, 1.0)])
 @pytest.mark.parametrize(("p", "m"), [(4, 16), (8, 32)])
 def test_zb_h1_idles_p_minus_1_times_f_plus_b_minus_w(p: int, m: int, f: float, b: float, w: float) -> None:
-    assert thirds("zb1", p, m, f, b, w).makespan == pytest.approx(m * (f + b + w) + (p - 1) * (f + b - w))
+    assert thirds("zbh1", p, m, f, b, w).makespan == pytest.approx(m * (f + b + w) + (p - 1) * (f + b - w))
 
 
 @pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.2, 0.8), (1.0, 0.9, 1.1), (1.0, 1.0, 1.0)])
@@ -106,7 +106,7 @@ def test_dualpipe_v_idles_no_more_than_its_published_formula_and_within_three_po
 
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_zero_bubble_schedules_hold_no_more_than_the_first_rank_of_1f1b(p: int, m: int) -> None:
-    assert [in_flight(order) for order in orders("zb1", p, 1, m)] == [min(m, p)] * p
+    assert [in_flight(order) for order in orders("zbh1", p, 1, m)] == [min(m, p)] * p
     assert all(held <= min(m, p) for held in map(in_flight, orders("zbv", p, 2, m)))
     if m > 2 * p:
         assert [in_flight(order) for order in orders("dualpipev", p, 2, m)] == [p + 0.5] * p
@@ -121,7 +121,7 @@ def test_zero_bubble_counts_in_flight_are_those_of_torchs_own_tables_at_p_4_and_
 @pytest.mark.parametrize(
     ("schedule", "virtual", "m", "words"),
     [
-        ("zb1", 2, 4, "zb1 holds 1 stage a rank, the plan has 2"),
+        ("zbh1", 2, 4, "zbh1 holds 1 stage a rank, the plan has 2"),
         ("zbv", 1, 4, "zbv holds 2 stages a rank, the plan has 1"),
         ("dualpipev", 2, 5, r"at least 2 \* pp\(4\) = 8 micro-batches, the batch gives 5; use schedule zbv"),
     ],
@@ -171,7 +171,7 @@ def test_interleaving_a_count_that_pp_does_not_divide_is_one_error_that_names_th
 
 
 def test_a_misspelt_schedule_is_named_with_the_nearest() -> None:
-    with pytest.raises(InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved, zb1, zbv, dualpipev; did you mean '1f1b'\?"):
+    with pytest.raises(InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved, zbh1, zbv, dualpipev; did you mean '1f1b'\?"):
         orders("1f1d", 2, 1, 2)
 
 
@@ -315,9 +315,9 @@ def test_a_file_of_actions_is_a_pin_of_schedule_ranks_and_stages_and_a_wrong_one
     pins = parse_pins(f"schedule={right}")
     assert (pins["schedule"], pins["pp"], pins["virtual_stages"]) == (Schedule.actions, 2, 2)
     plan = Plan(**pins)
-    assert plan.name.startswith("pp2.actions-")
+    assert plan.name.startswith("pp2.csv-")
     assert [plan.rank_of(stage) for stage in range(4)] == [0, 1, 1, 0]
     with pytest.raises(InputError, match=r"wrong.csv: pipeline action 1B1 is missing on pipeline rank 1"):
         parse_pins(f"schedule={wrong}")
-    with pytest.raises(InputError, match="the actions behind 'actions-1a2b3c4d' stand in a plan's file"):
-        parse_plan("pp2.actions-1a2b3c4d")
+    with pytest.raises(InputError, match="the actions behind 'csv-1a2b3c4d' stand in a plan's file"):
+        parse_plan("pp2.csv-1a2b3c4d")

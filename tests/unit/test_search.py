@@ -103,16 +103,14 @@ def small_jobs(draw) -> Job:
     slow, fast = {"host_bandwidth": 16e9, "host_memory": 1e7}, {"host_bandwidth": 1e12, "host_memory": 1e9}
     disk = {"storage_bandwidth": draw(st.sampled_from([1e9, 1e12]))}
     host = draw(st.sampled_from([{}, slow, fast, {**slow, "host_update": 1e9}, {**fast, "host_update": 1e9}, disk, {**fast, **disk}]))
-    files = "-files" if "host_bandwidth" not in host else ""
+    files = "-disk" if "host_bandwidth" not in host else ""
     pinned = (
         {"offload": (f"optimizer{files}",)},
         {"offload": (f"activations{files}",)},
         {"offload": (f"optimizer{files}", f"activations{files}")},
     )
     pins = draw(
-        st.sampled_from(
-            [{}, {}, {}, *(pinned if host else ()), {"recompute": "layer"}, {"micro_batch": 1}, {"pp": 2 - nodes * devices % 2}]
-        )
+        st.sampled_from([{}, {}, {}, *(pinned if host else ()), {"recompute": "full"}, {"micro_batch": 1}, {"pp": 2 - nodes * devices % 2}])
     )
     return small_job(
         model,
@@ -244,10 +242,10 @@ def test_a_pinned_number_of_blocks_that_recompute_is_fine_where_some_pipelines_w
 
 
 def test_pins_fix_what_they_name() -> None:
-    job = small_job(on=cluster(1, 8), batch=16, pins={"tp": 2, "zero": 2, "recompute": "layer", "micro_batch": 2, "dp": 4})
+    job = small_job(on=cluster(1, 8), batch=16, pins={"tp": 2, "zero": 2, "recompute": "full", "micro_batch": 2, "dp": 4})
     for entry in search(job, top=50).plans:
         plan = entry.plan
-        assert (plan.tp, plan.zero, plan.recompute, plan.micro_batch, plan.dp, plan.pp) == (2, 2, "layer", 2, 4, 1)
+        assert (plan.tp, plan.zero, plan.recompute, plan.micro_batch, plan.dp, plan.pp) == (2, 2, "full", 2, 4, 1)
 
 
 def test_a_whole_plan_as_pins_is_the_only_plan() -> None:
@@ -277,7 +275,7 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
         ({"offload": ("optimizer",)}, r"no plan is legal: .*off-optimizer: the cluster names no host_bandwidth"),
         ({"offload": ("gradients",)}, r"pin offload: off-gradients: .* write z2 or z3 and off-optimizer beside it"),
         (
-            {"recompute": "selective", "recompute_layers": 1},
+            {"recompute": "attn", "recompute_layers": 1},
             r"pins: recompute_layers 1 counts blocks that recompute as a whole or by operation",
         ),
         (
@@ -285,7 +283,7 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
             r"pins: off-activations2: .* not 1 and 2; recompute all alike",
         ),
         ({"offload": ("activations",), "offload_layers": 2}, r"no plan is legal: .*off-activations: the cluster names no host_bandwidth"),
-        ({"offload": ("optimizer", "optimizer-files")}, r"pin offload: offload names optimizer twice"),
+        ({"offload": ("optimizer", "optimizer-disk")}, r"pin offload: offload names optimizer twice"),
         ({"tp": 8}, r"no plan is legal: .*tp\(8\) does not divide heads\(4\)"),
         ({"pp": 16}, r"no plan is legal: .*16 stages need as many blocks, the model has 4"),
         ({"dp": 4, "micro_batch": 3}, r"no plan is legal: .*batch 8 is not a multiple of dp\(4\) \* micro_batch\(3\) = 12"),

@@ -25,7 +25,7 @@ def tight_job(large: float = 64e6, small: float = 32e6) -> Job:
 def test_equal_weights_cost_what_no_weights_cost() -> None:
     job = tight_job()
     for name in ("dp4.z1", "dp4.z2", "dp4.z3"):
-        plain, equal = (estimate(job, parse_plan(each)) for each in (name, f"{name}.shards1-1-1-1"))
+        plain, equal = (estimate(job, parse_plan(each)) for each in (name, f"{name}.zw1-1-1-1"))
         assert equal.time.step == pytest.approx(plain.time.step, rel=1e-12)
         assert {estimate(job, parse_plan(f"{name}.shards{each}")).memory.optimizer for each in ("1-1-1-1", "3-3-3-3")} == {
             plain.memory.optimizer
@@ -72,4 +72,4 @@ def test_a_device_whose_memory_binds_holds_less_and_the_planner_says_so() -> Non
 
 def test_weights_are_the_least_whole_numbers() -> None:
     assert weights([2.0, 1.0], [1, 2]) == (2, 1, 1)
-    assert Plan(dp_shard=3, zero=3, shard_weights=weights([1.5, 0.75], [1, 2])).name == "dp3.z3.shards2-1-1"
+    assert Plan(dp_shard=3, zero=3, shard_weights=weights([1.5, 0.75], [1, 2])).name == "dp3.z3.zw2-1-1"

@@ -52,7 +52,7 @@ def every_pipeline(job: Job) -> list[Plan]:
         for cut in cuts[pp]:
             for parallel in ("", "sp.") if head == "tp2." else ("",):
                 for size in (1, 2, 4, 8):
-                    for again in ("", "rc-layer."):
+                    for again in ("", "rc-full."):
                         for zero in ("", "z1.", "z2.", "z3.") if head == "dp2." else ("",):
                             split = "-".join(map(str, cut))
                             names.append(f"{head}{parallel}pp{pp}.{zero}mb{size}.ls{split}.{again}on{on}")
@@ -96,7 +96,7 @@ def test_equal_groups_are_one() -> None:
 
 def test_a_placement_that_leaves_part_of_a_group_is_explained() -> None:
     with pytest.raises(InputError, match=r"1 pipeline ranks of 1 devices on group 0 = 1 but it has 2 devices"):
-        estimate(unlike_job(), parse_plan("pp2.ls2-2.on0-1"))
+        estimate(unlike_job(), parse_plan("pp2.ls2-2.place0-1"))
 
 
 def every_share(job: Job, plan: Plan) -> list[Plan]:
@@ -131,7 +131,7 @@ def test_faster_replicas_take_more_and_all_end_together() -> None:
 
 def test_shares_on_equal_devices_cost_what_the_largest_does() -> None:
     job = small_job(on=cluster(1, 2), batch=8)
-    uneven, even = (estimate(job, parse_plan(name)) for name in ("dp2.sh5-3", "dp2"))
+    uneven, even = (estimate(job, parse_plan(name)) for name in ("dp2.ga5-3", "dp2"))
     whole_batch = estimate(job.but(workload=job.workload.but(batch=10)), parse_plan("dp2"))
     assert uneven.time.step == pytest.approx(whole_batch.time.step)
     assert uneven.memory == whole_batch.memory
@@ -178,7 +178,7 @@ def every_size(job: Job, layouts: tuple[str, ...]) -> list[Plan]:
     return [plan for plan in found if not any(faults(job, plan))]
 
 
-LAYOUTS = ("dp4", "dp4.z1", "dp2.tp2.z1", "dp4.z1.rc-layer", "dp4.z3.rc-layer", "dp2.tp2.z2")
+LAYOUTS = ("dp4", "dp4.z1", "dp2.tp2.z1", "dp4.z1.rc-full", "dp4.z3.rc-full", "dp2.tp2.z2")
 
 
 def with_less(job: Job, less: float) -> Job:
@@ -197,14 +197,14 @@ def test_no_sizes_of_their_own_are_better_than_what_is_found_by_more_than_is_wor
 
 def test_slow_replicas_take_smaller_micro_batches_where_one_size_is_too_coarse() -> None:
     best = min(shares.plans(heavy_job(2.5, 10), 5), key=lambda pair: pair[0])[1]
-    assert best.name == "dp4.z1.mb2-2-1-1.sh2-2-1-1"
+    assert best.name == "dp4.z1.mb2-2-1-1.ga2-2-1-1"
 
 
 def test_a_group_with_less_memory_takes_smaller_micro_batches() -> None:
     job = with_less(heavy_job(1.0, 64), 12.0)
     best = min(shares.plans(job, 5), key=lambda pair: pair[0])[1]
-    assert best.name == "dp2.pp2.z1.mb2-1.sh16-32.ax-dp-pp-tp"
-    assert estimate(job, best).fits and not estimate(job, parse_plan("dp2.pp2.z1.mb2.sh17-15.ax-dp-pp-tp")).fits
+    assert best.name == "dp2.pp2.z1.mb2-1.ga16-32.order-dp-pp-tp"
+    assert estimate(job, best).fits and not estimate(job, parse_plan("dp2.pp2.z1.mb2.ga17-15.order-dp-pp-tp")).fits
 
 
 def test_whole_numbers_of_micro_batches_of_any_sizes_end_as_early_as_can_be() -> None:
@@ -227,7 +227,7 @@ def test_micro_batches_are_counted_where_a_link_takes_so_long_that_their_seconds
     assert sum(counts[0]) * 4 + sum(counts[1]) == 11
 
 
-@pytest.mark.parametrize(("name", "tensor", "pipeline"), [("dp4.tp2.on0", [1, 3, 9], [3, 9]), ("dp2.pp4.on0-0-0-0", [3, 9], [1, 3, 9])])
+@pytest.mark.parametrize(("name", "tensor", "pipeline"), [("dp4.tp2.on0", [1, 3, 9], [3, 9]), ("dp2.pp4.place0-0-0-0", [3, 9], [1, 3, 9])])
 def test_advice_names_the_degrees_beside_one_that_does_not_divide_all_devices(name: str, tensor: list[int], pipeline: list[int]) -> None:
     """Nine devices, of which the plan uses eight; no even plan of nine is legal for a batch of eight."""
     job, plan = unlike_job(), parse_plan(name)
@@ -247,7 +247,7 @@ def test_what_an_improvement_brings_is_said_where_the_chosen_plan_has_shares() -
     assert set(single) <= found.keys() and min(found[name] for name in single) >= 1 - TIGHT_GAIN
 
 
-@pytest.mark.parametrize("plan", ["dp4.rc-layer.off-optimizer", "dp4.rc-layer.off-optimizer.sh1-1-3-3"])
+@pytest.mark.parametrize("plan", ["dp4.rc-full.off-optimizer", "dp4.rc-full.off-optimizer.ga1-1-3-3"])
 def test_what_waits_on_hosts_counts_on_unlike_groups_as_on_equal_ones(plan: str) -> None:
     job = unlike_job(less=0.5)
     first, second = (group.but(host_memory=1e9, host_bandwidth=1e10) for group in job.cluster.groups)

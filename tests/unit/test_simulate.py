@@ -136,7 +136,7 @@ def test_a_pipeline_of_equal_stages_takes_what_the_estimate_says(schedule: str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["dp4.tp2.pp4.ep2.z1", "dp16.tp2.ep8.z2", "dp32.ep8.z3", "dp4.tp2.pp2.cp2.ep8.z1.rc-layer8", "dp32.z1.off-optimizer"]
+    "name", ["dp4.tp2.pp4.ep2.z1", "dp16.tp2.ep8.z2", "dp32.ep8.z3", "dp4.tp2.pp2.cp2.ep8.z1.rc-full8", "dp32.z1.off-optimizer"]
 )
 def test_context_and_expert_ranks_offload_and_partial_recompute_are_in_the_play(name: str) -> None:
     played = simulate(named_job("mixtral-8x7b", "4x8:h100", 256, 4096), name)
@@ -145,7 +145,7 @@ def test_context_and_expert_ranks_offload_and_partial_recompute_are_in_the_play(
 
 def test_on_unlike_groups_each_pipeline_rank_is_played_at_the_speed_of_its_own() -> None:
     job = named_job("llama2-13b", "2x8:a100-80gb+4x8:v100-32gb", 480, 2048, "fp16")
-    played = simulate(job, "dp16.pp3.z1.ls23-9-8.on0-1-1")
+    played = simulate(job, "dp16.pp3.z1.ls23-9-8.place0-1-1")
     assert played.seconds == pytest.approx(played.estimate.time.step, rel=0.03)
 
 
@@ -162,7 +162,7 @@ def everyone(plan: Plan, faults: Faults) -> list[Lane]:
     return found
 
 
-@pytest.mark.parametrize("name", ["dp4.pp2", "dp4.pp2.z1", "dp2x2.pp2.z1", "dp2x2.pp2.z2", "dp2x2.pp2.z3", "dp4x2.z3", "dp2x4.z2.rc-layer"])
+@pytest.mark.parametrize("name", ["dp4.pp2", "dp4.pp2.z1", "dp2x2.pp2.z1", "dp2x2.pp2.z2", "dp2x2.pp2.z3", "dp4x2.z3", "dp2x4.z2.rc-full"])
 @pytest.mark.parametrize(
     "faults",
     [Faults(), Faults(slow=[(3, 2.0)]), Faults(slow=[(1, 1.5), (6, 3.0)], link=[(2, 0.2)])],  # type: ignore[list-item]
@@ -430,7 +430,7 @@ def test_the_package_is_the_verb(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dp128.tp8.sp.pp16.z1.rc-layer", "dp64.tp8.sp.pp32.z1.rc-layer", "dp128.tp8.sp.pp16.z1.rc-layer.interleaved7"]
+    "name", ["dp128.tp8.sp.pp16.z1.rc-full", "dp64.tp8.sp.pp32.z1.rc-full", "dp128.tp8.sp.pp16.z1.rc-full.interleaved7"]
 )
 def test_a_step_on_16384_devices_is_played_in_under_two_seconds(name: str) -> None:
     plan = parse_plan(name)
@@ -440,7 +440,7 @@ def test_a_step_on_16384_devices_is_played_in_under_two_seconds(name: str) -> No
     assert sum(rank.replicas for rank in played.ranks) * plan.tp == 16384 and replace(played, faults=FAULTY).healthy
 
 
-@pytest.mark.parametrize(("plan", "part"), [("dp4.z1.sh3-2-2-1", "sh3-2-2-1"), ("dp4.z2.shards2-1-1-1", "shards2-1-1-1")])
+@pytest.mark.parametrize(("plan", "part"), [("dp4.z1.ga3-2-2-1", "ga3-2-2-1"), ("dp4.z2.zw2-1-1-1", "zw2-1-1-1")])
 def test_replicas_with_unlike_work_or_states_are_not_played_as_if_they_were_alike(plan: str, part: str) -> None:
     with pytest.raises(InputError) as error:
         simulate(small_job(), plan)

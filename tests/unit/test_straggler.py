@@ -70,7 +70,7 @@ def unlike(times: float = 1.0) -> Phases:
 
 
 def test_unlike_devices_are_not_slow_and_one_that_becomes_slow_is() -> None:
-    watch = Watch(parse_plan("dp4.z1.mb2.sh3-3-1-1"), 16)
+    watch = Watch(parse_plan("dp4.z1.mb2.ga3-3-1-1"), 16)
     assert watch.counts == [6, 6, 2, 2]
     assert [watch.hear(unlike()) for _ in range(40)] == [None] * 40
     (found,) = (verdict for _ in range(20) if (verdict := watch.hear(unlike(2.0))) is not None)
@@ -150,7 +150,7 @@ def test_a_verdict_with_balance_says_what_it_does_and_ranks_that_meet_in_every_m
         plans = [plan for step in range(FIRST + WINDOW + STEADY) if (plan := watch.heed(busy, step, balance=True)) is not None]
         assert bool(plans) is adjusted
     assert said[0] == f"step {FIRST + WINDOW + STEADY - 2}: rank 3 computes 2.5 times as long as its peers"
-    assert said[1].startswith(f"step {FIRST + WINDOW + STEADY - 2}: dp4.z1.sh")
+    assert said[1].startswith(f"step {FIRST + WINDOW + STEADY - 2}: dp4.z1.ga")
     assert len(said) == 3
 
 
@@ -183,10 +183,10 @@ def test_a_rank_that_recovers_gets_its_share_back_though_its_update_makes_few_se
         busy = tuple((0.02 + 0.01 * count) * (slow if rank == 3 else 1.0) for rank, count in enumerate(watch.counts))
         plan = watch.heed(Phases(busy, (0.0,) * 4, tuple(max(busy) + 0.01 - each for each in busy)), step, balance=True)
         plans += [plan.name] if plan is not None else []
-    assert plans == ["dp4.z1.sh9-9-9-5", "dp4.z1"]
+    assert plans == ["dp4.z1.ga9-9-9-5", "dp4.z1"]
 
 
-@pytest.mark.parametrize(("times", "name"), [(1.5, "dp4.z1.mb3-3-3-2.sh6-6-6-5"), (4.0, "dp4.z1.mb4.sh5-5-5-1")])
+@pytest.mark.parametrize(("times", "name"), [(1.5, "dp4.z1.mb3-3-3-2.ga6-6-6-5"), (4.0, "dp4.z1.mb4.ga5-5-5-1")])
 def test_micro_batches_are_halved_where_whole_ones_are_too_coarse_and_are_whole_again_when_all_is_well(times: float, name: str) -> None:
     watch, optimum = Watch(parse_plan("dp4.z1.mb4"), 64), 64 / (3 + 1 / times)
     plans, ends = [], []

@@ -115,7 +115,7 @@ def row(**cells: str) -> Row:
 def test_a_row_becomes_the_plan_that_it_states() -> None:
     case = case_of(row(activation_ckpt="full", vpp="2"))
     assert not isinstance(case, str)
-    assert [plan.name for plan in case.plans] == ["dp2.tp2.pp2.interleaved2.rc-layer"]
+    assert [plan.name for plan in case.plans] == ["dp2.tp2.pp2.interleaved2.rc-full"]
     assert case.job.cluster.groups[0].device.name == "a100-80gb"
 
 

@@ -191,7 +191,7 @@ def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
     with pytest.raises(NoPlanFits) as caught:
         search(named_job("llama-65b", "1x1:a100-80gb", 64, 2048, pins={"offload": ()}))
     said = str(caught.value)
-    assert "the nearest (dp1.rc-layer79-operations) needs 1.07 TiB on rank 0 of 80.0 GiB; optimizer states are 729.6 GiB of it" in said
+    assert "the nearest (dp1.rc-full79+sac) needs 1.07 TiB on rank 0 of 80.0 GiB; optimizer states are 729.6 GiB of it" in said
     assert "16 nodes (16 devices) would fit (" in said and "devices of" not in said
     assert search(named_job("llama-65b", "16x1:a100-80gb", 64, 2048, pins={"offload": ()})).plans
     assert str(caught.value.said("zh")).startswith("没有放得下的方案")
@@ -200,7 +200,7 @@ def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
 def test_a_local_disk_is_named_where_no_host_has_room_and_the_plan_fits_with_it() -> None:
     alone = named_job("llama2-7b", "1x1:rtx4090", 32, 256)
     with pytest.raises(
-        NoPlanFits, match=r"a local disk in each node \(storage_bandwidth, 2\.00 GB/s\) would fit \(dp1\.\S*off-optimizer-files"
+        NoPlanFits, match=r"a local disk in each node \(storage_bandwidth, 2\.00 GB/s\) would fit \(dp1\.\S*off-optimizer-disk"
     ) as caught:
         search(alone)
     named = re.search(r"GB/s\) would fit \((\S+),", str(caught.value))

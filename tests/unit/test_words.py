@@ -33,8 +33,8 @@ from meshwright.words.say import TABLES, language_of, name, say, table, tell
 
 CHANGES = [
     Event(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
-    Event(kind="shares", at=0.0, step=41, plan="dp4.z1.sh9-9-9-5", predicted=1.6),
-    Event(kind="gained", at=0.0, step=51, plan="dp4.z1.sh9-9-9-5", predicted=1.6, measured=1.5),
+    Event(kind="shares", at=0.0, step=41, plan="dp4.z1.ga9-9-9-5", predicted=1.6),
+    Event(kind="gained", at=0.0, step=51, plan="dp4.z1.ga9-9-9-5", predicted=1.6, measured=1.5),
     Event(kind="slow", at=0.0, step=60, cause=WELL),
     Event(
         kind="slow",

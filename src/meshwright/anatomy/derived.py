@@ -227,7 +227,7 @@ class Tape(TorchFunctionMode):
 
 def written(dtype: torch.dtype, now: int, then: int) -> RuntimeError:
     return RuntimeError(
-        f"a tensor of {dtype} that a block's backward needs was written in place after it was kept (version {now} for {then}; rc-operations): "
+        f"a tensor of {dtype} that a block's backward needs was written in place after it was kept (version {now} for {then}; rc-sac): "
         "let the model make a new tensor instead"
     )
 

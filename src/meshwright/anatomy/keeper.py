@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-AGAIN = "runs inside a checkpoint of the model's own, which calls it again in backward (turn that off and let the plan recompute: rc-layer)"
+AGAIN = "runs inside a checkpoint of the model's own, which calls it again in backward (turn that off and let the plan recompute: rc-full)"
 
 
 def keeper() -> Any:

@@ -21,7 +21,7 @@ def estimate(
 ) -> int:
     """Memory and time of one plan, item by item and stage by stage. Without --plan it is the planner's first choice.
 
-    Try: meshwright estimate --model llama2-7b --cluster 1x8:a100-80gb --batch 64 --seq 4096 --plan dp8.z3.rc-layer
+    Try: meshwright estimate --model llama2-7b --cluster 1x8:a100-80gb --batch 64 --seq 4096 --plan dp8.z3.rc-full
     """
     from meshwright.cli.preparation import read_file
     from meshwright.cost.hiding import bucketed

@@ -47,7 +47,7 @@ class Wanted:
     offload_to: Annotated[
         Path | None,
         Parameter(
-            help="folder on a local disk for what the plan keeps in files (off-optimizer-files, off-activations-files); else the run's own"
+            help="folder on a local disk for what the plan keeps in files (off-optimizer-disk, off-activations-disk); else the run's own"
         ),
     ] = None
     prove: Annotated[

@@ -40,7 +40,7 @@ def verify(
 
     The model keeps its form and loses its size; the plan keeps its kinds of parallelism on at most 8 ranks.
 
-    Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-layer
+    Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-full
     """
     from meshwright.words.say import language_of, tell
     from meshwright.words.say import say as said

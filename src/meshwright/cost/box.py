@@ -112,7 +112,7 @@ class Again(NamedTuple):
     def blocks(self, order: Order) -> int:
         """How many blocks of a stage recompute beside others that do less; 0: all are alike.
 
-        >>> Again(Recompute.layer, part=3).blocks(Order(Schedule.gpipe, 1, (10, 9)))
+        >>> Again(Recompute.full, part=3).blocks(Order(Schedule.gpipe, 1, (10, 9)))
         4
         """
         return self.layers or -(-max(order.stage_layers) * self.part // PARTS)

@@ -6,7 +6,7 @@ each needs some room of its own. Micro-batches alive, p ranks, v virtual stages,
     gpipe        m
     1f1b         min(m, p - r)
     interleaved  what min(m v, 2 (p - r - 1) + (v - 1) p + k) forwards made, less what k - 1 backwards freed
-    zb1          min(m, p - r); of blocks, but for those that recompute, min(m, p) - min(m, p - r) more wait for W
+    zbh1          min(m, p - r); of blocks, but for those that recompute, min(m, p) - min(m, p - r) more wait for W
     zbv          down and up stage: min(m, 2p - r - 1) and min(m, r + 1) when the up one runs backward, min(m, 2p - r) and r when the down one does
     dualpipev    2p - r and r + 1
     actions      what the plan's own list holds
@@ -42,7 +42,7 @@ def moments(order: Order, pp: int, kind: Kind, micro_batches: Array, blocks: Seq
     if order.schedule in (Schedule.gpipe, Schedule.one_f_one_b):
         return _plain(order, pp, kind, micro_batches)
     waits = np.array(blocks or [True] * kind.layers.shape[1])
-    until_b = np.minimum(micro_batches, pp - kind.rank) if order.schedule == Schedule.zb1 else None
+    until_b = np.minimum(micro_batches, pp - kind.rank) if order.schedule == Schedule.zbh1 else None
     return _until_w(_alive(order, pp, kind.rank, micro_batches), kind, waits, until_b)
 
 
@@ -52,7 +52,7 @@ Alive = list[tuple[int, list[Array]]]
 
 def _alive(order: Order, pp: int, rank: int, count: Array) -> Alive:
     """Schedules whose backward is two actions, and those that the plan lists."""
-    if order.schedule == Schedule.zb1:
+    if order.schedule == Schedule.zbh1:
         return [(0, [np.minimum(count, pp)])]
     down, up = np.minimum(count, 2 * pp - rank), np.minimum(count, rank + 1)
     if order.schedule == Schedule.dualpipev:

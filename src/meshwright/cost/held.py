@@ -77,7 +77,7 @@ class Held:
         waiting = [block and wait for block in blocks for wait in (waits if again else waits[1:])]
         found = [moments(self.order, self.pp, apart(kind, blocks, again) if again else kind, micro_batches, waiting) for kind in self.kinds]
         fill, columns = np.arange(max(running.shape[1] for running, _, _ in found)), len(heads)
-        groups = 2 + (self.order.schedule == Schedule.zb1)
+        groups = 2 + (self.order.schedule == Schedule.zbh1)
         layers = np.zeros((len(micro_batches), len(found), len(fill), groups * columns))
         at_head = np.zeros(layers.shape[:3], dtype=bool)
         for r, (running, kept, late) in enumerate(found):

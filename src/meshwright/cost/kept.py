@@ -44,9 +44,9 @@ class Kept(NamedTuple):
         none = 0.0 * self.whole
         of = {
             Recompute.none: (self.whole, none),
-            Recompute.selective: (self.whole - self.core, self.core),
-            Recompute.operations: (self.whole - self.derived, self.at_once),
-            Recompute.layer: (self.entering, self.whole),
+            Recompute.attn: (self.whole - self.core, self.core),
+            Recompute.sac: (self.whole - self.derived, self.at_once),
+            Recompute.full: (self.entering, self.whole),
         }
         kept, alive = (np.stack([of[kind][which] for kind in kinds], axis=-1) for which in (0, 1))
         return kept, self.passing[..., None] + alive

@@ -4,14 +4,14 @@ the host has what that leaves of the time to hide in.
 
     optimizer        master weights and states; gradients go down, the host updates, weights come up, window by window beside each other, behind
                      backward ([Note: after the norm])
-    optimizer-files  the same on disk: all of it is read and written in each update, while the host updates what was read before
+    optimizer-disk  the same on disk: all of it is read and written in each update, while the host updates what was read before
     a share of either: the rest stays and is updated where it is, while the disk reads and writes; of weights each layer's alike, whose states are
                      the first that wait
     gradients        sums of the shards of ZeRO 2 and 3: each micro-batch's go down beside backward, later ones are added there by the host
     parameters       shards of the weights (ZeRO 3); each layer's comes up before it runs, forward and backward, beside what runs
-    parameters-files the same out of files, by the host's memory; the update writes them, and reads them first where they are what is updated
+    parameters-disk the same out of files, by the host's memory; the update writes them, and reads them first where they are what is updated
     activations      what blocks keep goes down in forward and comes up in backward, beside what runs; two blocks of it stay
-    activations-files the same through the host's memory to a disk, written and read
+    activations-disk the same through the host's memory to a disk, written and read
 
 Of what waits in files SLOTS windows of WINDOW elements are in memory ([Note: windows] in parallel/offload/away.py).
 [Note: after the norm] No update begins before every gradient of the step is there: all ranks skip a step alike whose gradient is not finite, and

@@ -4,7 +4,7 @@ m micro-batches, p ranks of v virtual stages, t_r seconds of rank r for one micr
 
     step = m max t + bubble + messages,  bubble = the g of all ranks but the longest
     g = t / v;  where W is apart, with f, b, w seconds of forward, of the gradients of inputs and of weights:
-    g = max(f + b - w, f, b) of zb1;  max(f / 2, b / 2, b - w) of zbv;  max(f + b - w, f, b) / 2 of dualpipev, and with all b - w / 2 less f / 2
+    g = max(f + b - w, f, b) of zbh1;  max(f / 2, b / 2, b - w) of zbv;  max(f + b - w, f, b) / 2 of dualpipev, and with all b - w / 2 less f / 2
 
 exact for gpipe; for 1f1b exact with equal stages and never too short with unequal ones; for interleaved exact with equal stages
 ((p - 1) t / v, arXiv 2104.04473, section 2.2), and with unequal ones, plus `stall`, within some percent; for the others exact with equal
@@ -14,7 +14,7 @@ cannot hide (tests play the orders of `schedules` against all of it):
     gpipe        2 (p - 1)
     1f1b         2 (p - 1) + 2 (n - floor(n / p)),  n = max(m - 2, 0): with as few micro-batches in flight as can be, each waits for its own
     interleaved  2 (p v - 1) while a message takes less than one stage's forward
-    zb1          2 (p - 1) + 2 min(max(m - 2, 0), p - 1)
+    zbh1          2 (p - 1) + 2 min(max(m - 2, 0), p - 1)
     zbv          4 (p - 1) + max(p - 3, 0) at most; dualpipev 4 (p - 1) or less
 """
 
@@ -32,7 +32,7 @@ from meshwright.schedules.action import Kind as Action
 from meshwright.spec.plan import Schedule
 from meshwright.spec.rules import micro_batches_of
 
-APART = (Schedule.zb1, Schedule.zbv, Schedule.dualpipev, Schedule.actions)
+APART = (Schedule.zbh1, Schedule.zbv, Schedule.dualpipev, Schedule.actions)
 """Schedules whose backward is two actions, or may be."""
 
 
@@ -46,7 +46,7 @@ def messages(order: Order, pp: int, micro_batches: Array) -> Array:
     if order.schedule == Schedule.one_f_one_b and pp > 1:
         later = np.maximum(micro_batches - 2, 0)
         return 2 * (pp - 1) + 2 * (later - later // pp)
-    if order.schedule == Schedule.zb1:
+    if order.schedule == Schedule.zbh1:
         return 2 * (pp - 1) + 2 * np.minimum(np.maximum(micro_batches - 2, 0), pp - 1)
     if order.as_v:
         return np.full_like(micro_batches, 4 * (pp - 1) + (max(pp - 3, 0) if order.schedule == Schedule.zbv else 0))
@@ -81,7 +81,7 @@ def filling(orders: Sequence[Order], seconds: Halves) -> Array:
     if any(order.schedule in APART for order in orders):
         plain = np.maximum(np.maximum(f + b - w, f), b)
         zero = np.maximum(np.maximum(f, b) / 2, b - w)
-        g = np.where(_along([order.schedule == Schedule.zb1 for order in orders], whole), plain, g)
+        g = np.where(_along([order.schedule == Schedule.zbh1 for order in orders], whole), plain, g)
         g = np.where(_along([order.schedule == Schedule.dualpipev for order in orders], whole), plain / 2, g)
         g = np.where(_along([order.schedule == Schedule.zbv for order in orders], whole), zero, g)
         g = np.where(_along([order.schedule == Schedule.actions for order in orders], whole), 0.0, g)
@@ -91,7 +91,7 @@ def filling(orders: Sequence[Order], seconds: Halves) -> Array:
 def bubble(orders: Sequence[Order], seconds: Halves, counts: Array) -> Array:
     """Idle seconds of the longest rank, over axes without that of ranks; `counts` ranks of each kind, orders along the second axis.
 
-    >>> four = Order(Schedule.zb1, 1, (1, 1, 1, 1))
+    >>> four = Order(Schedule.zbh1, 1, (1, 1, 1, 1))
     >>> bubble([four], Halves(*np.ones((3, 1, 1))), np.array([[4]])).item()
     3.0
     """

@@ -211,15 +211,15 @@ class Pricer:
         )
         kinds_of_recompute = {kind for choice in box.recompute for kind in (choice.kind, choice.rest)}
         recompute = tensor_again = context_again = dispatch_again = np.zeros((1,) * forward.ndim)
-        if Recompute.layer in kinds_of_recompute:
+        if Recompute.full in kinds_of_recompute:
             again = np.stack([one.forward, one.tensor_forward, waits[0], waits[2]])
             recompute, tensor_again, context_again, dispatch_again = _over_some(
-                ranks.doing(box.recompute, self._blocks, Recompute.layer), again
+                ranks.doing(box.recompute, self._blocks, Recompute.full), again
             )
-        if Recompute.operations in kinds_of_recompute:
-            recompute = recompute + _over_some(ranks.doing(box.recompute, self._blocks, Recompute.operations), one.derived[None])[0]
-        if Recompute.selective in kinds_of_recompute:
-            core = lift([choice.kind == Recompute.selective for choice in box.recompute], "c")
+        if Recompute.sac in kinds_of_recompute:
+            recompute = recompute + _over_some(ranks.doing(box.recompute, self._blocks, Recompute.sac), one.derived[None])[0]
+        if Recompute.attn in kinds_of_recompute:
+            core = lift([choice.kind == Recompute.attn for choice in box.recompute], "c")
             recompute = recompute + core * _over(ranks.layers * self._blocks, one.attention[None])[0]
         weights = np.zeros((1,) * forward.ndim)
         if separate(box.orders):
@@ -242,7 +242,7 @@ class Pricer:
             forward=forward + tensor_forward + context_forward + dispatch,
             backward=backward + tensor_backward + context_backward + dispatch + recompute + repeated,
             weights=weights,
-            block_backward=self._block_backward(one, lift([choice.kind == Recompute.layer for choice in box.recompute], "c")),
+            block_backward=self._block_backward(one, lift([choice.kind == Recompute.full for choice in box.recompute], "c")),
         )
 
     def work(self, box: Box) -> Work:

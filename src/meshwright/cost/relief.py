@@ -39,7 +39,7 @@ class Least(NamedTuple):
 
 def least(pricer: Pricer, box: Box, offloads: tuple[tuple[Offload, ...], ...]) -> Least:
     """Of the plans of `box` with each of `offloads`, the first of which keeps all on the device, and any choice of recompute."""
-    given, box = box, replace(box, recompute=(Again(Recompute.layer),), offload=offloads)
+    given, box = box, replace(box, recompute=(Again(Recompute.full),), offload=offloads)
     setting, ranks = pricer.setting, pricer.ranks(box)
     states = pricer.states(box, ranks)
     tokens = box.tokens(setting.job.workload.sequence)
@@ -82,7 +82,7 @@ def _both_ways(pricer: Pricer, box: Box, ranks: Ranks, each: float) -> Array:
     [Note: least seconds]."""
     if box.recompute[0] != Again(Recompute.none):
         return lift(0.0, "")
-    box = replace(box, recompute=(Again(Recompute.none), Again(Recompute.layer), *box.recompute[1:]))
+    box = replace(box, recompute=(Again(Recompute.none), Again(Recompute.full), *box.recompute[1:]))
     one, slowed = pricer.passes(box, ranks), constants.OVERLAP_SLOWDOWN
     again = one.backward - one.backward[..., :1, :, :]
     way = 2.0 * pricer.saved(box, ranks) * each

@@ -112,12 +112,12 @@ def cause(failure: Failure) -> str:
 def _killed(kills: int, limit: float) -> str:
     """
     >>> _killed(2, 2.0**30)
-    ': by the system for want of memory, of which its control group has 1.00 GiB (2 killed so far); rc-layer and off-optimizer-files take less of it'
+    ': by the system for want of memory, of which its control group has 1.00 GiB (2 killed so far); rc-full and off-optimizer-disk take less of it'
     """
     if not kills:
         return ": by someone's kill -9, or by the system for want of memory"
     has = f", of which its control group has {show_bytes(limit)}" if limit != float("inf") else ""
-    return f": {WANT}{has} ({kills} killed so far); rc-layer and off-optimizer-files take less of it"
+    return f": {WANT}{has} ({kills} killed so far); rc-full and off-optimizer-disk take less of it"
 
 
 def last_lines(log: Path, count: int) -> list[str]:

@@ -170,10 +170,7 @@ def _leaner(engine: Parallel) -> set[int]:
     """Blocks of this rank that recompute by operation."""
     plan = engine.mesh.plan
     return {
-        index
-        for start, stop in engine.bounds.values()
-        for index in range(start, stop)
-        if plan.recompute_at(index - start) == Recompute.operations
+        index for start, stop in engine.bounds.values() for index in range(start, stop) if plan.recompute_at(index - start) == Recompute.sac
     }
 
 

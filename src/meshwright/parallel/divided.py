@@ -66,7 +66,7 @@ def check_divided(engine: Parallel, batches: Sequence[Batch]) -> None:
     """Raises PlanRefused on every rank where rows of a batch see each other and the plan takes them apart. Every rank calls it."""
     plan = engine.mesh.plan
     pieces = sum(plan.shares) or plan.dp * len(batches)
-    if pieces == 1 and plan.recompute != Recompute.layer:
+    if pieces == 1 and plan.recompute != Recompute.full:
         return
     counts = engine.anatomy.against.get("rows", "")
     whole = together(batches) if engine.objective.loss is None else unequal(together(batches))
@@ -184,7 +184,7 @@ def _check_kept(engine: Parallel, batches: Sequence[Batch]) -> None:
     if not abs(after - first) > near:
         return
     by_rows = plan.dp > 1 and abs(_loss(engine, [whole], True, behind=_halves(whole)[0]) - after) > near
-    if len(batches) > 1 or plan.recompute == Recompute.layer or by_rows:
+    if len(batches) > 1 or plan.recompute == Recompute.full or by_rows:
         raise PlanRefused(
             f"plan {plan.name}: this model keeps something of each forward that changes the next (a count, a running mean, spectral norm): "
             f"the same rows give {first:.6g} and then {after:.6g} (they differ by {difference(first, after):.1e} of it), and micro-batches, recompute or data ranks would move it otherwise than one device "

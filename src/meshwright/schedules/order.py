@@ -17,7 +17,7 @@ _FILES = (
     ("gpipe", gpipe.order, 1),
     ("1f1b", one_f_one_b.order, 1),
     ("interleaved", interleaved.order, 0),
-    ("zb1", zero_bubble.order, 1),
+    ("zbh1", zero_bubble.order, 1),
     ("zbv", zero_bubble_v.order, 2),
     ("dualpipev", dualpipe_v.order, 2),
 )

@@ -48,7 +48,7 @@ def alone(job: Job) -> Job:
 def _size(job: Job) -> Sentence:
     """Question 1."""
     each = job.workload.bytes_per_parameter
-    priced = [estimate(alone(job), Plan(recompute=choice)).memory.activations for choice in (Recompute.none, Recompute.layer)]
+    priced = [estimate(alone(job), Plan(recompute=choice)).memory.activations for choice in (Recompute.none, Recompute.full)]
     return tell(
         "advice.size",
         parameters=job.model.parameters,
@@ -63,7 +63,7 @@ def _size(job: Job) -> Sentence:
 def _one_device(job: Job) -> Sentence:
     """Question 2."""
     one = alone(job)
-    whole, again = (estimate(one, Plan(recompute=choice)) for choice in (Recompute.none, Recompute.layer))
+    whole, again = (estimate(one, Plan(recompute=choice)) for choice in (Recompute.none, Recompute.full))
     if whole.fits:
         return tell("advice.one.yes", reserved=whole.memory.reserved, limit=whole.limit)
     if again.fits:

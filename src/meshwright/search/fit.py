@@ -31,7 +31,7 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "ZeRO-3": {**ALONE, "zero": 3},
     ANY: {"schedule": "1f1b"},
 }
-LEAST: Mapping[str, Any] = {"micro_batch": 1, "recompute": "layer", "offload": ()}
+LEAST: Mapping[str, Any] = {"micro_batch": 1, "recompute": "full", "offload": ()}
 """Pins of every strategy: what takes least memory. Plans are those that this version runs, with nothing in host memory."""
 PRECISE = 1.01
 MOST_NODES = 4096

@@ -71,7 +71,7 @@ class Updates:
             virtual_stages=order.virtual_stages,
             actions=order.actions,
             layers_per_stage=order.stage_layers if pp > 1 and all(order.stage_layers) else (),
-            recompute=Recompute.layer if self.counted else Recompute.none,
+            recompute=Recompute.full if self.counted else Recompute.none,
             recompute_layers=self.counted,
             offload=self.way,
             offload_layers=self.sent,

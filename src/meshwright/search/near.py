@@ -40,7 +40,7 @@ LARGER = 4.0
 DISK = 2e9
 """Bytes a second of the disk that is tried where the cluster names none: an NVMe disk that many already have."""
 MIB, GIB = 2.0**20, 2.0**30
-LEAN = {"micro_batch": 1, "recompute": "layer", "schedule": "1f1b"}
+LEAN = {"micro_batch": 1, "recompute": "full", "schedule": "1f1b"}
 """What takes least memory, whatever else a plan has: fewer sequences, fewer activations, fewer micro-batches in flight."""
 
 
@@ -169,7 +169,7 @@ def pins_less(job: Job) -> Iterator[Change]:
 
 
 def chunked(job: Job) -> Iterator[Change]:
-    """The loss in parts, so that all logits never exist: not searched, since where another plan fits it gains next to nothing (LOG.md)."""
+    """The loss in parts, so that all logits never exist: not searched, since where another plan fits it gains next to nothing (docs/log/planner.md)."""
     if "loss_chunks" not in job.pins:
         yield "near.chunks", {"chunks": CHUNKS}, job.but(pins={**job.pins, "loss_chunks": CHUNKS})
 

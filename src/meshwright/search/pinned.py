@@ -42,7 +42,7 @@ def check_pins(job: Job) -> None:
         raise InputError(f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: pin off=[activations] too")
     kept = {name: pins[name] for name in KEPT if name in pins}
     if kept.get("recompute_layers"):
-        kept.setdefault("recompute", Recompute.layer)
+        kept.setdefault("recompute", Recompute.full)
     build(Plan, {"zero": 3, "dp_shard": 2, **kept}, "pins")
     if {"dp_replicate", "dp_shard"} <= pins.keys():
         pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
@@ -63,10 +63,10 @@ def _check_shares(pins: dict[str, Any], offload: Any) -> None:
     if pins.get("offload_share", 100) < 100 and not states_wait(offload):
         raise InputError(
             f"pins offload_share={pins['offload_share']} and offload={[str(what) for what in offload]}: the share is of the optimizer's states: "
-            "pin optimizer or optimizer-files in off too"
+            "pin optimizer or optimizer-disk in off too"
         )
     if pins.get("weights_share", 100) < 100 and not weights_wait(offload):
         raise InputError(
             f"pins weights_share={pins['weights_share']} and offload={[str(what) for what in offload]}: the share is of the weights: "
-            "pin parameters or parameters-files in off too"
+            "pin parameters or parameters-disk in off too"
         )

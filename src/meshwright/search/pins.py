@@ -48,8 +48,8 @@ def reason_of(pins: dict[str, Any]) -> str:
 def shown(value: Any) -> str:
     """A pin's value as it is written.
 
-    >>> shown((1, 2)), shown(True), shown("layer")
-    ('[1,2]', 'true', 'layer')
+    >>> shown((1, 2)), shown(True), shown("full")
+    ('[1,2]', 'true', 'full')
     """
     if isinstance(value, tuple):
         return "[" + ",".join(map(str, value)) + "]"

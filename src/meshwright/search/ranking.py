@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.cost.box import Array, Box
 from meshwright.spec.plan import AXES, Plan, Schedule
 
-SCHEDULES = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved, Schedule.zb1, Schedule.zbv, Schedule.dualpipev, Schedule.actions)
+SCHEDULES = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved, Schedule.zbh1, Schedule.zbv, Schedule.dualpipev, Schedule.actions)
 
 ROUNDING = 1e-9
 """Share by which a sum in another order may differ."""

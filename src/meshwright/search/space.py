@@ -3,7 +3,7 @@
 The space is the product
 
     tp x pp x cp x dp_replicate x dp_shard = devices,  ep divides the experts and dp_shard x cp x tp,  ZeRO 0 (one shard) or 1 to 3 (two holders or more),  micro-batch divides batch,
-    1f1b, gpipe, interleaved with 2 to blocks / pp stages a rank, zb1, zbv, dualpipev where pp > 1,  blocks as even as can be or the last stage with a few less,
+    1f1b, gpipe, interleaved with 2 to blocks / pp stages a rank, zbh1, zbv, dualpipev where pp > 1,  blocks as even as can be or the last stage with a few less,
     recompute none, selective where the attention core is worth it, by operation where much follows from the rest, layer, or of the first blocks of each stage, any number of them,  sequence parallelism where tp > 1,
     offload of any of optimizer, parameters and activations where devices have a link to their host;
 
@@ -55,7 +55,7 @@ from meshwright.spec.runs import RUNS
 ORDERS: tuple[tuple[Axis, ...], ...] = (AXES, ("dp", "pp", "tp"))
 """Orders of axes that are offered, the usual one first."""
 
-OFFERED = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved, Schedule.zb1, Schedule.zbv, Schedule.dualpipev)
+OFFERED = (Schedule.one_f_one_b, Schedule.gpipe, Schedule.interleaved, Schedule.zbh1, Schedule.zbv, Schedule.dualpipev)
 """Schedules of pipelines."""
 
 OFFLOADS = tuple(
@@ -229,7 +229,7 @@ class Space:
         given = tuple(self.pins.get("layers_per_stage", ()))
         pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))
         schedules = list(OFFERED) if pp > 1 else [Schedule.one_f_one_b]
-        if (pp == 1 and pinned in (Schedule.gpipe, Schedule.zb1)) or (pinned == Schedule.actions and len(actions) == pp):
+        if (pp == 1 and pinned in (Schedule.gpipe, Schedule.zbh1)) or (pinned == Schedule.actions and len(actions) == pp):
             schedules = [pinned]
         found: list[Order] = []
         for schedule in self._choices("schedule", schedules):
@@ -354,7 +354,7 @@ class Space:
     def _whole(self) -> tuple[Again, ...]:
         """What recomputes where all blocks are alike."""
         if self.pins.get("recompute_layers"):
-            kind, rest = self.pins.get("recompute", Recompute.layer), self.pins.get("recompute_rest", Recompute.none)
+            kind, rest = self.pins.get("recompute", Recompute.full), self.pins.get("recompute_rest", Recompute.none)
             return (Again(kind, self.pins["recompute_layers"], rest=rest),)
         return tuple(Again(kind) for kind in self._choices("recompute", self._recompute))
 

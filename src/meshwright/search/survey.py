@@ -246,7 +246,7 @@ class Survey:
         for rung in rungs(kinds):
             less, more = at[rung.rest], at[rung.kind]
             enough = priced.roomy[less] & (rung.rest != Recompute.none)  # then none of these blocks needs to do more
-            there = priced.may_fit[more] | (rung.kind == Recompute.layer)  # else no number of them fits
+            there = priced.may_fit[more] | (rung.kind == Recompute.full)  # else no number of them fits
             there = priced.room[less] | priced.room[more] if valley else there & priced.room[more] & ~enough
             partly = Partly(box, rung, lambda part: self.price(part, self.ranking.limit), self.ranking.record)
             for part, each in partly.explore(asked & there, priced.part(less), priced.part(more)):

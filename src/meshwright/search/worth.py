@@ -50,9 +50,9 @@ def derived_share(job: Job) -> float:
 
 def offered(job: Job, pinned: Recompute | None = None) -> list[Recompute]:
     """What blocks may recompute, from nothing to all; what is `pinned` whether it is worth it or not."""
-    selective = core_share(job) >= CORE_WORTH or pinned == Recompute.selective
-    follows = derived_share(job) >= DERIVED_WORTH or pinned == Recompute.operations
-    return [Recompute.none, *[Recompute.selective] * selective, *[Recompute.operations] * follows, Recompute.layer]
+    selective = core_share(job) >= CORE_WORTH or pinned == Recompute.attn
+    follows = derived_share(job) >= DERIVED_WORTH or pinned == Recompute.sac
+    return [Recompute.none, *[Recompute.attn] * selective, *[Recompute.sac] * follows, Recompute.full]
 
 
 def relief(job: Job) -> int:

@@ -95,7 +95,7 @@ def simulate(
 
 def refuse_unlike(plan: Plan) -> None:
     """Every healthy replica is played by one: those that have unlike work or states cannot be."""
-    for field, code in (("micro_batch_sizes", "mb"), ("shares", "sh"), ("shard_weights", "shards")):
+    for field, code in (("micro_batch_sizes", "mb"), ("shares", "ga"), ("shard_weights", "zw")):
         if numbers := getattr(plan, field):
             raise InputError(
                 f"plan {plan.name}: {code}{'-'.join(map(str, numbers))} makes replicas unlike, and a step is played with equal ones: "

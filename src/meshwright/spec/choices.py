@@ -14,7 +14,7 @@ class Schedule(StrEnum):
     gpipe = "gpipe"
     one_f_one_b = "1f1b"
     interleaved = "interleaved"
-    zb1 = "zb1"
+    zbh1 = "zbh1"
     """ZB-H1: 1F1B with a backward in two actions (arXiv 2401.10241)."""
     zbv = "zbv"
     """ZB-V: the same over two stages a rank, laid as a V."""
@@ -49,12 +49,12 @@ class Recompute(StrEnum):
     Operations: all but matrix products and attention, where less is held for it (anatomy/derived.py). Layer: whole blocks."""
 
     none = "none"
-    selective = "selective"
-    operations = "operations"
-    layer = "layer"
+    attn = "attn"
+    sac = "sac"
+    full = "full"
 
 
-IN_BLOCKS = (Recompute.operations, Recompute.layer)
+IN_BLOCKS = (Recompute.sac, Recompute.full)
 """What some of the blocks of a stage can do beside others that do less."""
 
 
@@ -62,24 +62,24 @@ class Offload(StrEnum):
     """What waits in host memory, or in files of a disk."""
 
     optimizer = "optimizer"
-    optimizer_files = "optimizer-files"
+    optimizer_disk = "optimizer-disk"
     gradients = "gradients"
     parameters = "parameters"
-    parameters_files = "parameters-files"
+    parameters_disk = "parameters-disk"
     activations = "activations"
-    activations_files = "activations-files"
+    activations_disk = "activations-disk"
 
 
-FILES = (Offload.optimizer_files, Offload.parameters_files, Offload.activations_files)
+FILES = (Offload.optimizer_disk, Offload.parameters_disk, Offload.activations_disk)
 """What waits in files; all else waits in host memory."""
 
-OPTIMIZER = (Offload.optimizer, Offload.optimizer_files)
+OPTIMIZER = (Offload.optimizer, Offload.optimizer_disk)
 """The optimizer's states, with the float32 weights that they belong to."""
 
-PARAMETERS = (Offload.parameters, Offload.parameters_files)
+PARAMETERS = (Offload.parameters, Offload.parameters_disk)
 """ZeRO 3's shards of the weights."""
 
-ACTIVATIONS = (Offload.activations, Offload.activations_files)
+ACTIVATIONS = (Offload.activations, Offload.activations_disk)
 """What blocks keep between their forward and their backward."""
 
 TWICE = {"optimizer": OPTIMIZER, "parameters": PARAMETERS, "activations": ACTIVATIONS}

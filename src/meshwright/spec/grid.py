@@ -2,7 +2,7 @@
 name another order of axes.
 
 [Note: placed ranks] Ranks are numbered as their devices are, group of nodes after group. Where a plan places pipeline ranks on groups, those of the
-first group come first, whatever stages they hold: pipeline rank 0 of `on1-0` is the second half of the ranks.
+first group come first, whatever stages they hold: pipeline rank 0 of `place1-0` is the second half of the ranks.
 
 >>> from meshwright.spec.plan import Plan
 >>> Grid(Plan(pp=2, dp_shard=2, zero=1, tp=2)).place(5)

@@ -39,10 +39,10 @@ class Keeps(Rows):
             raise ValueError(
                 f"recompute_layers {self.recompute_layers} counts blocks that recompute as a whole or by operation: write recompute layer or operations"
             )
-        whole = self.recompute == Recompute.layer and self.recompute_layers > 0
-        if self.recompute_rest not in ((Recompute.none, Recompute.operations) if whole else (Recompute.none,)):
+        whole = self.recompute == Recompute.full and self.recompute_layers > 0
+        if self.recompute_rest not in ((Recompute.none, Recompute.sac) if whole else (Recompute.none,)):
             raise ValueError(
-                f"recompute_rest {self.recompute_rest} is of the blocks behind the first ones that recompute as a whole: write rc-layer8-operations"
+                f"recompute_rest {self.recompute_rest} is of the blocks behind the first ones that recompute as a whole: write rc-full8+sac"
             )
         return self
 
@@ -80,11 +80,11 @@ class Keeps(Rows):
     def _waits_in_part(self) -> Keeps:
         if self.offload_share < 100 and not states_wait(self.offload):
             raise ValueError(
-                f"offload_share {self.offload_share} is of the optimizer's states: write off-optimizer{self.offload_share}, or with -files"
+                f"offload_share {self.offload_share} is of the optimizer's states: write off-optimizer{self.offload_share}, or with -disk"
             )
         if self.weights_share < 100 and not weights_wait(self.offload):
             raise ValueError(
-                f"weights_share {self.weights_share} is of the weights: write off-parameters{self.weights_share}, or with -files"
+                f"weights_share {self.weights_share} is of the weights: write off-parameters{self.weights_share}, or with -disk"
             )
         return self
 
@@ -92,7 +92,7 @@ class Keeps(Rows):
         """Hundredths of it that wait.
 
         >>> from meshwright.spec.plan import parse_plan
-        >>> plan = parse_plan("dp2.z3.off-optimizer60.off-parameters-files50.off-activations8")
+        >>> plan = parse_plan("dp2.z3.off-optimizer60.off-parameters-disk50.off-activations8")
         >>> [plan.share_of(what) for what in plan.offload]
         [60, 50, 100]
         """

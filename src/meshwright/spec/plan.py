@@ -2,12 +2,12 @@
 
 Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (ZeRO 0) or a shard group of 8 (ZeRO 1-3); `dp2x4` is
 2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
-micro-batch; `mb8-2` of each data replica), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zb1`, `zbv`, `dualpipev`; `actions-DIGEST` for one
+micro-batch; `mb8-2` of each data replica), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zbh1`, `zbv`, `dualpipev`; `csv-DIGEST` for one
 that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2, then 1),
-`rc-selective`, `rc-operations`, `rc-layer`, `rc-layer8` (the first 8 blocks of each virtual stage), `rc-layer8-operations` (the others by operation), `off-optimizer`, `off-optimizer-files`, `off-activations8` (of the first 8 blocks of each virtual stage), `off-activations-files8`, `off-optimizer-files60`
-(of each rank's optimizer states 60 hundredths wait in files), `off-parameters-files`, `off-parameters50` (half of its weights; both have shares of their own), `ulysses` (how context ranks attend; else
-by a ring; `ulysses2`: by rings over pairs that exchange heads), `on0-0-1` (which group of unlike nodes holds each pipeline rank), `sh6-2` (micro-batches of each data replica in a step), `shards3-1` (parts of
-the states that the ranks of a shard group hold), `ax-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
+`rc-attn`, `rc-sac`, `rc-full`, `rc-full8` (the first 8 blocks of each virtual stage), `rc-full8+sac` (the others by operation), `off-optimizer`, `off-optimizer-disk`, `off-activations8` (of the first 8 blocks of each virtual stage), `off-activations-disk8`, `off-optimizer-disk60`
+(of each rank's optimizer states 60 hundredths wait in files), `off-parameters-disk`, `off-parameters50` (half of its weights; both have shares of their own), `ulysses` (how context ranks attend; else
+by a ring; `ulysses2`: by rings over pairs that exchange heads), `place0-0-1` (which group of unlike nodes holds each pipeline rank), `ga6-2` (micro-batches of each data replica in a step), `zw3-1` (parts of
+the states that the ranks of a shard group hold), `order-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
 
 World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies inside of dp.
 """
@@ -104,8 +104,8 @@ class Plan(Keeps):
             )
         if self.zero > 1 or self.ep > 1:
             raise ValueError("shares: replicas of unlike numbers of micro-batches may meet once a step only: use z0 or z1, and ep1")
-        if self.schedule not in (Schedule.gpipe, Schedule.one_f_one_b, Schedule.zb1, Schedule.zbv):
-            raise ValueError(f"shares: {self.schedule} orders one number of micro-batches; gpipe, 1f1b, zb1 and zbv order any")
+        if self.schedule not in (Schedule.gpipe, Schedule.one_f_one_b, Schedule.zbh1, Schedule.zbv):
+            raise ValueError(f"shares: {self.schedule} orders one number of micro-batches; gpipe, 1f1b, zbh1 and zbv order any")
         return self
 
     @model_validator(mode="after")
@@ -164,7 +164,7 @@ class Plan(Keeps):
         """Whether the backward of a stage is two actions, B and W."""
         if self.schedule == Schedule.actions:
             return any(re.search(rf"(^|\s){stage}W", line) for line in self.actions)
-        return self.schedule in (Schedule.zb1, Schedule.zbv, Schedule.dualpipev)
+        return self.schedule in (Schedule.zbh1, Schedule.zbv, Schedule.dualpipev)
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a pipeline rank, ascending."""
@@ -173,7 +173,7 @@ class Plan(Keeps):
     def shard_weight(self, replica: int | None = None) -> float:
         """The shard of `replica`, or the largest one, as so many equal shards; of its context ranks the largest.
 
-        >>> parse_plan("dp2.z3.shards3-1").shard_weight(1), parse_plan("dp4.z3").shard_weight()
+        >>> parse_plan("dp2.z3.zw3-1").shard_weight(1), parse_plan("dp4.z3").shard_weight()
         (0.5, 1.0)
         """
         if not self.shard_weights:
@@ -185,7 +185,7 @@ class Plan(Keeps):
     def shard_heft(self, replica: int | None = None) -> Heft | None:
         """Which shard that is, the first of those that weigh as much; None where all are equal.
 
-        >>> parse_plan("dp2.z3.shards3-1").shard_heft(1)
+        >>> parse_plan("dp2.z3.zw3-1").shard_heft(1)
         Heft(before=3, past=4, total=4)
         """
         if not self.shard_weights:
@@ -242,60 +242,60 @@ def plan_name(plan: Plan) -> str:
     if plan.schedule == Schedule.interleaved:
         parts.append(f"interleaved{plan.virtual_stages}")
     elif plan.schedule == Schedule.actions:
-        parts.append("actions-" + hashlib.sha256("\n".join(plan.actions).encode()).hexdigest()[:8])
+        parts.append("csv-" + hashlib.sha256("\n".join(plan.actions).encode()).hexdigest()[:8])
     elif plan.schedule != Schedule.one_f_one_b:
         parts.append(str(plan.schedule))
     parts += ["ls" + listed(plan.layers_per_stage)] if plan.layers_per_stage else []
-    rest = f"-{plan.recompute_rest}" if plan.recompute_rest != Recompute.none else ""
+    rest = f"+{plan.recompute_rest}" if plan.recompute_rest != Recompute.none else ""
     parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}{rest}"] if plan.recompute != Recompute.none else []
     parts += [f"lc{plan.loss_chunks}"] if plan.loss_chunks > 1 else []
     parts += away_parts(plan)
     parts += [f"{plan.context}{plan.ulysses or ''}"] if plan.context != Context.ring else []
-    parts += ["on" + listed(plan.placement)] if plan.placement else []
-    parts += ["sh" + listed(plan.shares)] if plan.shares else []
-    parts += ["shards" + listed(plan.shard_weights)] if plan.shard_weights else []
+    parts += ["place" + listed(plan.placement)] if plan.placement else []
+    parts += ["ga" + listed(plan.shares)] if plan.shares else []
+    parts += ["zw" + listed(plan.shard_weights)] if plan.shard_weights else []
     parts += ["compile"] if plan.compile else []
-    parts += ["ax-" + "-".join(plan.axes)] if plan.axes != AXES else []
+    parts += ["order-" + "-".join(plan.axes)] if plan.axes != AXES else []
     return ".".join(parts)
 
 
 def away_parts(plan: Plan) -> list[str]:
     """What waits elsewhere, as parts of a name.
 
-    >>> away_parts(parse_plan("dp2.z3.off-optimizer-files60.off-parameters50.off-activations"))
-    ['off-optimizer-files60', 'off-parameters50', 'off-activations']
+    >>> away_parts(parse_plan("dp2.z3.off-optimizer-disk60.off-parameters50.off-activations"))
+    ['off-optimizer-disk60', 'off-parameters50', 'off-activations']
     """
     numbers = {what: getattr(plan, field) for what, field in COUNTED.items() if getattr(plan, field) != Plan.model_fields[field].default}
     return [f"off-{what}{numbers.get(what, '')}" for what in plan.offload]
 
 
 _NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
-_LISTS = {"ls": "layers_per_stage", "on": "placement", "sh": "shares", "shards": "shard_weights"}
+_LISTS = {"ls": "layers_per_stage", "place": "placement", "ga": "shares", "zw": "shard_weights"}
 _WORDS = {"compile": ("compile", True), "sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
 _KNOWN = (
-    *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "mb8-2", "gpipe", "1f1b", "interleaved2", "zb1", "zbv", "dualpipev"),
+    *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "mb8-2", "gpipe", "1f1b", "interleaved2", "zbh1", "zbv", "dualpipev"),
     *(
         "ls10-11-11",
-        "rc-selective",
-        "rc-operations",
-        "rc-operations8",
-        "rc-layer",
+        "rc-attn",
+        "rc-sac",
+        "rc-sac8",
+        "rc-full",
         "compile",
-        "rc-layer8",
-        "rc-layer8-operations",
+        "rc-full8",
+        "rc-full8+sac",
         "lc8",
         "off-optimizer",
-        "off-optimizer-files",
-        "off-optimizer-files60",
-        "off-parameters-files",
-        "off-parameters-files50",
+        "off-optimizer-disk",
+        "off-optimizer-disk60",
+        "off-parameters-disk",
+        "off-parameters-disk50",
         "off-activations8",
-        "off-activations-files8",
+        "off-activations-disk8",
         "ulysses",
-        "sh6-2",
-        "shards3-1",
-        "on0-1",
-        "ax-dp-pp-tp",
+        "ga6-2",
+        "zw3-1",
+        "place0-1",
+        "order-dp-pp-tp",
     ),
 )
 
@@ -303,7 +303,7 @@ _KNOWN = (
 def parse_plan(name: str) -> Plan:
     """The plan that `name` says.
 
-    >>> parse_plan("dp2x4.tp2.z3.rc-layer").world
+    >>> parse_plan("dp2x4.tp2.z3.rc-full").world
     16
     """
     fields: dict[str, object] = {}
@@ -325,26 +325,26 @@ def parse_plan(name: str) -> Plan:
         elif match and match[1] == "interleaved" and not match[3]:
             put("schedule", "interleaved", part)
             fields["virtual_stages"] = int(match[2])
-        elif part in ("gpipe", "1f1b", "zb1", "zbv", "dualpipev"):
+        elif part in ("gpipe", "1f1b", "zbh1", "zbv", "dualpipev"):
             put("schedule", part, part)
             fields["virtual_stages"] = HELD.get(Schedule(part), 1)
-        elif part.startswith("actions-"):
+        elif part.startswith("csv-"):
             raise InputError(f"plan {name!r}: the actions behind {part!r} stand in a plan's file, not in its name: give the file")
         elif part in _WORDS:
             put(*_WORDS[part], part)
         elif re.fullmatch(r"ulysses\d+", part):
             put("context", "ulysses", part)
             fields["ulysses"] = int(part[7:])
-        elif (again := re.fullmatch(r"rc-(none|selective|operations|layer)(\d*)(?:-(operations))?", part)) is not None:
+        elif (again := re.fullmatch(r"rc-(none|attn|sac|full)(\d*)(?:\+(sac))?", part)) is not None:
             put("recompute", again[1], part)
             fields["recompute_layers"], fields["recompute_rest"] = int(again[2] or 0), again[3] or Recompute.none
         elif (sizes := re.fullmatch(r"mb(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)+)", part)) is not None:
             put("micro_batch", max(unlisted(sizes[1])), part)
             fields["micro_batch_sizes"] = unlisted(sizes[1])
-        elif (numbers := re.fullmatch(r"(ls|on|shards|sh)(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)*)", part)) is not None:
+        elif (numbers := re.fullmatch(r"(ls|place|ga|zw)(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)*)", part)) is not None:
             put(_LISTS[numbers[1]], unlisted(numbers[2]), part)
-        elif re.fullmatch(r"ax(-(pp|dp|tp)){3}", part):
-            put("axes", tuple(part[3:].split("-")), part)
+        elif re.fullmatch(r"order(-(pp|dp|tp)){3}", part):
+            put("axes", tuple(part[6:].split("-")), part)
         elif (away := re.fullmatch(r"off-([a-z-]+?)(\d*)", part)) and away[1] in (COUNTED if away[2] else list(Offload)):
             offload.append(away[1])
             if away[2]:

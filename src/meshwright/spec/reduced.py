@@ -6,10 +6,10 @@ that is 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism st
 >>> from meshwright.spec.plan import parse_plan
 >>> reduced(parse_plan("dp16.tp4.pp8.z1.mb4")).name
 'dp2.tp2.pp2.z1.mb2'
->>> reduced(parse_plan("dp4.z3.rc-layer")).name
-'dp4.z3.rc-layer'
->>> reduced(parse_plan("dp2.tp8.pp2.z3.shards3-1.on1-0")).name, reduced(parse_plan("dp16.z3.shards" + "-".join("12" * 8))).name
-('dp2.tp2.pp2.z3.on1-0.shards3-1', 'dp8.z3')
+>>> reduced(parse_plan("dp4.z3.rc-full")).name
+'dp4.z3.rc-full'
+>>> reduced(parse_plan("dp2.tp8.pp2.z3.zw3-1.place1-0")).name, reduced(parse_plan("dp16.z3.zw" + "-".join("12" * 8))).name
+('dp2.tp2.pp2.z3.place1-0.zw3-1', 'dp8.z3')
 """
 
 from __future__ import annotations

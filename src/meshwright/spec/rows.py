@@ -69,7 +69,7 @@ class Rows(Degrees):
         """Of the batch, where the part of `replica` begins.
 
         >>> from meshwright.spec.plan import parse_plan
-        >>> parse_plan("dp2.mb4.sh3-1").first_row(16, 1), parse_plan("dp2.mb4").first_row(16, 1), parse_plan("dp2.mb4-2").first_row(12, 1)
+        >>> parse_plan("dp2.mb4.ga3-1").first_row(16, 1), parse_plan("dp2.mb4").first_row(16, 1), parse_plan("dp2.mb4-2").first_row(12, 1)
         (12, 8, 8)
         """
         count = self.micro_batches(batch)
@@ -79,7 +79,7 @@ class Rows(Degrees):
         """Of each micro-batch of `replica` its first row and its rows.
 
         >>> from meshwright.spec.plan import parse_plan
-        >>> parse_plan("dp2.mb4-3.sh1-2").ranges(10, 1)
+        >>> parse_plan("dp2.mb4-3.ga1-2").ranges(10, 1)
         [(4, 3), (7, 3)]
         """
         first, size = self.first_row(batch, replica), self.size_of(replica)

@@ -102,7 +102,7 @@ def offload_faults(plan: Plan, cluster: Cluster) -> Iterator[Fault]:
             yield Fault(
                 "no link to the host",
                 f"off-{what}: the cluster names no host_bandwidth between its devices and their hosts (a core's memory is the host's); "
-                "off-optimizer-files needs none",
+                "off-optimizer-disk needs none",
             )
 
 
@@ -198,7 +198,7 @@ def local_faults(plan: Plan, local: Local | None) -> Iterator[Fault]:
         name
         for name, there in (
             ("ep", plan.ep > 1),
-            ("sh", plan.shares),
+            ("ga", plan.shares),
             ("mb of unlike sizes", plan.micro_batch_sizes),
             *((f"off-{what}", True) for what in states_away(plan)),
             ("z0 with cp", plan.cp > 1 and not plan.zero),
@@ -213,8 +213,8 @@ def states_away(plan: Plan) -> tuple[str, ...]:
     """What waits elsewhere of that which an update reads and writes.
 
     >>> from meshwright.spec.plan import parse_plan
-    >>> states_away(parse_plan("dp2.z1.off-optimizer-files.off-activations"))
-    ('optimizer-files',)
+    >>> states_away(parse_plan("dp2.z1.off-optimizer-disk.off-activations"))
+    ('optimizer-disk',)
     """
     return tuple(str(what) for what in plan.offload if what not in ACTIVATIONS)
 

@@ -19,7 +19,7 @@ class Run(Noun):
     folder: OneLine = Field(default="", description="where records, checkpoints and the plan go; empty: runs/ and the name of the model")
     offload_to: OneLine = Field(
         default="",
-        description="where the plan's off-optimizer-files and off-parameters-files lie, on a local disk; empty: in the run's folder",
+        description="where the plan's off-optimizer-disk and off-parameters-disk lie, on a local disk; empty: in the run's folder",
     )
     checkpoint_every: Every = Field(
         default=100, description="steps between checkpoints; 0: only at the end; auto: by measured time and failure_hours"

@@ -2,7 +2,7 @@
 searches only here.
 
 >>> from meshwright.spec.plan import parse_plan, listed
->>> runs(parse_plan("dp8.tp2.z1.off-optimizer25")), runs(parse_plan("dp4.z3.off-parameters-files"))
+>>> runs(parse_plan("dp8.tp2.z1.off-optimizer25")), runs(parse_plan("dp4.z3.off-parameters-disk"))
 (True, True)
 """
 

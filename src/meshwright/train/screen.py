@@ -111,7 +111,7 @@ class Screen:
         if record.step == self.first + SETTLED and waited > record.seconds / 2:
             self.note(
                 f"step {record.step} waited {show_seconds(waited)} of {show_seconds(record.seconds)} for what its plan keeps elsewhere: "
-                "a folder on a faster disk (--offload-to), or a smaller share (off-optimizer-files50, off-activations-files8), waits less"
+                "a folder on a faster disk (--offload-to), or a smaller share (off-optimizer-disk50, off-activations-disk8), waits less"
             )
 
     def _words(self, record: StepRecord) -> str:

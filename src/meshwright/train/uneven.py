@@ -21,7 +21,7 @@ def whole_rows(plan: Plan, rows: int) -> int:
     """As many rows as whole micro-batches of all replicas have, `rows` among them.
 
     >>> from meshwright.spec.plan import parse_plan
-    >>> whole_rows(parse_plan("dp2.mb2"), 7), whole_rows(parse_plan("dp2.z1.sh3-1"), 3), whole_rows(parse_plan("pp2.interleaved2"), 3)
+    >>> whole_rows(parse_plan("dp2.mb2"), 7), whole_rows(parse_plan("dp2.z1.ga3-1"), 3), whole_rows(parse_plan("pp2.interleaved2"), 3)
     (8, 4, 4)
     """
     if plan.shares:

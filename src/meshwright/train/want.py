@@ -86,7 +86,7 @@ def _why(holder: Holder, error: str) -> str:
 def _grown(holder: Holder, wanted: Mapping[str, float], rest: str) -> str:
     """Which kind of what is `wanted` is the most beyond what was predicted for it."""
     if (predicted := holder.predicted) is None:
-        return "ZeRO (z1 to z3), rc-layer and off-optimizer hold less, and `meshwright plan` finds what fits"
+        return "ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits"
     whole = predicted.total if holder.device.type == "cuda" else predicted.reserved  # a process is more than what it allocates
     said = {kind: float(getattr(predicted, kind)) for kind in wanted if kind != rest}
     said[rest] = whole - sum(said.values())

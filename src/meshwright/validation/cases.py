@@ -211,7 +211,7 @@ def plan_of(row: Row, system: System, degrees: tuple[int, int, int], choices: tu
     (dp, pp, tp), (micro_batch, virtual, ckpt) = degrees, choices
     zero = row.count("zero_stage", 0)
     shard = min(row.count("hsdp", dp), dp) if zero else 1
-    recompute = {"full": Recompute.layer, "selective": Recompute.selective if system.selective == "core" else Recompute.none}
+    recompute = {"full": Recompute.full, "selective": Recompute.attn if system.selective == "core" else Recompute.none}
     return Plan(
         dp_replicate=dp // shard,
         dp_shard=shard,

@@ -152,7 +152,7 @@ MACHINES = {
     "where a checkpoint is read": "在读取检查点时",
     "that is {} for {}, {} more than the {} that were predicted": "{1} 共 {0}，比预测的 {3} 多 {2}",
     "no kind takes more than was predicted ({} in all): less than that is free here": "没有一种比预测的多（共 {0}）：这里可用的比它少",
-    "ZeRO (z1 to z3), rc-layer and off-optimizer hold less, and `meshwright plan` finds what fits": "ZeRO（z1 到 z3）、rc-layer 和 off-optimizer 占得更少，`meshwright plan` 会找出放得下的方案",
+    "ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits": "ZeRO（z1 到 z3）、rc-full 和 off-optimizer 占得更少，`meshwright plan` 会找出放得下的方案",
     "plan {} is to take {} on a rank where {} was to take {}: --plan {}": "按预测每个 rank 方案 {0} 占 {1}，{2} 占 {3}：--plan {4}",
     "{}: use more ranks, or a smaller batch": "{0}：请用更多 rank，或更小的 batch",
     "this machine has an accelerator of the kind {}, which is not used: training runs on its cores": "这台机器有 {0} 类加速器，但不会使用：训练在处理器核心上进行",

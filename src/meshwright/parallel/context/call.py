@@ -80,7 +80,7 @@ class Attending(TorchFunctionMode):
             if not torch.compiler.is_compiling() and recording() != self._began:
                 raise InputError(
                     "cp: attention runs inside a checkpoint of the model's own, which would compute it again of this rank's piece alone: "
-                    "turn that off and let the plan recompute (rc-layer), or use cp1"
+                    "turn that off and let the plan recompute (rc-full), or use cp1"
                 )
             return self.attend(call_of(*args, **(kwargs or {})))
         return function(*args, **(kwargs or {}))

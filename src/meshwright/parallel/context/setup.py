@@ -39,7 +39,7 @@ def context_of(model: nn.Module, anatomy: Anatomy, mesh: Mesh, example: Example 
     except Objection as error:
         raise InputError(f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1") from None
     attend = attending(mesh)
-    if plan.recompute == plans.Recompute.selective:
+    if plan.recompute == plans.Recompute.attn:
         attend = partial(checkpoint, attend, use_reentrant=False)
     if plan.compile:
         attend = torch.compiler.disable(attend)

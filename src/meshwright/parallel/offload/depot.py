@@ -156,4 +156,4 @@ def _whole(values: torch.Tensor) -> torch.Tensor:
 
 def depot_of(plan: Plan, device: torch.device, folder: str | Path | None) -> Depot | None:
     """What `plan` needs; None where activations wait in no files."""
-    return Depot(Path(folder or tempfile.gettempdir()), device) if Offload.activations_files in plan.offload else None
+    return Depot(Path(folder or tempfile.gettempdir()), device) if Offload.activations_disk in plan.offload else None

@@ -4,7 +4,7 @@ Promise: nothing is left behind, whatever dies, since the file has no name; room
 line at the first step and never a lost update; reads and writes go around the page cache (O_DIRECT) where the file system lets them, so
 that they cost no memory. Offsets and lengths are multiples of PAGE. What reads or writes all of it (checkpoints) sees it mapped.
 
-Threads and not io_uring: its Python package takes memory that begins at no page (LOG.md), and two threads already fill the disk.
+Threads and not io_uring: its Python package takes memory that begins at no page (docs/log/offload.md), and two threads already fill the disk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a block keeps between its forward and its backward, by the plan: everything, only its input (recompute `layer`), everything but what
-attention makes inside (`selective`), what the rest follows from by cheap operations (`operations`, anatomy/derived.py), and any of them on the
+"""What a block keeps between its forward and its backward, by the plan: everything, only its input (recompute `full`), everything but what
+attention makes inside (`attn`), what the rest follows from by cheap operations (`sac`, anatomy/derived.py), and any of them on the
 device, in host memory or in files (offload `activations`).
 
 Gradients are bit for bit the same: what is computed again is computed by the same kernels from the same numbers and random state.
-Source of `selective`: Korthikanti et al., arXiv 2205.05198, section 5.
+Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Keeping:
         """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its core themselves (context/setup.py),
         the compiler to what follows by operation (compiled.py)."""
         plan = mesh.plan
-        elsewhere = {Recompute.selective} if plan.cp > 1 else set()
-        elsewhere |= {Recompute.operations} if plan.compile else set()
+        elsewhere = {Recompute.attn} if plan.cp > 1 else set()
+        elsewhere |= {Recompute.sac} if plan.compile else set()
 
         def here(place: int) -> Recompute:
             return Recompute.none if (how := plan.recompute_at(place)) in elsewhere else how
@@ -81,11 +81,11 @@ class Keeping:
 
     def _run(self, forward: Forward, place: int, moving: Moving, block: Block | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         how = self.how(place)
-        if how == Recompute.layer:
+        if how == Recompute.full:
             return _again(forward, moving, args, kwargs)
-        if how == Recompute.selective:
+        if how == Recompute.attn:
             return _core_again(forward)(*args, **kwargs)
-        return self._by_operation(forward, moving, block, args, kwargs) if how == Recompute.operations else forward(*args, **kwargs)
+        return self._by_operation(forward, moving, block, args, kwargs) if how == Recompute.sac else forward(*args, **kwargs)
 
     def _by_operation(self, forward: Forward, moving: Moving, block: Block | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = moving.before()
@@ -134,7 +134,7 @@ def _core_again(forward: Forward) -> Forward:
         if not core.met:
             raise InputError(
                 "recompute selective: this block calls no scaled_dot_product_attention whose inside could be computed again; "
-                'build the model with attn_implementation="sdpa", or take rc-layer'
+                'build the model with attn_implementation="sdpa", or take rc-full'
             )
         return output
 

@@ -106,7 +106,7 @@ class FlatUnit:
     # --- construction ---------------------------------------------------------------------------------------------------------
 
     def _lay_weights(self) -> None:
-        away = {Offload.parameters, Offload.parameters_files} & set(self.mesh.plan.offload)
+        away = {Offload.parameters, Offload.parameters_disk} & set(self.mesh.plan.offload)
         self.once = once(self.mesh.host, self.group, self.unit.numel, self.dtype) if self.zero == 3 and not away else None
         if self.once is not None:
             self.weights = self.once.whole
@@ -126,7 +126,7 @@ class FlatUnit:
             self.close()
         elif self.zero == 3:
             if self.mesh.away is not None:
-                self.elsewhere = divided(self.mesh.away, Offload.parameters_files in away, mine, self.cut)
+                self.elsewhere = divided(self.mesh.away, Offload.parameters_disk in away, mine, self.cut)
             if self.elsewhere is None:
                 self._shard = _zeros(self, len(mine), True, self.dtype)
                 self._shard.copy_(mine)
@@ -157,7 +157,7 @@ class FlatUnit:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
         self.has_master = bool(recipe.master) and not self.frozen
         stretches, lies, away = _stretches(self, groups), self.lies, self.mesh.away
-        in_files = Offload.parameters_files in self.mesh.plan.offload
+        in_files = Offload.parameters_disk in self.mesh.plan.offload
         if away is not None and not self.frozen and (away.optimizer or (in_files and not self.has_master)):
             kind = torch.float32 if self.has_master else self.dtype
             self.master: Master = AwayMaster(away, lies, kind, stretches, self.cut)
